@@ -10,17 +10,18 @@ def sum_of_ranks(rank: int, world_size: int) -> float:      # at module level: w
 assert run_ranks(3, sum_of_ranks) == [3.0, 3.0, 3.0]
 ```
 
-Starting a process costs seconds (it imports torch and DGL), so one set of workers serves every world size: a world of P ranks
-is the first P workers. What is made anew for each call is the default process group, which takes 10 to 30 ms. So one
-call can never leave a half-finished collective behind for the next one, and no order of world sizes makes processes restart.
+Starting a process costs seconds (it imports torch and DGL), so one set of workers serves every world size: a world of P
+ranks is the first P workers. What is made anew for each call is the default process group, which takes 10 to 30 ms. So
+one call can never leave a half-finished collective behind for the next one, and no order of world sizes makes
+processes restart.
 
     pytest ──pipe──▶ worker 0 ─┐
            ──pipe──▶ worker 1 ─┼─ default group of this call: gloo over loopback, rendezvous in a file, no ports
            ──pipe──▶ worker 2 ─┘
 
-A worker that fails, dies or does not answer makes the call raise `RankError`; all workers are then ended and started again
-when next needed. A function that runs in workers may not use pytest fixtures, and plain `assert` is not rewritten there:
-return tensors and compare in the test, or use `torch.testing.assert_close`.
+A worker that fails, dies or does not answer makes the call raise `RankError`; all workers are then ended and started
+again when next needed. A function that runs in workers may not use pytest fixtures, and plain `assert` is not rewritten
+there: return tensors and compare in the test, or use `torch.testing.assert_close`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ START_TIMEOUT_S = 180.0
 """Workers import torch and DGL; on a loaded machine that is slow, and no fault of the test."""
 
 COLLECTIVE_TIMEOUT_S = 45.0
-"""A collective that a peer never joins becomes an error after this long, or after 3/4 of the call's timeout if that is less."""
+"""A collective that a peer never joins becomes an error after this long, or after 3/4 of the call's timeout if less."""
 
 GRACE_S = 1.0
 """After one rank fails, how long its peers may go on, so that the earliest failure is the one reported."""
@@ -99,7 +100,8 @@ def run_ranks(world_size: int, fn: Callable[..., T], /, *args: Any, timeout: flo
     Returns:
         The results, by rank.
     Raises:
-        RankError: the earliest failure, with "rank r/P" and its traceback; or which ranks had not answered, with their stacks.
+        RankError: the earliest failure, with "rank r/P" and its traceback; or the ranks that had not answered, with
+            their stacks.
     """
     outcomes = _the_pool().call(world_size, fn, args, kwargs, timeout, wait_for_all=False)
     return [outcome for outcome in outcomes if not isinstance(outcome, RaisedError)]
@@ -136,7 +138,7 @@ def worker_pids() -> list[int]:
     return [] if _pool is None else [worker.process.pid or 0 for worker in _pool.workers]
 
 
-# ---------------------------------------------------------------------------------------------------------------- the parent
+# -------------------------------------------------------------------------------- the parent
 
 
 @dataclass(kw_only=True)
@@ -297,7 +299,7 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-# ---------------------------------------------------------------------------------------------------------------- the worker
+# -------------------------------------------------------------------------------- the worker
 
 
 def _serve(connection: Connection, stack_file: str) -> None:
@@ -342,7 +344,7 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     torch.set_grad_enabled(True)
     dist.init_process_group(
         "gloo",
-        store=dist.FileStore(rendezvous, world_size),
+        init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=collective_timeout_s),

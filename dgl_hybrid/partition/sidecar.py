@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What DistDGL does not keep and exact training needs: one safetensors file per part."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.manifest import FORMAT_VERSION
+
+_REMEDY = "Write the folder anew with dgl_hybrid.partition_graph."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sidecar:
+    """Full-graph facts about one part (N inner vertices, E inner edges, H halo vertices)."""
+
+    part_id: int
+    in_degrees: Tensor
+    """(N,) int64 in the full graph, by inner vertex."""
+    out_degrees: Tensor
+    """(N,) int64 in the full graph, by inner vertex."""
+    orig_node_ids: Tensor
+    """(N,) int64, by inner vertex."""
+    orig_edge_ids: Tensor
+    """(E,) int64, by owned edge id."""
+    halo_global: Tensor
+    """(H,) int64, sorted: every halo vertex of the part."""
+    halo_in_degrees: Tensor
+    """(H,) int64 in the full graph: a halo vertex's in-edge list is complete if it has this many."""
+    bool_data: tuple[str, ...]
+    """Names ("node/..." and "edge/...") of data that was bool; DGL stores those as uint8."""
+
+
+def write_sidecar(path: Path, sidecar: Sidecar) -> None:
+    """Writes `sidecar` as safetensors to `path`."""
+    tensors = {name: getattr(sidecar, name).contiguous() for name in _TENSORS}
+    metadata = {
+        "format_version": str(FORMAT_VERSION),
+        "part_id": str(sidecar.part_id),
+        "bool_data": json.dumps(sidecar.bool_data),
+    }
+    safetensors.torch.save_file(tensors, path, metadata=metadata)
+
+
+def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_edges: int) -> Sidecar:
+    """Reads and checks one part's sidecar.
+
+    Raises:
+        PartitionError: damaged, of another part or version, or with shapes that do not fit; names the file.
+    """
+    try:
+        with safetensors.safe_open(path, framework="pt") as reader:
+            metadata = reader.metadata() or {}
+            tensors = {name: reader.get_tensor(name) for name in _TENSORS}
+        bool_data = json.loads(metadata.get("bool_data", "[]"))
+    except (OSError, safetensors.SafetensorError, json.JSONDecodeError) as error:
+        raise PartitionError(f"{path} cannot be read ({error}). {_REMEDY}") from error
+    if metadata.get("format_version") != str(FORMAT_VERSION) or metadata.get("part_id") != str(part_id):
+        raise PartitionError(
+            f"{path} must be of format {FORMAT_VERSION} and part {part_id} (got format "
+            f"{metadata.get('format_version')}, part {metadata.get('part_id')}). {_REMEDY}"
+        )
+    num_halo = tensors["halo_global"].numel()
+    sizes = dict(
+        in_degrees=num_inner_nodes,
+        out_degrees=num_inner_nodes,
+        orig_node_ids=num_inner_nodes,
+        orig_edge_ids=num_inner_edges,
+        halo_global=num_halo,
+        halo_in_degrees=num_halo,
+    )
+    for name, size in sizes.items():
+        tensor = tensors[name]
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != (size,) or (size and int(tensor.min()) < 0):
+            raise PartitionError(
+                f"{path}: {name} must be non-negative int64 of shape ({size},) "
+                f"(got {tensor.dtype} {tuple(tensor.shape)}). {_REMEDY}"
+            )
+    if not isinstance(bool_data, list) or not all(isinstance(name, str) for name in bool_data):
+        raise PartitionError(f"{path}: bool_data must be a list of names. {_REMEDY}")
+    return Sidecar(part_id=part_id, bool_data=tuple(bool_data), **tensors)
+
+
+_TENSORS = ("in_degrees", "out_degrees", "orig_node_ids", "orig_edge_ids", "halo_global", "halo_in_degrees")

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`verify_partition`: are all files of a folder there, and are they what was written?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, check_file, read_manifest
+from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
+
+
+def verify_partition(part_config: str | Path, part_id: int | None = None, *, checksums: bool = True) -> None:
+    """Checks the files of one part, or of all, against the manifest before any of them is parsed.
+
+    Not collective. A plain DistDGL folder has no checksums; its files must exist and not be empty.
+
+    Args:
+        part_config: Path of `<graph name>.json`.
+        part_id: The part whose files must be here (machines hold their own part only), or None for all.
+        checksums: False only checks that the files are there.
+    Raises:
+        ValueError: part_id is not one of the parts.
+        PartitionError: a file is missing, truncated or changed; names it and says what to do.
+    """
+    summary = read_partition_summary(part_config)
+    if part_id is not None and not 0 <= part_id < summary.num_parts:
+        raise ValueError(f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})")
+    part_ids = range(summary.num_parts) if part_id is None else (part_id,)
+    for part in part_ids:
+        _check_present(summary, part)
+    manifest = read_manifest(summary.folder) if summary.has_sidecar else None
+    if manifest is None or not checksums:
+        return
+    wanted = {summary.part_config.name}
+    for part in part_ids:
+        wanted |= {name for name in manifest.files if name.startswith(f"part{part}/")}
+        files = summary.part_files[part]
+        wanted |= {files.part_graph, files.node_feats, files.edge_feats}
+        if summary.is_homogeneous:
+            wanted.add(f"part{part}/{SIDECAR_NAME}")
+    for name in sorted(wanted):
+        record = manifest.files.get(name)
+        if record is None:
+            raise PartitionError(
+                f"{summary.folder / name} is not listed in {MANIFEST_NAME}, which is damaged or of another partition. "
+                "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
+            )
+        check_file(summary.folder, name, record)
+
+
+def _check_present(summary: PartitionSummary, part_id: int) -> None:
+    files = summary.part_files[part_id]
+    for name in (files.part_graph, files.node_feats, files.edge_feats):
+        path = summary.folder / name
+        if not path.is_file() or path.stat().st_size == 0:
+            word = "is empty" if path.is_file() else "is missing"
+            raise PartitionError(
+                f"{path} {word}; {summary.part_config.name} names it. "
+                "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
+            )
+    sidecar = summary.folder / f"part{part_id}" / SIDECAR_NAME
+    if not summary.has_sidecar and sidecar.exists():
+        raise PartitionError(
+            f"{summary.folder / MANIFEST_NAME} is missing although {sidecar.relative_to(summary.folder)} is there. "
+            "Copy it from the original folder, or delete the hybrid.safetensors files to read this as a plain DistDGL folder."
+        )
+    if summary.has_sidecar and summary.is_homogeneous and not sidecar.is_file():
+        raise PartitionError(
+            f"{sidecar} is missing; {MANIFEST_NAME} lists it. "
+            "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
+        )

@@ -1,0 +1,300 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`partition_graph`: DGL's signature, DGL's files, and our sidecar and checksums beside them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import dgl
+import torch
+from dgl.data.utils import save_tensors
+from dgl.distributed import partition as dgl_partition
+from torch import Tensor
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.assign import assign_nodes, check_method
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, read_manifest, sync_path, sync_tree, write_manifest
+from dgl_hybrid.partition.quiet import captured_output
+from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
+from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
+
+_logger = logging.getLogger(__name__)
+
+BalanceTypes = Tensor | dict[str, Tensor]
+Mapping1 = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
+
+
+def partition_graph(
+    g: dgl.DGLGraph,
+    graph_name: str,
+    num_parts: int,
+    out_path: str | Path,
+    num_hops: int = 1,
+    part_method: str = "metis",
+    balance_ntypes: BalanceTypes | None = None,
+    balance_edges: bool = False,
+    return_mapping: bool = False,
+    num_trainers_per_machine: int = 1,
+    objtype: str = "cut",
+    graph_formats: str | list[str] | tuple[str, ...] | None = None,
+    use_graphbolt: bool = False,
+    *,
+    seed: int = 0,
+    **kwargs: bool,
+) -> Mapping1 | None:
+    """Writes a partition folder that plain DistDGL reads, with full-graph degrees and checksums beside DGL's files.
+
+    The folder is written aside and renamed into place; an interrupted write leaves nothing that loads. Not collective:
+    one process calls it. Inside one destination, edge ids rise in original edge-id order.
+
+    Args:
+        g: Graph on the CPU; directed, with duplicate edges, self-loops and isolated vertices as it likes. Its vertex and
+            edge data of any dtype DGL can store are split among the parts.
+        graph_name: The JSON file is called `<graph_name>.json`.
+        num_parts: P, at most the number of vertices.
+        out_path: Folder to write; a former partition of the same graph name in it is replaced.
+        num_hops: How far the halo reaches, at least 1. The in-edges of halo vertices at in-distance < num_hops are
+            stored, so `num_hops = L` holds all that an L-layer model would recompute.
+        part_method: "metis", "random" or "contiguous" (1D ranges of original ids).
+        balance_ntypes: As in DGL: (N_total,) classes to spread evenly (METIS only), e.g. the train mask.
+        balance_edges: Balance in-edges as well (METIS), or instead of vertices (contiguous).
+        return_mapping: As in DGL: return the original ids.
+        num_trainers_per_machine: As in DGL: with METIS, also writes vertex and edge data "trainer_id".
+        objtype: As in DGL: "cut" or "vol".
+        graph_formats: As in DGL: sparse formats to store.
+        use_graphbolt: As in DGL: store GraphBolt structures as well.
+        seed: For part_method "random"; METIS and contiguous have no randomness.
+        **kwargs: As in DGL: options of the GraphBolt conversion.
+    Returns:
+        None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
+        (dicts by type for heterographs).
+    Raises:
+        ValueError: an argument is out of range or unknown.
+        PartitionError: the folder cannot be written, or METIS failed.
+    """
+    check_method(part_method)
+    _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
+    target = Path(out_path).absolute()
+    _check_target(target, graph_name)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
+    # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
+    staging.chmod(0o775)
+    try:
+        if g.is_homogeneous:
+            if isinstance(balance_ntypes, dict):
+                if len(balance_ntypes) != 1:
+                    raise ValueError(f"balance_ntypes must name one vertex type (got {sorted(balance_ntypes)})")
+                balance_ntypes = next(iter(balance_ntypes.values()))
+            ids = _write_homogeneous(
+                g,
+                graph_name,
+                num_parts,
+                staging,
+                num_hops=num_hops,
+                part_method=part_method,
+                balance_ntypes=balance_ntypes,
+                balance_edges=balance_edges,
+                num_trainers=num_trainers_per_machine,
+                objtype=objtype,
+                graph_formats=graph_formats,
+                seed=seed,
+            )
+            mapping: Mapping1 | None = (ids.orig_node_ids, ids.orig_edge_ids)
+        else:
+            if part_method == "contiguous":
+                raise ValueError("part_method 'contiguous' is for homogeneous graphs; use 'metis' or 'random'")
+            dgl.seed(seed)
+            with captured_output("dgl.distributed.partition_graph"):
+                mapping = dgl_partition.partition_graph(
+                    g,
+                    graph_name,
+                    num_parts,
+                    str(staging),
+                    num_hops=num_hops,
+                    part_method=part_method,
+                    balance_ntypes=balance_ntypes,
+                    balance_edges=balance_edges,
+                    return_mapping=True,
+                    num_trainers_per_machine=num_trainers_per_machine,
+                    objtype=objtype,
+                    graph_formats=graph_formats,
+                )
+        if use_graphbolt:
+            with captured_output("dgl_partition_to_graphbolt"):
+                dgl_partition.dgl_partition_to_graphbolt(str(staging / f"{graph_name}.json"), **kwargs)
+        files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
+        write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
+        sync_tree(staging)
+        _move_into_place(staging, target, graph_name)
+    except OSError as error:
+        raise PartitionError(f"{target} cannot be written: {error}. Free space or choose another out_path.") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return mapping if return_mapping else None
+
+
+def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype: str) -> None:
+    if not graph_name or "/" in graph_name or "\\" in graph_name or graph_name.startswith(".") or "\0" in graph_name:
+        raise ValueError(f"graph_name must be usable as a file name (got {graph_name!r})")
+    if f"{graph_name}.json" == MANIFEST_NAME:
+        raise ValueError(f"graph_name must not be {graph_name!r}: its JSON file would be the manifest")
+    if num_hops < 1:
+        raise ValueError(
+            f"num_hops must be at least 1 (got {num_hops}): the in-edges of owned vertices come from vertices one hop away"
+        )
+    if num_trainers < 1:
+        raise ValueError(f"num_trainers_per_machine must be at least 1 (got {num_trainers})")
+    if objtype not in ("cut", "vol"):
+        raise ValueError(f"objtype must be 'cut' or 'vol' (got {objtype!r})")
+
+
+def _check_target(target: Path, graph_name: str) -> None:
+    if target.exists() and not target.is_dir():
+        raise PartitionError(f"{target} exists and is not a folder. Choose another out_path.")
+    try:
+        manifest = read_manifest(target)
+    except PartitionError:
+        return  # A damaged former partition: replacing it is what its own error message advises.
+    if manifest is not None and manifest.graph_name != graph_name and (target / f"{manifest.graph_name}.json").exists():
+        # DGL would mix the parts of two graphs in one folder, silently.
+        raise PartitionError(
+            f"{target} holds the partition of graph {manifest.graph_name!r}; writing {graph_name!r} there would overwrite "
+            "its parts. Choose another out_path or remove that folder."
+        )
+
+
+def _write_homogeneous(
+    g: dgl.DGLGraph,
+    graph_name: str,
+    num_parts: int,
+    folder: Path,
+    *,
+    num_hops: int,
+    part_method: str,
+    balance_ntypes: Tensor | None,
+    balance_edges: bool,
+    num_trainers: int,
+    objtype: str,
+    graph_formats: str | list[str] | tuple[str, ...] | None,
+    seed: int,
+) -> Renumbering:
+    src, dst = (ends.to("cpu", torch.int64) for ends in g.edges(order="eid"))
+    num_nodes, num_edges = int(g.num_nodes()), int(g.num_edges())
+    bare = dgl.graph((src, dst), num_nodes=num_nodes)
+    node_data, edge_data = dict(g.ndata), dict(g.edata)
+    by_trainer = num_trainers > 1 and (part_method == "metis" or num_parts == 1)
+    node_part = assign_nodes(
+        bare,
+        num_parts * num_trainers if by_trainer else num_parts,
+        "metis" if by_trainer else part_method,
+        balance_ntypes=balance_ntypes,
+        balance_edges=balance_edges,
+        objtype=objtype,
+        seed=seed,
+    )
+    if by_trainer:
+        node_data["trainer_id"], edge_data["trainer_id"] = node_part, node_part[dst]
+        node_part = node_part // num_trainers
+    ids = renumber(src, dst, node_part, num_parts)
+    in_degrees = torch.bincount(dst, minlength=num_nodes)[ids.orig_node_ids]
+    out_degrees = torch.bincount(src, minlength=num_nodes)[ids.orig_node_ids]
+    del bare, src, dst
+    ntype, etype = g.ntypes[0], ":".join(g.canonical_etypes[0])
+    for part_id in range(num_parts):
+        part = cut_part(ids, part_id, num_hops)
+        part_folder = folder / f"part{part_id}"
+        part_folder.mkdir(mode=0o775)
+        inner_nodes = ids.orig_node_ids[part.nodes[: part.num_inner_nodes]]
+        inner_edges = ids.orig_edge_ids[part.edges[: part.num_inner_edges]]
+        _save_data(part_folder / "node_feat.dgl", ntype, node_data, inner_nodes)
+        _save_data(part_folder / "edge_feat.dgl", etype, edge_data, inner_edges)
+        owned = slice(int(ids.node_offsets[part_id]), int(ids.node_offsets[part_id + 1]))
+        halo = part.nodes[part.num_inner_nodes :]
+        bool_node = [f"node/{name}" for name, data in node_data.items() if data.dtype == torch.bool]
+        bool_edge = [f"edge/{name}" for name, data in edge_data.items() if data.dtype == torch.bool]
+        write_sidecar(
+            part_folder / SIDECAR_NAME,
+            Sidecar(
+                part_id=part_id,
+                in_degrees=in_degrees[owned],
+                out_degrees=out_degrees[owned],
+                orig_node_ids=inner_nodes,
+                orig_edge_ids=inner_edges,
+                halo_global=halo,
+                halo_in_degrees=in_degrees[halo],
+                bool_data=tuple(bool_node + bool_edge),
+            ),
+        )
+        _save_structure(part_folder / "graph.dgl", part, ids, graph_formats)
+    content: dict[str, object] = {
+        "graph_name": graph_name,
+        "num_nodes": num_nodes,
+        "num_edges": num_edges,
+        "part_method": part_method,
+        "num_parts": num_parts,
+        "halo_hops": num_hops,
+        "node_map": {ntype: _ranges(ids.node_offsets)},
+        "edge_map": {etype: _ranges(ids.edge_offsets)},
+        "ntypes": {ntype: 0},
+        "etypes": {etype: 0},
+    }
+    for part_id in range(num_parts):
+        content[f"part-{part_id}"] = {
+            "node_feats": f"part{part_id}/node_feat.dgl",
+            "edge_feats": f"part{part_id}/edge_feat.dgl",
+            "part_graph": f"part{part_id}/graph.dgl",
+        }
+    (folder / f"{graph_name}.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
+    return ids
+
+
+def _ranges(offsets: Tensor) -> list[list[int]]:
+    bounds = offsets.tolist()
+    return [[start, end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def _save_data(path: Path, prefix: str, data: Mapping[str, Tensor], rows: Tensor) -> None:
+    """Writes DGL's tensor file for the owned rows; DGL's own bookkeeping fields stay out, as in DGL."""
+    reserved = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
+    kept = {f"{prefix}/{name}": tensor.cpu()[rows] for name, tensor in data.items() if name not in reserved}
+    save_tensors(str(path), kept)
+
+
+def _save_structure(
+    path: Path, part: PartStructure, ids: Renumbering, graph_formats: str | list[str] | tuple[str, ...] | None
+) -> None:
+    structure = dgl.graph((part.src, part.dst), num_nodes=part.nodes.numel())
+    structure.ndata["inner_node"] = torch.arange(part.nodes.numel()) < part.num_inner_nodes
+    structure.edata["inner_edge"] = torch.arange(part.edges.numel()) < part.num_inner_edges
+    structure.ndata[dgl.NID] = part.nodes
+    structure.edata[dgl.EID] = part.edges
+    structure.ndata["part_id"] = torch.searchsorted(ids.node_offsets, part.nodes, right=True) - 1
+    # DGL's own writer casts these fields to the dtypes DistGraph servers share in memory.
+    dgl_partition._save_graphs(str(path), [structure], formats=graph_formats)
+
+
+def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
+    """Renames the finished folder to its name; the JSON, without which nothing loads, comes last."""
+    if not target.exists() or not any(target.iterdir()):
+        staging.rename(target)
+        sync_path(target.parent)
+        return
+    # The old JSON goes first: from here until the last rename the folder does not load, so no mixture is ever read.
+    (target / f"{graph_name}.json").unlink(missing_ok=True)
+    (target / MANIFEST_NAME).unlink(missing_ok=True)
+    sync_path(target)
+    last = [MANIFEST_NAME, f"{graph_name}.json"]
+    for path in sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
+        destination = target / path.name
+        if destination.is_dir():
+            shutil.rmtree(destination)
+        if path.name == last[-1]:
+            sync_path(target)
+        path.rename(destination)
+    sync_path(target)

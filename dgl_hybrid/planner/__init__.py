@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides, per halo vertex and level, whether its row is computed here or received. Pure, but for `probe`."""
+
+from .config import STRATEGIES, PlannerConfig
+from .costs import ItemCosts, cost_model
+from .estimate import EpochEstimate, RankEstimate, choose_plan
+from .forced import random_plan
+from .make import make_plan
+from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
+from .plan import DependencyPlan, check_plan, plan_objective
+from .problem import PlanProblem
+from .topology import Topology, uniform_topology
+
+__all__ = [
+    "STRATEGIES",
+    "DependencyPlan",
+    "EpochEstimate",
+    "ItemCosts",
+    "LayerTrace",
+    "LevelTrace",
+    "ModelTrace",
+    "PlanProblem",
+    "PlannerConfig",
+    "RankEstimate",
+    "Topology",
+    "check_plan",
+    "choose_plan",
+    "cost_model",
+    "make_plan",
+    "plan_objective",
+    "random_plan",
+    "synthetic_trace",
+    "uniform_topology",
+]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a plan is to be made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+STRATEGIES = ("hybrid", "greedy", "neutronstar", "depcache", "depcomm", "ratio")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlannerConfig:
+    """Options of `make_plan` and `propose_plans`."""
+
+    strategy: str = "hybrid"
+    """One of `STRATEGIES`."""
+    cache_ratio: float = 0.5
+    """`ratio` only: share of the read dependencies of each level to compute here, the cheapest first."""
+    memory_budget_bytes: float | None = None
+    """Bytes the halo rows of all levels may hold on this rank (received and computed); None: no limit."""
+    max_cut_arcs: int = 20_000_000
+    """Past this many arcs the hybrid plan comes from the greedy instead of the minimum cut."""
+    prices: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0)
+    """Factors on the cost of receiving that `propose_plans` sweeps."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
+        if not 0.0 <= self.cache_ratio <= 1.0:
+            raise ValueError(f"cache_ratio must lie in 0..1 (got {self.cache_ratio})")
+        if self.memory_budget_bytes is not None and not self.memory_budget_bytes >= 0:
+            raise ValueError(f"memory_budget_bytes must not be negative (got {self.memory_budget_bytes})")
+        if self.max_cut_arcs < 0:
+            raise ValueError(f"max_cut_arcs must not be negative (got {self.max_cut_arcs})")
+        if not self.prices or min(self.prices) < 0:
+            raise ValueError(f"prices must be at least one factor, none negative (got {self.prices})")

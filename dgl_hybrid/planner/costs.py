@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prices of the planner's items on one rank: what receiving a row costs and what computing it here costs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import PlanError
+from .model_trace import ModelTrace
+from .topology import Topology
+
+STRUCTURE_BYTES_PER_EDGE = 16.0  # one int64 source and one int64 edge id per held in-edge
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ItemCosts:
+    """Seconds and bytes per item, by level l = 0..L-1.
+
+    Receiving costs `receive_s[l][owner]`; computing costs `row_s[l] + edge_s[l] * in_degree`, own row only: what its
+    inputs cost is the plan's matter. Sending is charged to the receiver.
+    """
+
+    receive_s: tuple[tuple[float, ...], ...]
+    """(L, P) by owner: wire and pack, forward and backward."""
+    row_s: tuple[float, ...]
+    """(L,) seconds per computed row; level 0: per input row held here."""
+    edge_s: tuple[float, ...]
+    """(L,) seconds per in-edge of layer l; `edge_s[0]` is 0."""
+    receive_bytes: tuple[float, ...]
+    """(L,) bytes held per received row."""
+    row_held_bytes: tuple[float, ...]
+    """(L,) bytes held per computed row."""
+    edge_held_bytes: tuple[float, ...]
+    """(L,) bytes held per in-edge of a computed row; `edge_held_bytes[0]` is 0."""
+    pack_s: tuple[float, ...] = ()
+    """(L,) the part of `receive_s` that is packing and unpacking, so device work; empty means 0."""
+    latency_s: tuple[float, ...] = ()
+    """(L,) seconds per exchange of level l, whatever it carries; empty means 0."""
+    widths: tuple[float, ...] = ()
+    """(L,) elements per exchanged row, for NeutronStar's cost form; empty means 1."""
+    output_row_s: float = 0.0
+    """Seconds per row of level L (never an item; for the epoch estimate)."""
+    output_edge_s: float = 0.0
+    """Seconds per in-edge of layer L."""
+    epoch_s: float = 0.0
+    """Seconds per epoch that no plan changes: the gradients' all-reduce."""
+
+    def __post_init__(self) -> None:
+        num_layers = len(self.receive_s)
+        if num_layers < 1:
+            raise ValueError("costs must have at least one level (got 0)")
+        world_size = len(self.receive_s[0])
+        if any(len(row) != world_size for row in self.receive_s):
+            raise ValueError(f"receive_s must be (L, P) (got rows of {[len(row) for row in self.receive_s]})")
+        for name in ("row_s", "edge_s", "receive_bytes", "row_held_bytes", "edge_held_bytes"):
+            if len(getattr(self, name)) != num_layers:
+                raise ValueError(f"{name} must have {num_layers} entries (got {len(getattr(self, name))})")
+        for name, default in (("pack_s", 0.0), ("latency_s", 0.0), ("widths", 1.0)):
+            value = getattr(self, name)
+            if not value:
+                object.__setattr__(self, name, (default,) * num_layers)
+            elif len(value) != num_layers:
+                raise ValueError(f"{name} must have {num_layers} entries or none (got {len(value)})")
+        if self.edge_s[0] != 0 or self.edge_held_bytes[0] != 0:
+            raise ValueError("edge_s[0] and edge_held_bytes[0] must be 0: an input row has no in-edges to pay")
+        numbers = [x for row in self.receive_s for x in row]
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if name != "receive_s":
+                numbers += [value] if isinstance(value, float | int) else list(value)
+        if not all(math.isfinite(x) and x >= 0 for x in numbers):
+            raise ValueError("costs must be finite and not negative")
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.receive_s)
+
+    @property
+    def world_size(self) -> int:
+        """P."""
+        return len(self.receive_s[0])
+
+
+def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
+    """Turns a model's trace and a cluster's rates into prices for the items of one rank. Pure.
+
+    Args:
+        trace: of the user's model.
+        topology: measured or assumed.
+        rank: the receiving rank.
+
+    Raises:
+        PlanError: `rank` is not one of the topology's ranks.
+    """
+    if not 0 <= rank < topology.world_size:
+        raise PlanError(f"rank must lie in 0..{topology.world_size - 1}, the probed ranks (got {rank}); probe again")
+    row_s = [x.row_flops / topology.dense_flops_per_s + x.row_bytes / topology.row_bytes_per_s for x in trace.levels]
+    edge_s = [0.0]
+    receive_s, pack_s, latency_s, receive_bytes = [], [], [], []
+    for layer in trace.layers:
+        fwd, bwd = layer.operand_bytes_fwd, layer.operand_bytes_bwd
+        gather = topology.gather_rate(max(fwd, 1.0))
+        edge_s.append(layer.edge_bytes / gather + layer.edge_flops / topology.dense_flops_per_s)
+        # Forward: gathered into the send buffer at the owner, written here. Backward: read here, added at the owner.
+        pack = (fwd + bwd) / gather + (fwd + bwd) / topology.row_bytes_per_s
+        receive_s.append(
+            tuple(
+                0.0
+                if owner == rank
+                else fwd / topology.bandwidth_bytes_per_s[owner][rank]
+                + bwd / topology.bandwidth_bytes_per_s[rank][owner]
+                + pack
+                for owner in range(topology.world_size)
+            )
+        )
+        pack_s.append(pack)
+        exchanges = 2 if bwd else 1
+        latency_s.append(exchanges * max(topology.latency_s[q][rank] for q in range(topology.world_size)))
+        receive_bytes.append(fwd + bwd)
+    num_layers = trace.num_layers
+    held = [
+        level.held_bytes or layer.operand_bytes_fwd
+        for level, layer in zip(trace.levels[:-1], trace.layers, strict=True)
+    ]
+    # Level k's edges belong to layer k, `trace.layers[k - 1]`.
+    edge_held = [0.0] + [STRUCTURE_BYTES_PER_EDGE + layer.edge_held_bytes for layer in trace.layers[:-1]]
+    parameter_bytes = trace.num_parameters * (8 if trace.dtype == "float64" else 4)
+    reduce_s = topology.allreduce_latency_s + parameter_bytes / topology.allreduce_bytes_per_s
+    return ItemCosts(
+        receive_s=tuple(receive_s),
+        row_s=tuple(row_s[:num_layers]),
+        edge_s=tuple(edge_s[:num_layers]),
+        receive_bytes=tuple(receive_bytes),
+        row_held_bytes=tuple(held),
+        edge_held_bytes=tuple(edge_held),
+        pack_s=tuple(pack_s),
+        latency_s=tuple(latency_s),
+        widths=tuple(float(layer.operand_width) for layer in trace.layers),
+        output_row_s=row_s[num_layers],
+        output_edge_s=edge_s[num_layers],
+        epoch_s=reduce_s if topology.world_size > 1 else 0.0,
+    )

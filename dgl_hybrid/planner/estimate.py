@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted epoch time of plans: per rank and layer, and of all ranks together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from ..errors import PlanError
+from .costs import ItemCosts
+from .items import Bools, Items
+from .problem import PlanProblem
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankEstimate:
+    """Prediction for one rank; tuples are by layer 1..L, seconds per epoch, forward and backward together."""
+
+    comm_s: tuple[float, ...]
+    """On the wire; hidden behind `interior_s`."""
+    interior_s: tuple[float, ...]
+    """Aggregation of rows that read no received row."""
+    boundary_s: tuple[float, ...]
+    """Everything else: remaining aggregation, all row work, packing."""
+    fixed_s: float
+    """What no plan changes: the last level's rows, the all-reduce."""
+    objective_s: float
+    """The plan's cost in the planner's own objective."""
+    held_bytes: float
+    """Held by halo rows of all levels."""
+    fits: bool = True
+    """Within the memory budget of this rank."""
+
+    @property
+    def epoch_s(self) -> float:
+        """Layers follow each other; within one the wire and the interior rows run side by side, the rest after both."""
+        layers = zip(self.comm_s, self.interior_s, self.boundary_s, strict=True)
+        return self.fixed_s + math.fsum(max(comm, interior) + boundary for comm, interior, boundary in layers)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds the device works."""
+        return self.fixed_s + math.fsum(self.interior_s) + math.fsum(self.boundary_s)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochEstimate:
+    """Prediction for all ranks that were asked (for a lone plan: its own rank)."""
+
+    ranks: tuple[RankEstimate, ...]
+
+    @property
+    def epoch_s(self) -> float:
+        """The slowest rank's epoch: ranks wait for each other at every exchange and at the all-reduce."""
+        return max(rank.epoch_s for rank in self.ranks)
+
+    @property
+    def slowest_rank(self) -> int:
+        """Index, within `ranks`, of the rank the others wait for."""
+        return max(range(len(self.ranks)), key=lambda i: (self.ranks[i].epoch_s, -i))
+
+    def to_json(self) -> dict[str, object]:
+        """Returns a dictionary that `json.dumps` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, object]) -> EpochEstimate:
+        """Reads what `to_json` wrote."""
+        ranks = []
+        for record in data["ranks"]:  # type: ignore[attr-defined]
+            fields = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in record.items()}
+            ranks.append(RankEstimate(**fields))
+        return cls(ranks=tuple(ranks))
+
+
+def estimate_rank(
+    problem: PlanProblem,
+    items: Items,
+    costs: ItemCosts,
+    computed: Bools,
+    *,
+    memory_budget_bytes: float | None = None,
+) -> RankEstimate:
+    """Predicts one rank's epoch under the choice `computed` (L, H). Pure."""
+    present = items.present(computed)
+    comm, interior, boundary = [], [], []
+    objective = items.objective(costs, computed)
+    held = items.held_bytes(costs, computed)
+    row_s = [*costs.row_s, costs.output_row_s]
+    edge_s = [*costs.edge_s, costs.output_edge_s]
+    for layer in range(1, problem.num_layers + 1):
+        level = layer - 1
+        received = present[level] & ~computed[level]
+        wire = pack = 0.0
+        num_received = int(received.sum())
+        if num_received:
+            receive_s = items.receive_prices(costs)[level][received]
+            pack = costs.pack_s[level] * num_received
+            wire = max(float(math.fsum(receive_s)) - pack, 0.0) + costs.latency_s[level]
+        edges = int(problem.owned_edges[level])
+        interior_edges = 0
+        if problem.owned_interior_edges is not None:
+            interior_edges = int(problem.owned_interior_edges[level])
+            num_read = int(items.demand[level].sum())
+            # Which owned rows become interior when some of their sources are computed here is not in the problem;
+            # scaling by the share of sources that still travels is right at both ends and close between.
+            share = int((received & items.demand[level]).sum()) / num_read if num_read else 0.0
+            interior_edges += round((edges - interior_edges) * (1.0 - share))
+        if layer < problem.num_layers:
+            cached = computed[layer]
+            edges += int(items.in_degree[cached].sum())
+            if problem.owned_interior_edges is not None:
+                waits = cached.copy()
+                waits[:] = False
+                waits[items.reader[received[items.source] & cached[items.reader]]] = True
+                interior_edges += int(items.in_degree[cached & ~waits].sum())
+        rows = int(problem.owned_rows[level]) + int(computed[level].sum())
+        comm.append(wire)
+        interior.append(interior_edges * edge_s[layer])
+        boundary.append((edges - interior_edges) * edge_s[layer] + rows * row_s[level] + pack)
+    fits = memory_budget_bytes is None or held <= memory_budget_bytes
+    return RankEstimate(
+        comm_s=tuple(comm),
+        interior_s=tuple(interior),
+        boundary_s=tuple(boundary),
+        fixed_s=int(problem.owned_rows[-1]) * costs.output_row_s + costs.epoch_s,
+        objective_s=objective,
+        held_bytes=held,
+        fits=fits,
+    )
+
+
+def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
+    """Returns the index of the candidate whose slowest rank is fastest; the first of equals. Pure, same on every rank.
+
+    Args:
+        estimates_by_rank: one list per rank, all of the same length and order.
+
+    Raises:
+        ValueError: no ranks, or lists of different length.
+        PlanError: no candidate fits every rank's memory budget.
+    """
+    lengths = [len(estimates) for estimates in estimates_by_rank]
+    if not lengths or min(lengths) != max(lengths) or lengths[0] < 1:
+        raise ValueError(f"every rank must give the same number of candidates, at least one (got {lengths})")
+    fitting = [i for i in range(lengths[0]) if all(estimates[i].fits for estimates in estimates_by_rank)]
+    if not fitting:
+        least = [min(estimate.held_bytes for estimate in estimates) for estimates in estimates_by_rank]
+        worst = max(range(len(least)), key=lambda rank: least[rank])
+        raise PlanError(
+            f"no plan fits the memory budget of every rank: rank {worst} of {len(least)} needs at least "
+            f"{least[worst]:.0f} bytes for its halo rows. Possible solutions: 1) raise memory_budget_bytes, "
+            "2) use more partitions, 3) use a narrower model or fewer layers"
+        )
+    return min(fitting, key=lambda i: (max(estimates[i].epoch_s for estimates in estimates_by_rank), i))

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Closure rules over a problem's items, as vectorised numpy: the one place that knows what a choice implies.
+
+A choice is `computed`, an (L, H) bool array; what must be present follows from it:
+an item is present if owned vertices read it, if it is computed here, or if a computed item reads it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import PlanError
+from .costs import ItemCosts
+from .problem import PlanProblem
+
+Bools = npt.NDArray[np.bool_]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Items:
+    """Numpy view of a problem. E: halo in-edges of expandable vertices, without self-loops and duplicates."""
+
+    num_layers: int
+    num_halo: int
+    owner: Ints
+    in_degree: Ints
+    reach: Bools
+    """(L, H)"""
+    demand: Bools
+    """(L, H)"""
+    allowed: Bools
+    """(L, H): the item exists and may be computed here."""
+    reader: Ints
+    """(E,) position of the vertex that reads, ascending."""
+    source: Ints
+    """(E,) position of the vertex that is read."""
+
+    def reads(self, computed: Bools) -> Bools:
+        """Returns (H,) bool: read, one level down, by the vertices in `computed` (H,)."""
+        result = np.zeros(self.num_halo, dtype=np.bool_)
+        result[self.source[computed[self.reader]]] = True
+        return result
+
+    def present(self, computed: Bools) -> Bools:
+        """Returns (L, H) bool: the rows that are here, received or computed."""
+        result = self.demand | computed
+        for level in range(1, self.num_layers):
+            result[level - 1] |= self.reads(computed[level])
+        return result
+
+    def close_down(self, wanted: Bools) -> Bools:
+        """Returns `wanted` (L, H), cut to what is allowed, with every computed row's own lower rows computed too."""
+        result = wanted & self.allowed
+        for level in range(self.num_layers - 1, 0, -1):
+            result[level - 1] |= result[level]
+        return result
+
+    def drop_unneeded(self, computed: Bools) -> Bools:
+        """Returns `computed` without the rows that neither owned vertices nor computed rows need."""
+        result = computed.copy()
+        needed = self.demand[-1]
+        for level in range(self.num_layers - 1, -1, -1):
+            result[level] &= needed
+            if level:
+                needed = self.demand[level - 1] | result[level] | self.reads(result[level])
+        return result
+
+    def receive_prices(self, costs: ItemCosts) -> Floats:
+        """Returns r, (L, H) seconds."""
+        return np.array(costs.receive_s, dtype=np.float64)[:, self.owner]
+
+    def compute_prices(self, costs: ItemCosts) -> Floats:
+        """Returns p, (L, H) seconds."""
+        edge_s = np.array(costs.edge_s, dtype=np.float64)[:, None]
+        return np.array(costs.row_s, dtype=np.float64)[:, None] + edge_s * self.in_degree[None, :]
+
+    def objective(self, costs: ItemCosts, computed: Bools) -> float:
+        """Returns the seconds a choice costs per epoch: received rows at r, computed rows at p.
+
+        Counts are multiplied, not rows added, so that equal choices give equal floats in any order.
+        """
+        return math.fsum(self._terms(computed, costs.receive_s, costs.row_s, costs.edge_s))
+
+    def held_bytes(self, costs: ItemCosts, computed: Bools) -> float:
+        """Returns the bytes the halo rows of a choice hold on this rank."""
+        receive = tuple((x,) * costs.world_size for x in costs.receive_bytes)
+        return math.fsum(self._terms(computed, receive, costs.row_held_bytes, costs.edge_held_bytes))
+
+    def _terms(
+        self,
+        computed: Bools,
+        receive: tuple[tuple[float, ...], ...],
+        row: tuple[float, ...],
+        edge: tuple[float, ...],
+    ) -> list[float]:
+        terms = []
+        received = self.present(computed) & ~computed
+        for level in range(self.num_layers):
+            counts = np.bincount(self.owner[received[level]], minlength=len(receive[level]))
+            terms += [price * int(count) for price, count in zip(receive[level], counts, strict=True)]
+            terms.append(row[level] * int(computed[level].sum()))
+            terms.append(edge[level] * int(self.in_degree[computed[level]].sum()))
+        return terms
+
+    def broken_rule(self, computed: Bools) -> str | None:
+        """Returns what is wrong with a choice, or None."""
+        for level in range(self.num_layers):
+            wrong = computed[level] & ~self.allowed[level]
+            if wrong.any():
+                reason = "is not needed by any rank" if not self.reach[level][wrong][0] else "has unknown in-edges"
+                return f"level {level}: {int(wrong.sum())} cached vertices cannot be; position {int(wrong.argmax())} {reason}"
+            if level:
+                wrong = computed[level] & ~computed[level - 1]
+                if wrong.any():
+                    return (
+                        f"level {level}: {int(wrong.sum())} cached vertices are not cached at level {level - 1}, "
+                        f"the first at position {int(wrong.argmax())}"
+                    )
+        return None
+
+
+def build_items(problem: PlanProblem) -> Items:
+    """Makes the numpy view of a validated problem. Arrays share memory with its tensors where they can."""
+    counts = np.diff(problem.in_indptr.numpy())
+    reader = np.repeat(np.arange(problem.num_halo, dtype=np.int64), counts)
+    source = problem.in_halo.numpy()
+    keep = reader != source
+    if problem.num_halo and keep.any():
+        # Duplicate edges would charge one row twice in the greedy; one sort is cheaper than thinking of them later.
+        keys = reader[keep] * problem.num_halo + source[keep]
+        if not (keys[1:] > keys[:-1]).all():
+            keys = np.unique(keys)
+        reader, source = keys // problem.num_halo, keys % problem.num_halo
+    else:
+        reader, source = reader[keep], source[keep]
+    reach = problem.reach.numpy()
+    allowed = reach.copy()
+    allowed[1:] &= problem.expandable.numpy()[None, :]
+    return Items(
+        num_layers=problem.num_layers,
+        num_halo=problem.num_halo,
+        owner=problem.owner.numpy(),
+        in_degree=problem.in_degree.numpy(),
+        reach=reach,
+        demand=problem.demand.numpy(),
+        allowed=allowed,
+        reader=reader,
+        source=source,
+    )
+
+
+def require_match(problem: PlanProblem, costs: ItemCosts) -> None:
+    """Raises PlanError unless the costs have the problem's levels and ranks."""
+    if costs.num_layers != problem.num_layers:
+        raise PlanError(
+            f"the traced model has {costs.num_layers} layers, the planning problem of rank {problem.rank} has "
+            f"{problem.num_layers}; build both for one model"
+        )
+    if costs.world_size != problem.world_size:
+        raise PlanError(
+            f"the costs are for {costs.world_size} ranks, the planning problem of rank {problem.rank} for "
+            f"{problem.world_size}; probe the cluster with all ranks"
+        )

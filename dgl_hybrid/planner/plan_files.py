@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans on disk: ids in safetensors, everything else in JSON that holds the ids' checksum and its own. No pickle."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+from ..errors import PlanError
+from .estimate import EpochEstimate
+from .model_trace import ModelTrace
+from .plan import DependencyPlan
+from .topology import Topology
+
+FORMAT_VERSION = 1
+
+
+def plan_paths(directory: Path, rank: int) -> tuple[Path, Path]:
+    """Returns the JSON and the safetensors path of one rank's plan."""
+    return directory / f"plan_rank{rank}.json", directory / f"plan_rank{rank}.safetensors"
+
+
+def save_plan(plan: DependencyPlan, directory: Path) -> Path:
+    """Writes a plan; see `DependencyPlan.save`. A crash between the two files leaves a pair that does not load."""
+    directory.mkdir(parents=True, exist_ok=True)
+    json_path, ids_path = plan_paths(directory, plan.rank)
+    blob = save_tensors({f"cached_{level}": ids.contiguous() for level, ids in enumerate(plan.cached)})
+    record: dict[str, object] = {
+        "format_version": FORMAT_VERSION,
+        "strategy": plan.strategy,
+        "rank": plan.rank,
+        "world_size": plan.world_size,
+        "num_layers": plan.num_layers,
+        "num_cached": list(plan.num_cached),
+        "communicated": list(plan.communicated),
+        "objective_s": plan.objective_s,
+        "estimate": plan.estimate.to_json() if plan.estimate else None,
+        "trace": plan.trace.to_json() if plan.trace else None,
+        "trace_digest": plan.trace.digest() if plan.trace else None,
+        "topology": plan.topology.to_json() if plan.topology else None,
+        "topology_digest": plan.topology.digest() if plan.topology else None,
+        "partition_fingerprint": plan.partition_fingerprint,
+        "ids_sha256": hashlib.sha256(blob).hexdigest(),
+        "ids_bytes": len(blob),
+    }
+    record["record_sha256"] = _record_digest(record)
+    _write_durably(ids_path, blob)
+    _write_durably(json_path, (json.dumps(record, indent=1) + "\n").encode())
+    return json_path
+
+
+def load_plan(
+    directory: Path,
+    rank: int,
+    world_size: int | None,
+    num_layers: int | None,
+    partition_fingerprint: str | None,
+) -> DependencyPlan:
+    """Reads and checks a plan; see `DependencyPlan.load`."""
+    json_path, ids_path = plan_paths(directory, rank)
+    try:
+        record = json.loads(json_path.read_bytes())
+        blob = ids_path.read_bytes()
+    except FileNotFoundError as error:
+        raise PlanError(
+            f"no plan for rank {rank}: {error.filename} is missing; make one with `dgl-hybrid plan`"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise PlanError(f"{json_path} is damaged ({error}); plan again") from error
+    version = record.get("format_version") if isinstance(record, dict) else None
+    if version != FORMAT_VERSION:
+        raise PlanError(f"{json_path} must have format version {FORMAT_VERSION} (got {version}); plan again")
+    if record.pop("record_sha256", None) != _record_digest(record):
+        raise PlanError(f"{json_path} is damaged: its checksum does not match; plan again")
+    if len(blob) != record["ids_bytes"] or hashlib.sha256(blob).hexdigest() != record["ids_sha256"]:
+        raise PlanError(f"{ids_path} is damaged: it does not match the checksum in {json_path.name}; plan again")
+    expected = {"rank": rank, "world_size": world_size, "num_layers": num_layers}
+    expected |= {"partition_fingerprint": partition_fingerprint}  # type: ignore[dict-item]
+    for name, value in expected.items():
+        if value is not None and record[name] != value:
+            raise PlanError(f"{json_path} was made for {name} {record[name]} (expected {value}); plan again")
+    try:
+        tensors = load_tensors(blob)
+        cached = tuple(tensors[f"cached_{level}"] for level in range(record["num_layers"]))
+        plan = DependencyPlan(
+            strategy=record["strategy"],
+            rank=record["rank"],
+            world_size=record["world_size"],
+            num_layers=record["num_layers"],
+            cached=cached,
+            communicated=tuple(record["communicated"]),
+            objective_s=record["objective_s"],
+            estimate=EpochEstimate.from_json(record["estimate"]) if record["estimate"] else None,
+            trace=ModelTrace.from_json(record["trace"]) if record["trace"] else None,
+            topology=Topology.from_json(record["topology"]) if record["topology"] else None,
+            partition_fingerprint=record["partition_fingerprint"],
+        )
+    except (KeyError, TypeError, SafetensorError) as error:
+        raise PlanError(f"{json_path} cannot be read ({error}); plan again") from error
+    if any(ids.dtype != torch.int64 or ids.dim() != 1 for ids in cached):
+        raise PlanError(f"{ids_path} must hold one-dimensional int64 ids; plan again")
+    return plan
+
+
+def _record_digest(record: dict[str, object]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    """Writes aside, syncs, renames: a reader sees the old file or the new one, never half of one."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hybrid dependency management for full-graph GNN training beside DGL and DistDGL.
+
+Importing this package mends DGL for the PyTorch and NumPy at hand (`dgl_hybrid.compat`) and imports nothing heavy; the public
+names below are loaded at first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from dgl_hybrid.compat import install
+
+__version__ = "0.1.0"
+
+# Public name -> module it lives in. Loaded at first use, so that `import dgl_hybrid` costs nothing in launchers and servers.
+_EXPORTS: dict[str, str] = {}
+
+__all__ = ["__version__", *sorted(_EXPORTS)]
+
+install()
+
+
+def __getattr__(name: str) -> object:
+    """Loads a public name at its first use."""
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(_EXPORTS[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_EXPORTS})

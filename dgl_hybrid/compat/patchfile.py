@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads a described fix (`patches/NNNN-what.patch`) and applies it to source text in memory, strictly.
+
+A fix is one ordinary unified diff below a header of `Key: value` lines. `patch -p1` and `git apply` skip the header, so the
+file that is applied to the running process is the very file that is applied by hand in `site-packages`::
+
+    Fix: what is mended, in one line
+    DGL: >=2.1,<2.2
+    Reason: why it is needed; further lines are indented
+      like this one
+    Upstream: URL of the upstream change, or `none known`
+    Test: tests/compat/test_fixes.py::test_...
+
+    --- a/dgl/utils/__init__.py
+    +++ b/dgl/utils/__init__.py
+    @@ -9,6 +9,6 @@
+    ...
+
+Every context and removed line has to stand exactly where the hunk says: a fix that lands on code it was not written for
+is worse than none, so nothing is searched for and nothing is fuzzy.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from dgl_hybrid.errors import CompatError
+
+HEADER_KEYS = ("Fix", "DGL", "Reason", "Upstream", "Test")
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hunk:
+    """One stretch of a diff: `old` stands in the file from line `old_start` on and becomes `new`."""
+
+    old_start: int
+    """Line number, from 1; the line after which `new` goes when `old` is empty."""
+    new_start: int
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FilePatch:
+    """All hunks for one file of DGL."""
+
+    path: str
+    """Relative to `site-packages`, such as `dgl/utils/__init__.py`."""
+    hunks: tuple[Hunk, ...]
+
+    @property
+    def module(self) -> str:
+        """The name under which Python imports the file."""
+        parts = list(PurePosixPath(self.path).with_suffix("").parts)
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fix:
+    """One file of `patches/`."""
+
+    name: str
+    """The file's name without its ending: `0001-what`."""
+    summary: str
+    dgl: str
+    """The DGL versions it is for, as a version specifier."""
+    reason: str
+    upstream: str
+    test: str
+    files: tuple[FilePatch, ...]
+
+
+def read_fix(path: Path) -> Fix:
+    """Reads one fix.
+
+    Raises:
+        CompatError: when the header lacks a key or the diff is malformed; names the file and the line.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        body = next(i for i, line in enumerate(lines) if line.startswith("--- "))
+    except StopIteration:
+        raise CompatError(f"{path.name}: expected a unified diff (got no line that begins with '--- ')") from None
+    header = _parse_header(path.name, lines[:body])
+    return Fix(
+        name=path.stem,
+        summary=header["Fix"],
+        dgl=header["DGL"],
+        reason=header["Reason"],
+        upstream=header["Upstream"],
+        test=header["Test"],
+        files=_parse_diff(path.name, lines, body),
+    )
+
+
+def _parse_header(name: str, lines: list[str]) -> dict[str, str]:
+    header: dict[str, str] = {}
+    key = ""
+    for line in lines:
+        if line[:1].isspace() and key:
+            header[key] += " " + line.strip()
+        elif ": " in line:
+            key, _, value = line.partition(": ")
+            header[key] = value.strip()
+    missing = [key for key in HEADER_KEYS if key not in header]
+    if missing:
+        raise CompatError(f"{name}: the header must have {', '.join(HEADER_KEYS)} (missing: {', '.join(missing)})")
+    return header
+
+
+def _parse_diff(name: str, lines: list[str], at: int) -> tuple[FilePatch, ...]:
+    files: list[FilePatch] = []
+    while at < len(lines):
+        if not lines[at].startswith("--- "):
+            at += 1  # `diff --git` and `index` lines between files
+            continue
+        if at + 1 >= len(lines) or not lines[at + 1].startswith("+++ b/"):
+            raise CompatError(f"{name}:{at + 2}: expected '+++ b/<path>' after '{lines[at]}'")
+        target = lines[at + 1][len("+++ b/") :].split("\t")[0]
+        at += 2
+        hunks: list[Hunk] = []
+        while at < len(lines) and lines[at].startswith("@@"):
+            hunk, at = _parse_hunk(name, lines, at)
+            hunks.append(hunk)
+        if not hunks:
+            raise CompatError(f"{name}:{at + 1}: expected a hunk ('@@ -l,n +l,n @@') for {target}")
+        files.append(FilePatch(path=target, hunks=tuple(hunks)))
+    return tuple(files)
+
+
+def _parse_hunk(name: str, lines: list[str], at: int) -> tuple[Hunk, int]:
+    match = _HUNK.match(lines[at])
+    if match is None:
+        raise CompatError(f"{name}:{at + 1}: expected '@@ -l,n +l,n @@' (got {lines[at]!r})")
+    first = at + 1
+    num_old, num_new = int(match[2] or 1), int(match[4] or 1)
+    old: list[str] = []
+    new: list[str] = []
+    at += 1
+    while len(old) < num_old or len(new) < num_new:
+        line = lines[at] if at < len(lines) else "end of file"
+        mark, text = (line[:1] or " "), line[1:]
+        if mark not in " -+":
+            raise CompatError(f"{name}:{at + 1}: the hunk of line {first} is short (got {line!r})")
+        if mark != "+":
+            old.append(text)
+        if mark != "-":
+            new.append(text)
+        at += 1
+    hunk = Hunk(old_start=int(match[1]), new_start=int(match[3]), old=tuple(old), new=tuple(new))
+    return hunk, at
+
+
+def apply_patch(source: str, patch: FilePatch, fix_name: str) -> str:
+    """Applies all hunks to `source`, each exactly where it says.
+
+    Args:
+        source: The file's text; not modified.
+        patch: The hunks, which never overlap and come in the order of their lines.
+        fix_name: For the message.
+    Returns:
+        The mended text; `source` itself when the fix is in it already (applied by hand).
+    Raises:
+        CompatError: when the text is neither the one the fix was written for nor the mended one.
+    """
+    lines = source.splitlines()
+    mismatch = _first_mismatch(lines, [(h.old_start, h.old) for h in patch.hunks])
+    if mismatch is None:
+        mended: list[str] = []
+        done = 0
+        for hunk in patch.hunks:
+            start = hunk.old_start - 1 if hunk.old else hunk.old_start
+            mended += lines[done:start]
+            mended += hunk.new
+            done = start + len(hunk.old)
+        mended += lines[done:]
+        return "\n".join(mended) + "\n"
+    if _first_mismatch(lines, [(h.new_start, h.new) for h in patch.hunks]) is None:
+        return source
+    line_number, expected, got = mismatch
+    raise CompatError(
+        f"{fix_name} does not fit {patch.path}:{line_number}: expected {expected!r} (got {got!r}). "
+        "The file differs from the released DGL: reinstall it (pip install --force-reinstall --no-deps 'dgl==2.1.*'), "
+        "or apply the fix to your version by hand."
+    )
+
+
+def _first_mismatch(lines: list[str], pieces: list[tuple[int, tuple[str, ...]]]) -> tuple[int, str, str] | None:
+    for start, expected in pieces:
+        for offset, want in enumerate(expected):
+            index = start - 1 + offset
+            got = lines[index] if index < len(lines) else "end of file"
+            if got != want:
+                return index + 1, want, got
+    return None

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 from dgl_hybrid.partition.closure import Closure, khop_closure
 from dgl_hybrid.partition.load import LocalPartition, load_partition
-from dgl_hybrid.partition.summary import (
-    PartFiles,
-    PartitionSummary,
-    read_partition_summary,
-)
+from dgl_hybrid.partition.summary import PartFiles, PartitionSummary, read_partition_summary
 from dgl_hybrid.partition.verify import verify_partition
 from dgl_hybrid.partition.write import partition_graph
 

@@ -22,9 +22,7 @@ PartMethod = Literal["metis", "random", "contiguous"]
 def check_method(part_method: str) -> None:
     """Raises ValueError, listing the choices, if `part_method` is not one of `PartMethod`."""
     if part_method not in get_args(PartMethod):
-        raise ValueError(
-            f"part_method must be one of {', '.join(get_args(PartMethod))} (got {part_method!r})"
-        )
+        raise ValueError(f"part_method must be one of {', '.join(get_args(PartMethod))} (got {part_method!r})")
 
 
 def assign_nodes(
@@ -89,9 +87,7 @@ def fill_empty_parts(node_part: Tensor, num_parts: int) -> Tensor:
     empty = (counts == 0).nonzero().flatten().tolist()
     if not empty:
         return node_part
-    _logger.warning(
-        "parts %s came out empty; each gets one vertex of the largest part", empty
-    )
+    _logger.warning("parts %s came out empty; each gets one vertex of the largest part", empty)
     node_part = node_part.clone()
     for part in empty:
         largest = int(counts.argmax())
@@ -112,20 +108,12 @@ def _contiguous(graph: dgl.DGLGraph, num_parts: int, balance_edges: bool) -> Ten
 
 
 def _metis(
-    graph: dgl.DGLGraph,
-    num_parts: int,
-    balance_ntypes: Tensor | None,
-    balance_edges: bool,
-    objtype: str,
+    graph: dgl.DGLGraph, num_parts: int, balance_ntypes: Tensor | None, balance_edges: bool, objtype: str
 ) -> Tensor:
     try:
         with captured_output("METIS"):
             node_part = dgl.metis_partition_assignment(
-                graph,
-                num_parts,
-                balance_ntypes=balance_ntypes,
-                balance_edges=balance_edges,
-                objtype=objtype,
+                graph, num_parts, balance_ntypes=balance_ntypes, balance_edges=balance_edges, objtype=objtype
             )
     except dgl.DGLError as error:
         raise PartitionError(

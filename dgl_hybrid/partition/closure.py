@@ -60,12 +60,8 @@ def khop_closure(
     if num_hops < 0:
         raise ValueError(f"num_hops must not be negative (got {num_hops})")
     last_inner = first_inner + indptr.numel() - 1
-    frontier = (
-        torch.arange(first_inner, last_inner) if seeds is None else torch.unique(seeds)
-    )
-    if frontier.numel() and (
-        int(frontier[0]) < first_inner or int(frontier[-1]) >= last_inner
-    ):
+    frontier = torch.arange(first_inner, last_inner) if seeds is None else torch.unique(seeds)
+    if frontier.numel() and (int(frontier[0]) < first_inner or int(frontier[-1]) >= last_inner):
         raise ValueError(
             f"seeds must be inner vertices {first_inner}..{last_inner - 1} (got {int(frontier[0])}..{int(frontier[-1])})"
         )
@@ -82,9 +78,7 @@ def khop_closure(
         sources = torch.cat(
             [
                 src_global[expand_ranges(indptr[inner], indptr[inner + 1])],
-                halo_src_global[
-                    expand_ranges(halo_indptr[rows], halo_indptr[rows + 1])
-                ],
+                halo_src_global[expand_ranges(halo_indptr[rows], halo_indptr[rows + 1])],
             ]
         )
         frontier = torch.unique(sources)
@@ -94,12 +88,9 @@ def khop_closure(
     empty = torch.empty(0, dtype=torch.int64)
     vertices = torch.cat([empty, *found])
     hops = torch.repeat_interleave(
-        torch.arange(1, num_hops + 1),
-        torch.tensor([len(part) for part in found], dtype=torch.int64),
+        torch.arange(1, num_hops + 1), torch.tensor([len(part) for part in found], dtype=torch.int64)
     )
     order = torch.argsort(vertices)
     return Closure(
-        halo_global=vertices[order],
-        distance=hops[order],
-        blocked=torch.cat([empty, *blocked]).sort().values,
+        halo_global=vertices[order], distance=hops[order], blocked=torch.cat([empty, *blocked]).sort().values
     )

@@ -85,9 +85,7 @@ class _Structure:
     halo: Tensor
 
 
-def load_partition(
-    part_config: str | Path, part_id: int, *, verify: bool = True
-) -> LocalPartition:
+def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True) -> LocalPartition:
     """Loads one part of a folder written by `dgl_hybrid.partition_graph` or by plain DGL.
 
     Not collective. For plain folders written with `num_hops > 1`, a halo vertex counts as complete only where its
@@ -104,9 +102,7 @@ def load_partition(
     """
     summary = read_partition_summary(part_config)
     if not 0 <= part_id < summary.num_parts:
-        raise ValueError(
-            f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})"
-        )
+        raise ValueError(f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})")
     if not summary.is_homogeneous:
         raise PartitionError(
             f"{summary.part_config} holds a heterograph; full-graph training reads homogeneous graphs only in this release. "
@@ -120,16 +116,9 @@ def load_partition(
     sidecar = None
     if summary.has_sidecar:
         path = summary.folder / f"part{part_id}" / SIDECAR_NAME
-        sidecar = read_sidecar(
-            path,
-            part_id=part_id,
-            num_inner_nodes=last - first,
-            num_inner_edges=num_owned_edges,
-        )
+        sidecar = read_sidecar(path, part_id=part_id, num_inner_nodes=last - first, num_inner_edges=num_owned_edges)
         if not torch.equal(sidecar.halo_global, structure.halo):
-            raise PartitionError(
-                f"{path} lists other halo vertices than {files.part_graph}. {_REMEDY}"
-            )
+            raise PartitionError(f"{path} lists other halo vertices than {files.part_graph}. {_REMEDY}")
     owned = slice(0, structure.num_inner_edges)
     in_degrees = torch.bincount(structure.dst[owned] - first, minlength=last - first)
     if sidecar is not None and not torch.equal(in_degrees, sidecar.in_degrees):
@@ -137,9 +126,7 @@ def load_partition(
             f"{summary.folder / files.part_graph} lacks in-edges of owned vertices: {int(sidecar.in_degrees.sum())} in the "
             f"full graph (got {int(in_degrees.sum())}). {_REMEDY}"
         )
-    halo_global, halo_indptr, halo_edges = _complete_halo(
-        summary, part_id, structure, sidecar
-    )
+    halo_global, halo_indptr, halo_edges = _complete_halo(summary, part_id, structure, sidecar)
     return LocalPartition(
         part_id=part_id,
         num_parts=summary.num_parts,
@@ -159,12 +146,8 @@ def load_partition(
         out_degrees=None if sidecar is None else sidecar.out_degrees,
         orig_node_ids=None if sidecar is None else sidecar.orig_node_ids,
         orig_edge_ids=None if sidecar is None else sidecar.orig_edge_ids,
-        node_data=_read_data(
-            summary.folder / files.node_feats, last - first, "node", sidecar
-        ),
-        edge_data=_read_data(
-            summary.folder / files.edge_feats, num_owned_edges, "edge", sidecar
-        ),
+        node_data=_read_data(summary.folder / files.node_feats, last - first, "node", sidecar),
+        edge_data=_read_data(summary.folder / files.edge_feats, num_owned_edges, "edge", sidecar),
     )
 
 
@@ -175,13 +158,9 @@ def _load_dgl_graph(path: Path) -> dgl.DGLGraph:
         missing = [name for name in ("inner_node", dgl.NID) if name not in graph.ndata]
         missing += [name for name in ("inner_edge", dgl.EID) if name not in graph.edata]
     except (dgl.DGLError, RuntimeError, IndexError, KeyError) as error:
-        raise PartitionError(
-            f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}"
-        ) from error
+        raise PartitionError(f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}") from error
     if missing:
-        raise PartitionError(
-            f"{path} lacks the fields {missing} of a DistDGL part. {_REMEDY}"
-        )
+        raise PartitionError(f"{path} lacks the fields {missing} of a DistDGL part. {_REMEDY}")
     return graph
 
 
@@ -189,10 +168,7 @@ def _read_structure(summary: PartitionSummary, part_id: int) -> _Structure:
     path = summary.folder / summary.part_files[part_id].part_graph
     graph = _load_dgl_graph(path)
     first, last = summary.node_offsets[part_id], summary.node_offsets[part_id + 1]
-    first_edge, last_edge = (
-        summary.edge_offsets[part_id],
-        summary.edge_offsets[part_id + 1],
-    )
+    first_edge, last_edge = (summary.edge_offsets[part_id], summary.edge_offsets[part_id + 1])
     nodes = graph.ndata[dgl.NID].to(torch.int64)
     eid = graph.edata[dgl.EID].to(torch.int64)
     inner = graph.ndata["inner_node"] == 1
@@ -203,17 +179,11 @@ def _read_structure(summary: PartitionSummary, part_id: int) -> _Structure:
         raise PartitionError(
             f"{path}: its inner vertices must be the ids {first}..{last - 1} of {summary.part_config.name}. {_REMEDY}"
         )
-    if bool((halo[1:] == halo[:-1]).any()) or bool(
-        ((halo >= first) & (halo < last)).any()
-    ):
-        raise PartitionError(
-            f"{path}: a halo vertex occurs twice or is an inner one. {_REMEDY}"
-        )
+    if bool((halo[1:] == halo[:-1]).any()) or bool(((halo >= first) & (halo < last)).any()):
+        raise PartitionError(f"{path}: a halo vertex occurs twice or is an inner one. {_REMEDY}")
     local_src, local_dst = (ends.to(torch.int64) for ends in graph.edges(order="eid"))
     inner_edge = inner[local_dst]
-    if not torch.equal(
-        torch.sort(eid[inner_edge]).values, torch.arange(first_edge, last_edge)
-    ):
+    if not torch.equal(torch.sort(eid[inner_edge]).values, torch.arange(first_edge, last_edge)):
         raise PartitionError(
             f"{path}: the in-edges of its inner vertices must be the ids {first_edge}..{last_edge - 1} "
             f"of {summary.part_config.name} (got {int(inner_edge.sum())} edges). {_REMEDY}"
@@ -223,11 +193,7 @@ def _read_structure(summary: PartitionSummary, part_id: int) -> _Structure:
     order = order[torch.argsort(dst[order], stable=True)]
     order = torch.cat([order[inner_edge[order]], order[~inner_edge[order]]])
     return _Structure(
-        src=nodes[local_src[order]],
-        dst=dst[order],
-        eid=eid[order],
-        num_inner_edges=last_edge - first_edge,
-        halo=halo,
+        src=nodes[local_src[order]], dst=dst[order], eid=eid[order], num_inner_edges=last_edge - first_edge, halo=halo
     )
 
 
@@ -239,15 +205,10 @@ def _check_ids(ids: Tensor, bound: int, what: str, path: Path) -> None:
 
 
 def _complete_halo(
-    summary: PartitionSummary,
-    part_id: int,
-    structure: _Structure,
-    sidecar: Sidecar | None,
+    summary: PartitionSummary, part_id: int, structure: _Structure, sidecar: Sidecar | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Halo vertices with a complete list, their indptr, and the positions of their edges in `structure`."""
-    position = torch.searchsorted(
-        structure.halo, structure.dst[structure.num_inner_edges :]
-    )
+    position = torch.searchsorted(structure.halo, structure.dst[structure.num_inner_edges :])
     local_degrees = torch.bincount(position, minlength=structure.halo.numel())
     if sidecar is not None:
         full_degrees = sidecar.halo_in_degrees
@@ -261,9 +222,7 @@ def _complete_halo(
     return structure.halo[complete], counts_to_offsets(local_degrees[complete]), edges
 
 
-def _degrees_from_owners(
-    summary: PartitionSummary, part_id: int, halo: Tensor
-) -> Tensor:
+def _degrees_from_owners(summary: PartitionSummary, part_id: int, halo: Tensor) -> Tensor:
     """Full in-degrees of halo vertices read from their owners' graph files; -1 where such a file is not here.
 
     `halo_hops` in the JSON is a claim about the writer, no proof; the owner's list is one, since owned edges are checked
@@ -275,31 +234,21 @@ def _degrees_from_owners(
     for other in torch.unique(owner).tolist():
         path = summary.folder / summary.part_files[other].part_graph
         if other == part_id or not path.is_file():
-            _logger.info(
-                "%s is not here: halo vertices of part %d count as incomplete",
-                path,
-                other,
-            )
+            _logger.info("%s is not here: halo vertices of part %d count as incomplete", path, other)
             continue
         structure = _read_structure(summary, other)
         first, last = summary.node_offsets[other], summary.node_offsets[other + 1]
-        owned = torch.bincount(
-            structure.dst[: structure.num_inner_edges] - first, minlength=last - first
-        )
+        owned = torch.bincount(structure.dst[: structure.num_inner_edges] - first, minlength=last - first)
         mine = owner == other
         degrees[mine] = owned[halo[mine] - first]
     return degrees
 
 
-def _read_data(
-    path: Path, num_rows: int, kind: str, sidecar: Sidecar | None
-) -> dict[str, Tensor]:
+def _read_data(path: Path, num_rows: int, kind: str, sidecar: Sidecar | None) -> dict[str, Tensor]:
     try:
         stored = load_tensors(str(path))
     except (dgl.DGLError, RuntimeError) as error:
-        raise PartitionError(
-            f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}"
-        ) from error
+        raise PartitionError(f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}") from error
     data: dict[str, Tensor] = {}
     for key, tensor in stored.items():
         # "_N/feat" and "_N:_E:_N/weight"; folders of old DGL versions have no prefix.

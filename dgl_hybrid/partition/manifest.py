@@ -43,9 +43,7 @@ def hash_file(path: Path) -> FileRecord:
     return FileRecord(sha256=digest, num_bytes=path.stat().st_size)
 
 
-def write_manifest(
-    folder: Path, *, graph_name: str, num_parts: int, seed: int, files: list[str]
-) -> None:
+def write_manifest(folder: Path, *, graph_name: str, num_parts: int, seed: int, files: list[str]) -> None:
     """Hashes `files` (relative paths) and writes `hybrid_manifest.json` into `folder`."""
     content = {
         "format": "dgl_hybrid partition",
@@ -55,14 +53,10 @@ def write_manifest(
         "seed": seed,
         "files": {
             name: {"sha256": record.sha256, "bytes": record.num_bytes}
-            for name, record in (
-                (name, hash_file(folder / name)) for name in sorted(files)
-            )
+            for name, record in ((name, hash_file(folder / name)) for name in sorted(files))
         },
     }
-    (folder / MANIFEST_NAME).write_text(
-        json.dumps(content, indent=1) + "\n", encoding="utf-8"
-    )
+    (folder / MANIFEST_NAME).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -89,31 +83,17 @@ def read_manifest(folder: Path) -> Manifest | None:
         content.get("seed", 0),
     )
     raw_files = content.get("files")
-    if (
-        not isinstance(graph_name, str)
-        or num_parts is None
-        or not isinstance(seed, int)
-    ):
-        raise PartitionError(
-            f"{path}: graph_name, num_parts and seed must be a string and two integers. {_REMEDY}"
-        )
+    if not isinstance(graph_name, str) or num_parts is None or not isinstance(seed, int):
+        raise PartitionError(f"{path}: graph_name, num_parts and seed must be a string and two integers. {_REMEDY}")
     if not isinstance(raw_files, dict) or not raw_files:
-        raise PartitionError(
-            f"{path}: 'files' must be a non-empty object (got {type(raw_files).__name__}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path}: 'files' must be a non-empty object (got {type(raw_files).__name__}). {_REMEDY}")
     files: dict[str, FileRecord] = {}
     for name, entry in raw_files.items():
         check_inside(name, path)
         digest = entry.get("sha256") if isinstance(entry, dict) else None
         size = as_count(entry.get("bytes")) if isinstance(entry, dict) else None
-        if (
-            not isinstance(digest, str)
-            or re.fullmatch(r"[0-9a-f]{64}", digest) is None
-            or size is None
-        ):
-            raise PartitionError(
-                f"{path}: entry of {name!r} must hold 'sha256' (64 hex digits) and 'bytes'. {_REMEDY}"
-            )
+        if not isinstance(digest, str) or re.fullmatch(r"[0-9a-f]{64}", digest) is None or size is None:
+            raise PartitionError(f"{path}: entry of {name!r} must hold 'sha256' (64 hex digits) and 'bytes'. {_REMEDY}")
         files[name] = FileRecord(sha256=digest, num_bytes=size)
     return Manifest(graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
 
@@ -126,15 +106,11 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
     """
     path = folder / name
     if not path.is_file():
-        raise PartitionError(
-            f"{path} is missing; {MANIFEST_NAME} lists it with {record.num_bytes} bytes. {_REMEDY}"
-        )
+        raise PartitionError(f"{path} is missing; {MANIFEST_NAME} lists it with {record.num_bytes} bytes. {_REMEDY}")
     size = path.stat().st_size
     if size != record.num_bytes:
         word = "truncated" if size < record.num_bytes else "longer than written"
-        raise PartitionError(
-            f"{path} is {word}: {record.num_bytes} bytes were written (got {size}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path} is {word}: {record.num_bytes} bytes were written (got {size}). {_REMEDY}")
     found = hash_file(path)
     if found.sha256 != record.sha256:
         raise PartitionError(
@@ -149,14 +125,10 @@ def check_inside(name: object, source: Path) -> str:
         PartitionError: absolute, empty, not a string, or climbing out with "..".
     """
     if not isinstance(name, str) or not name or "\0" in name or "\\" in name:
-        raise PartitionError(
-            f"{source}: a file name must be a relative path (got {name!r}). {_REMEDY}"
-        )
+        raise PartitionError(f"{source}: a file name must be a relative path (got {name!r}). {_REMEDY}")
     parts = PurePosixPath(name)
     if parts.is_absolute() or ".." in parts.parts:
-        raise PartitionError(
-            f"{source}: the path {name!r} leaves the partition folder. {_REMEDY}"
-        )
+        raise PartitionError(f"{source}: the path {name!r} leaves the partition folder. {_REMEDY}")
     return name
 
 
@@ -169,21 +141,13 @@ def read_json_object(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise PartitionError(
-            f"{path} does not exist. Give the path of a partition's <graph name>.json."
-        ) from error
+        raise PartitionError(f"{path} does not exist. Give the path of a partition's <graph name>.json.") from error
     except OSError as error:
-        raise PartitionError(
-            f"{path} cannot be read: {error.strerror}. Check the path and its permissions."
-        ) from error
+        raise PartitionError(f"{path} cannot be read: {error.strerror}. Check the path and its permissions.") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise PartitionError(
-            f"{path} is not valid JSON, it may be truncated ({error}). {_REMEDY}"
-        ) from error
+        raise PartitionError(f"{path} is not valid JSON, it may be truncated ({error}). {_REMEDY}") from error
     if not isinstance(content, dict):
-        raise PartitionError(
-            f"{path} must hold a JSON object (got {type(content).__name__}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path} must hold a JSON object (got {type(content).__name__}). {_REMEDY}")
     return content
 
 
@@ -206,8 +170,4 @@ def sync_path(path: Path) -> None:
 
 def as_count(value: object) -> int | None:
     """The value itself if JSON held a non-negative integer that fits int64, else None."""
-    return (
-        value
-        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
-        else None
-    )
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63 else None

@@ -50,9 +50,7 @@ def write_sidecar(path: Path, sidecar: Sidecar) -> None:
     safetensors.torch.save_file(tensors, path, metadata=metadata)
 
 
-def read_sidecar(
-    path: Path, *, part_id: int, num_inner_nodes: int, num_inner_edges: int
-) -> Sidecar:
+def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_edges: int) -> Sidecar:
     """Reads and checks one part's sidecar.
 
     Raises:
@@ -65,9 +63,7 @@ def read_sidecar(
         bool_data = json.loads(metadata.get("bool_data", "[]"))
     except (OSError, safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise PartitionError(f"{path} cannot be read ({error}). {_REMEDY}") from error
-    if metadata.get("format_version") != str(FORMAT_VERSION) or metadata.get(
-        "part_id"
-    ) != str(part_id):
+    if metadata.get("format_version") != str(FORMAT_VERSION) or metadata.get("part_id") != str(part_id):
         raise PartitionError(
             f"{path} must be of format {FORMAT_VERSION} and part {part_id} (got format "
             f"{metadata.get('format_version')}, part {metadata.get('part_id')}). {_REMEDY}"
@@ -83,27 +79,14 @@ def read_sidecar(
     }
     for name, size in sizes.items():
         tensor = tensors[name]
-        if (
-            tensor.dtype != torch.int64
-            or tuple(tensor.shape) != (size,)
-            or (size and int(tensor.min()) < 0)
-        ):
+        if tensor.dtype != torch.int64 or tuple(tensor.shape) != (size,) or (size and int(tensor.min()) < 0):
             raise PartitionError(
                 f"{path}: {name} must be non-negative int64 of shape ({size},) "
                 f"(got {tensor.dtype} {tuple(tensor.shape)}). {_REMEDY}"
             )
-    if not isinstance(bool_data, list) or not all(
-        isinstance(name, str) for name in bool_data
-    ):
+    if not isinstance(bool_data, list) or not all(isinstance(name, str) for name in bool_data):
         raise PartitionError(f"{path}: bool_data must be a list of names. {_REMEDY}")
     return Sidecar(part_id=part_id, bool_data=tuple(bool_data), **tensors)
 
 
-_TENSORS = (
-    "in_degrees",
-    "out_degrees",
-    "orig_node_ids",
-    "orig_edge_ids",
-    "halo_global",
-    "halo_in_degrees",
-)
+_TENSORS = ("in_degrees", "out_degrees", "orig_node_ids", "orig_edge_ids", "halo_global", "halo_in_degrees")

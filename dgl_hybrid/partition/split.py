@@ -50,9 +50,7 @@ class PartStructure:
     """(m,) int64 positions in `nodes`."""
 
 
-def renumber(
-    src: Tensor, dst: Tensor, node_part: Tensor, num_parts: int
-) -> Renumbering:
+def renumber(src: Tensor, dst: Tensor, node_part: Tensor, num_parts: int) -> Renumbering:
     """Numbers vertices by part and edges by (destination, original edge id).
 
     With one part nothing is renumbered, as in DGL.
@@ -126,11 +124,7 @@ def cut_part(ids: Renumbering, part_id: int, num_hops: int) -> PartStructure:
         held[frontier] = True
         edge_lists.append(expand_ranges(ids.indptr[frontier], ids.indptr[frontier + 1]))
     # The last frontier is held, its own in-edges are not.
-    outer_edges = (
-        torch.sort(torch.cat(edge_lists[1:-1])).values
-        if num_hops > 1
-        else edge_lists[0][:0]
-    )
+    outer_edges = torch.sort(torch.cat(edge_lists[1:-1])).values if num_hops > 1 else edge_lists[0][:0]
     edges = torch.cat([edge_lists[0], outer_edges])
     held[first:last] = False
     nodes = torch.cat([torch.arange(first, last), held.nonzero().flatten()])
@@ -164,6 +158,4 @@ def expand_ranges(starts: Tensor, ends: Tensor) -> Tensor:
     """
     lengths = ends - starts
     offsets = counts_to_offsets(lengths)
-    return torch.arange(int(offsets[-1])) + torch.repeat_interleave(
-        starts - offsets[:-1], lengths
-    )
+    return torch.arange(int(offsets[-1])) + torch.repeat_interleave(starts - offsets[:-1], lengths)

@@ -7,13 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition.manifest import (
-    MANIFEST_NAME,
-    as_count,
-    check_inside,
-    read_json_object,
-    read_manifest,
-)
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, as_count, check_inside, read_json_object, read_manifest
 
 _REMEDY = "Write the folder anew with dgl_hybrid.partition_graph."
 
@@ -72,13 +66,8 @@ def read_partition_summary(part_config: str | Path) -> PartitionSummary:
         )
     graph_name = content.get("graph_name")
     if not isinstance(graph_name, str):
-        raise PartitionError(
-            f"{path}: graph_name must be a string (got {graph_name!r}). {_REMEDY}"
-        )
-    ntypes, etypes = (
-        content.get("ntypes", {"_N": 0}),
-        content.get("etypes", {"_N:_E:_N": 0}),
-    )
+        raise PartitionError(f"{path}: graph_name must be a string (got {graph_name!r}). {_REMEDY}")
+    ntypes, etypes = (content.get("ntypes", {"_N": 0}), content.get("etypes", {"_N:_E:_N": 0}))
     if not isinstance(ntypes, dict) or not isinstance(etypes, dict):
         raise PartitionError(f"{path}: ntypes and etypes must be objects. {_REMEDY}")
     is_homogeneous = len(ntypes) == 1 and len(etypes) == 1
@@ -106,27 +95,21 @@ def read_partition_summary(part_config: str | Path) -> PartitionSummary:
         has_sidecar=has_sidecar,
         node_offsets=node_offsets,
         edge_offsets=edge_offsets,
-        part_files=tuple(
-            _part_files(content, part_id, path) for part_id in range(num_parts)
-        ),
+        part_files=tuple(_part_files(content, part_id, path) for part_id in range(num_parts)),
     )
 
 
 def _count(content: dict[str, object], key: str, path: Path) -> int:
     value = as_count(content.get(key))
     if value is None:
-        raise PartitionError(
-            f"{path}: {key} must be a count (got {content.get(key)!r}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path}: {key} must be a count (got {content.get(key)!r}). {_REMEDY}")
     return value
 
 
 def _part_files(content: dict[str, object], part_id: int, path: Path) -> PartFiles:
     entry = content.get(f"part-{part_id}")
     if not isinstance(entry, dict):
-        raise PartitionError(
-            f"{path}: 'part-{part_id}' must be an object (got {type(entry).__name__}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path}: 'part-{part_id}' must be an object (got {type(entry).__name__}). {_REMEDY}")
     return PartFiles(
         part_graph=check_inside(entry.get("part_graph"), path),
         node_feats=check_inside(entry.get("node_feats"), path),
@@ -134,9 +117,7 @@ def _part_files(content: dict[str, object], part_id: int, path: Path) -> PartFil
     )
 
 
-def _offsets(
-    content: dict[str, object], key: str, num_parts: int, total: int, path: Path
-) -> tuple[int, ...]:
+def _offsets(content: dict[str, object], key: str, num_parts: int, total: int, path: Path) -> tuple[int, ...]:
     """Turns `node_map`/`edge_map` into prefix sums; DGL's older form lists only the ends of the ranges."""
     value = content.get(key)
     if isinstance(value, dict) and len(value) == 1:
@@ -148,23 +129,10 @@ def _offsets(
         )
     offsets = [0]
     for entry in value:
-        start, end = (
-            entry
-            if isinstance(entry, list) and len(entry) == 2
-            else (offsets[-1], entry)
-        )
-        if (
-            not isinstance(start, int)
-            or not isinstance(end, int)
-            or start != offsets[-1]
-            or end < start
-        ):
-            raise PartitionError(
-                f"{path}: the ranges of {key} must follow each other (got {entry!r}). {_REMEDY}"
-            )
+        start, end = entry if isinstance(entry, list) and len(entry) == 2 else (offsets[-1], entry)
+        if not isinstance(start, int) or not isinstance(end, int) or start != offsets[-1] or end < start:
+            raise PartitionError(f"{path}: the ranges of {key} must follow each other (got {entry!r}). {_REMEDY}")
         offsets.append(end)
     if offsets[-1] != total:
-        raise PartitionError(
-            f"{path}: the ranges of {key} must end at {total} (got {offsets[-1]}). {_REMEDY}"
-        )
+        raise PartitionError(f"{path}: the ranges of {key} must end at {total} (got {offsets[-1]}). {_REMEDY}")
     return tuple(offsets)

@@ -6,18 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition.manifest import (
-    MANIFEST_NAME,
-    SIDECAR_NAME,
-    check_file,
-    read_manifest,
-)
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, check_file, read_manifest
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
 
 
-def verify_partition(
-    part_config: str | Path, part_id: int | None = None, *, checksums: bool = True
-) -> None:
+def verify_partition(part_config: str | Path, part_id: int | None = None, *, checksums: bool = True) -> None:
     """Checks the files of one part, or of all, against the manifest before any of them is parsed.
 
     Not collective. A plain DistDGL folder has no checksums; its files must exist and not be empty.
@@ -32,9 +25,7 @@ def verify_partition(
     """
     summary = read_partition_summary(part_config)
     if part_id is not None and not 0 <= part_id < summary.num_parts:
-        raise ValueError(
-            f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})"
-        )
+        raise ValueError(f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})")
     part_ids = range(summary.num_parts) if part_id is None else (part_id,)
     for part in part_ids:
         _check_present(summary, part)

@@ -34,9 +34,7 @@ from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, ren
 _logger = logging.getLogger(__name__)
 
 BalanceTypes = Tensor | dict[str, Tensor]
-IdMapping = (
-    tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
-)
+IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
 
 
 def partition_graph(
@@ -92,18 +90,14 @@ def partition_graph(
     target = Path(out_path).absolute()
     _check_target(target, graph_name)
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(
-        tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent)
-    )
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
     # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
     staging.chmod(0o775)
     try:
         if g.is_homogeneous:
             if isinstance(balance_ntypes, dict):
                 if len(balance_ntypes) != 1:
-                    raise ValueError(
-                        f"balance_ntypes must name one vertex type (got {sorted(balance_ntypes)})"
-                    )
+                    raise ValueError(f"balance_ntypes must name one vertex type (got {sorted(balance_ntypes)})")
                 balance_ntypes = next(iter(balance_ntypes.values()))
             ids = _write_homogeneous(
                 g,
@@ -122,9 +116,7 @@ def partition_graph(
             mapping: IdMapping | None = (ids.orig_node_ids, ids.orig_edge_ids)
         else:
             if part_method == "contiguous":
-                raise ValueError(
-                    "part_method 'contiguous' is for homogeneous graphs; use 'metis' or 'random'"
-                )
+                raise ValueError("part_method 'contiguous' is for homogeneous graphs; use 'metis' or 'random'")
             dgl.seed(seed)
             with captured_output("dgl.distributed.partition_graph"):
                 mapping = dgl_partition.partition_graph(
@@ -143,71 +135,41 @@ def partition_graph(
                 )
         if use_graphbolt:
             with captured_output("dgl_partition_to_graphbolt"):
-                dgl_partition.dgl_partition_to_graphbolt(
-                    str(staging / f"{graph_name}.json"), **kwargs
-                )
-        files = [
-            str(path.relative_to(staging))
-            for path in sorted(staging.rglob("*"))
-            if path.is_file()
-        ]
-        write_manifest(
-            staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files
-        )
+                dgl_partition.dgl_partition_to_graphbolt(str(staging / f"{graph_name}.json"), **kwargs)
+        files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
+        write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
         sync_tree(staging)
         _move_into_place(staging, target, graph_name)
     except OSError as error:
-        raise PartitionError(
-            f"{target} cannot be written: {error}. Free space or choose another out_path."
-        ) from error
+        raise PartitionError(f"{target} cannot be written: {error}. Free space or choose another out_path.") from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return mapping if return_mapping else None
 
 
-def _check_arguments(
-    graph_name: str, num_hops: int, num_trainers: int, objtype: str
-) -> None:
-    if (
-        not graph_name
-        or "/" in graph_name
-        or "\\" in graph_name
-        or graph_name.startswith(".")
-        or "\0" in graph_name
-    ):
-        raise ValueError(
-            f"graph_name must be usable as a file name (got {graph_name!r})"
-        )
+def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype: str) -> None:
+    if not graph_name or "/" in graph_name or "\\" in graph_name or graph_name.startswith(".") or "\0" in graph_name:
+        raise ValueError(f"graph_name must be usable as a file name (got {graph_name!r})")
     if f"{graph_name}.json" == MANIFEST_NAME:
-        raise ValueError(
-            f"graph_name must not be {graph_name!r}: its JSON file would be the manifest"
-        )
+        raise ValueError(f"graph_name must not be {graph_name!r}: its JSON file would be the manifest")
     if num_hops < 1:
         raise ValueError(
             f"num_hops must be at least 1 (got {num_hops}): the in-edges of owned vertices come from vertices one hop away"
         )
     if num_trainers < 1:
-        raise ValueError(
-            f"num_trainers_per_machine must be at least 1 (got {num_trainers})"
-        )
+        raise ValueError(f"num_trainers_per_machine must be at least 1 (got {num_trainers})")
     if objtype not in ("cut", "vol"):
         raise ValueError(f"objtype must be 'cut' or 'vol' (got {objtype!r})")
 
 
 def _check_target(target: Path, graph_name: str) -> None:
     if target.exists() and not target.is_dir():
-        raise PartitionError(
-            f"{target} exists and is not a folder. Choose another out_path."
-        )
+        raise PartitionError(f"{target} exists and is not a folder. Choose another out_path.")
     try:
         manifest = read_manifest(target)
     except PartitionError:
         return  # A damaged former partition: replacing it is what its own error message advises.
-    if (
-        manifest is not None
-        and manifest.graph_name != graph_name
-        and (target / f"{manifest.graph_name}.json").exists()
-    ):
+    if manifest is not None and manifest.graph_name != graph_name and (target / f"{manifest.graph_name}.json").exists():
         # DGL would mix the parts of two graphs in one folder, silently.
         raise PartitionError(
             f"{target} holds the partition of graph {manifest.graph_name!r}; writing {graph_name!r} there would overwrite "
@@ -260,20 +222,10 @@ def _write_homogeneous(
         inner_edges = ids.orig_edge_ids[part.edges[: part.num_inner_edges]]
         _save_data(part_folder / "node_feat.dgl", ntype, node_data, inner_nodes)
         _save_data(part_folder / "edge_feat.dgl", etype, edge_data, inner_edges)
-        owned = slice(
-            int(ids.node_offsets[part_id]), int(ids.node_offsets[part_id + 1])
-        )
+        owned = slice(int(ids.node_offsets[part_id]), int(ids.node_offsets[part_id + 1]))
         halo = part.nodes[part.num_inner_nodes :]
-        bool_node = [
-            f"node/{name}"
-            for name, data in node_data.items()
-            if data.dtype == torch.bool
-        ]
-        bool_edge = [
-            f"edge/{name}"
-            for name, data in edge_data.items()
-            if data.dtype == torch.bool
-        ]
+        bool_node = [f"node/{name}" for name, data in node_data.items() if data.dtype == torch.bool]
+        bool_edge = [f"edge/{name}" for name, data in edge_data.items() if data.dtype == torch.bool]
         write_sidecar(
             part_folder / SIDECAR_NAME,
             Sidecar(
@@ -306,9 +258,7 @@ def _write_homogeneous(
             "edge_feats": f"part{part_id}/edge_feat.dgl",
             "part_graph": f"part{part_id}/graph.dgl",
         }
-    (folder / f"{graph_name}.json").write_text(
-        json.dumps(content, indent=4), encoding="utf-8"
-    )
+    (folder / f"{graph_name}.json").write_text(json.dumps(content, indent=4), encoding="utf-8")
     return ids
 
 
@@ -317,37 +267,22 @@ def _ranges(offsets: Tensor) -> list[list[int]]:
     return [[start, end] for start, end in itertools.pairwise(bounds)]
 
 
-def _save_data(
-    path: Path, prefix: str, data: Mapping[str, Tensor], rows: Tensor
-) -> None:
+def _save_data(path: Path, prefix: str, data: Mapping[str, Tensor], rows: Tensor) -> None:
     """Writes DGL's tensor file for the owned rows; DGL's own bookkeeping fields stay out, as in DGL."""
     reserved = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
-    kept = {
-        f"{prefix}/{name}": tensor.cpu()[rows]
-        for name, tensor in data.items()
-        if name not in reserved
-    }
+    kept = {f"{prefix}/{name}": tensor.cpu()[rows] for name, tensor in data.items() if name not in reserved}
     save_tensors(str(path), kept)
 
 
 def _save_structure(
-    path: Path,
-    part: PartStructure,
-    ids: Renumbering,
-    graph_formats: str | list[str] | tuple[str, ...] | None,
+    path: Path, part: PartStructure, ids: Renumbering, graph_formats: str | list[str] | tuple[str, ...] | None
 ) -> None:
     structure = dgl.graph((part.src, part.dst), num_nodes=part.nodes.numel())
-    structure.ndata["inner_node"] = (
-        torch.arange(part.nodes.numel()) < part.num_inner_nodes
-    )
-    structure.edata["inner_edge"] = (
-        torch.arange(part.edges.numel()) < part.num_inner_edges
-    )
+    structure.ndata["inner_node"] = torch.arange(part.nodes.numel()) < part.num_inner_nodes
+    structure.edata["inner_edge"] = torch.arange(part.edges.numel()) < part.num_inner_edges
     structure.ndata[dgl.NID] = part.nodes
     structure.edata[dgl.EID] = part.edges
-    structure.ndata["part_id"] = (
-        torch.searchsorted(ids.node_offsets, part.nodes, right=True) - 1
-    )
+    structure.ndata["part_id"] = torch.searchsorted(ids.node_offsets, part.nodes, right=True) - 1
     # DGL's own writer casts these fields to the dtypes DistGraph servers share in memory.
     dgl_partition._save_graphs(str(path), [structure], formats=graph_formats)
 
@@ -363,10 +298,7 @@ def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
     (target / MANIFEST_NAME).unlink(missing_ok=True)
     sync_path(target)
     last = [MANIFEST_NAME, f"{graph_name}.json"]
-    for path in sorted(
-        staging.iterdir(),
-        key=lambda path: last.index(path.name) if path.name in last else -1,
-    ):
+    for path in sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
         destination = target / path.name
         if destination.is_dir():
             shutil.rmtree(destination)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parses dataset specs: `kind[:name][:key=value,...]`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from dgl_hybrid.errors import DatasetError
+
+Kind = Literal["powerlaw", "npz", "dgl", "ogb"]
+COMMON_OPTIONS: Mapping[str, type] = {
+    "symmetric": bool,
+    "self_loops": bool,
+    "normalize_features": bool,
+    "seed": int,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """A parsed spec; options are still text."""
+
+    text: str
+    kind: Kind
+    name: str
+    """File path for npz, dataset name for dgl and ogb, empty for powerlaw."""
+    options: dict[str, str]
+
+
+def parse_spec(text: str) -> DatasetSpec | None:
+    """Splits a spec; None if it is of no known kind.
+
+    Examples: "powerlaw", "powerlaw:nodes=2000,degree=8", "graphs/cora.npz", "cora.npz:self_loops=true", "dgl:cora",
+    "ogb:ogbn-arxiv:symmetric=true".
+
+    Raises:
+        DatasetError: an option is not `key=value` or occurs twice.
+    """
+    npz = re.fullmatch(r"(?P<path>.*\.npz)(?::(?P<options>[^/]*))?", text)
+    if npz is not None:
+        return DatasetSpec(text=text, kind="npz", name=npz["path"], options=_split_options(npz["options"], text))
+    kind, _, rest = text.partition(":")
+    if kind == "powerlaw":
+        return DatasetSpec(text=text, kind="powerlaw", name="", options=_split_options(rest, text))
+    if kind == "dgl" or kind == "ogb":
+        name, _, options = rest.partition(":")
+        return DatasetSpec(
+            text=text, kind="dgl" if kind == "dgl" else "ogb", name=name, options=_split_options(options, text)
+        )
+    return None
+
+
+def convert_options(spec: DatasetSpec, known: Mapping[str, type]) -> dict[str, int | float | bool]:
+    """Converts the options of a spec to their types.
+
+    Args:
+        spec: Parsed spec.
+        known: Type (int, float or bool) of every option of this kind, `COMMON_OPTIONS` aside.
+    Raises:
+        DatasetError: unknown option (lists the known ones) or a value of another type.
+    """
+    types = {**known, **COMMON_OPTIONS}
+    values: dict[str, int | float | bool] = {}
+    for key, raw in spec.options.items():
+        if key not in types:
+            raise DatasetError(f"dataset {spec.text!r}: unknown option {key!r}; known are {', '.join(sorted(types))}")
+        kind = types[key]
+        try:
+            values[key] = _BOOLEANS[raw.lower()] if kind is bool else kind(raw)
+        except (KeyError, ValueError) as error:
+            raise DatasetError(f"dataset {spec.text!r}: {key} must be {_WORDS[kind]} (got {raw!r})") from error
+    return values
+
+
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_WORDS = {bool: "true or false", int: "an integer", float: "a number"}
+
+
+def _split_options(raw: str | None, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for item in (raw or "").split(","):
+        if not item.strip():
+            continue
+        key, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not key or not value:
+            raise DatasetError(f"dataset {text!r}: options must look like key=value,key=value (got {item!r})")
+        if key in options:
+            raise DatasetError(f"dataset {text!r}: option {key!r} is given twice")
+        options[key] = value
+    return options

@@ -5,7 +5,7 @@ from .config import STRATEGIES, PlannerConfig
 from .costs import ItemCosts, cost_model
 from .estimate import EpochEstimate, RankEstimate, choose_plan
 from .forced import random_plan
-from .make import make_plan
+from .make import Candidate, make_plan, propose_plans
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .plan import DependencyPlan, check_plan, plan_objective
 from .problem import PlanProblem
@@ -13,6 +13,7 @@ from .topology import Topology, uniform_topology
 
 __all__ = [
     "STRATEGIES",
+    "Candidate",
     "DependencyPlan",
     "EpochEstimate",
     "ItemCosts",
@@ -28,6 +29,7 @@ __all__ = [
     "cost_model",
     "make_plan",
     "plan_objective",
+    "propose_plans",
     "random_plan",
     "synthetic_trace",
     "uniform_topology",

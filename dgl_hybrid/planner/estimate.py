@@ -70,7 +70,7 @@ class EpochEstimate:
         ranks = []
         for record in data["ranks"]:  # type: ignore[attr-defined]
             fields = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in record.items()}
-            ranks.append(RankEstimate(**fields))
+            ranks.append(RankEstimate(**fields))  # type: ignore[arg-type]
         return cls(ranks=tuple(ranks))
 
 

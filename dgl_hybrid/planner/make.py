@@ -1,15 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a strategy's name to a plan."""
+"""From a strategy's name to a plan, and the candidates from which all ranks choose one together."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, replace
+
 from .config import PlannerConfig
 from .costs import ItemCosts
-from .estimate import EpochEstimate, estimate_rank
+from .cut import cut_choice, settle_inputs
+from .estimate import EpochEstimate, RankEstimate, estimate_rank
 from .forced import depcache_choice, depcomm_choice, ratio_choice
+from .greedy import Prices, greedy_choice, grow
 from .items import Bools, Items, build_items, require_match
+from .memory import choose_near, choose_within, too_large
+from .neutronstar import neutronstar_choice
 from .plan import DependencyPlan, plan_from_choice
 from .problem import PlanProblem
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Candidate:
+    """One rank's version of a plan that all ranks might run, with its prediction."""
+
+    plan: DependencyPlan
+    estimate: RankEstimate
 
 
 def make_plan(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig) -> DependencyPlan:
@@ -21,22 +38,88 @@ def make_plan(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig) -> 
         config: strategy and limits.
 
     Raises:
-        PlanError: the problem is malformed, the costs are for another model or world size.
+        PlanError: the problem is malformed, the costs are for another model or world size, or nothing fits the memory
+            budget. The last can differ by rank: the caller agrees on it before anybody goes on.
     """
     problem.validate()
     require_match(problem, costs)
     items = build_items(problem)
     computed = choose_items(items, costs, config)
-    estimate = EpochEstimate(ranks=(estimate_rank(problem, items, costs, computed),))
-    return plan_from_choice(problem, items, costs, computed, strategy=config.strategy, estimate=estimate)
+    return _candidate(problem, items, costs, computed, config.strategy, config.memory_budget_bytes).plan
 
 
 def choose_items(items: Items, costs: ItemCosts, config: PlannerConfig) -> Bools:
-    """Returns the (L, H) choice of the configured strategy."""
-    if config.strategy == "depcache":
-        return depcache_choice(items)
-    if config.strategy == "depcomm":
-        return depcomm_choice(items)
-    if config.strategy == "ratio":
-        return ratio_choice(items, costs, config.cache_ratio)
-    raise NotImplementedError(config.strategy)
+    """Returns the (L, H) choice of the configured strategy, within the memory budget."""
+    budget = config.memory_budget_bytes
+    if config.strategy in ("hybrid", "greedy"):
+
+        def solver(prices: Prices) -> Bools:
+            return _solve(items, prices, config)
+
+        if budget is not None:
+            return choose_within(items, costs, solver, budget)
+        return solver(Prices.of(items, costs))
+    if config.strategy == "neutronstar":
+        computed = neutronstar_choice(items, costs, budget)
+    elif config.strategy == "depcache":
+        computed = depcache_choice(items)
+    elif config.strategy == "depcomm":
+        computed = depcomm_choice(items)
+    else:
+        computed = ratio_choice(items, costs, config.cache_ratio)
+    held = items.held_bytes(costs, computed)
+    if budget is not None and held > budget:
+        raise too_large(items, costs, held, budget)
+    return computed
+
+
+def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig) -> list[Candidate]:
+    """Makes the candidates of one rank: the same number in the same order on every rank, whatever its problem. Pure.
+
+    For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that lets
+    the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy, depcache and
+    depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one alone. Candidates over
+    the budget are marked by `estimate.fits`, not left out.
+
+    Raises:
+        PlanError: the problem is malformed or the costs are for another model or world size.
+    """
+    problem.validate()
+    require_match(problem, costs)
+    items = build_items(problem)
+    budget = config.memory_budget_bytes
+    named: list[tuple[str, Bools]] = []
+    if budget is not None and config.strategy in ("hybrid", "greedy"):
+        named.append((config.strategy, choose_near(items, costs, lambda prices: _solve(items, prices, config), budget)))
+    if config.strategy == "neutronstar":
+        named.append((config.strategy, neutronstar_choice(items, costs, budget)))
+    elif config.strategy != "hybrid":
+        named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
+    else:
+        base = Prices.of(items, costs)
+        for price in config.prices:
+            scaled = Prices(receive=base.receive * price, compute=base.compute, tolerance=base.tolerance)
+            named.append((f"hybrid@{price:g}", _solve(items, scaled, config)))
+        named.append(("greedy", greedy_choice(items, costs)))
+        named.append(("depcache", depcache_choice(items)))
+        named.append(("depcomm", depcomm_choice(items)))
+    return [_candidate(problem, items, costs, computed, name, budget) for name, computed in named]
+
+
+def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
+    none = depcomm_choice(items)
+    if config.strategy == "hybrid":
+        computed = cut_choice(items, prices, max_arcs=config.max_cut_arcs)
+        if computed is not None:
+            return computed
+        logger.warning("the minimum cut would have more than %d arcs: using the greedy", config.max_cut_arcs)
+    return settle_inputs(items, prices, grow(items, prices, none))
+
+
+def _candidate(
+    problem: PlanProblem, items: Items, costs: ItemCosts, computed: Bools, strategy: str, budget: float | None
+) -> Candidate:
+    estimate = estimate_rank(problem, items, costs, computed, memory_budget_bytes=budget)
+    epoch = EpochEstimate(ranks=(estimate,))
+    plan = plan_from_choice(problem, items, costs, computed, strategy=strategy, estimate=epoch)
+    return Candidate(plan=plan, estimate=estimate)

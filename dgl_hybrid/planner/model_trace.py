@@ -7,6 +7,7 @@ The tracing itself lives in `dgl_hybrid.graph` (it needs a block to run the mode
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -102,13 +103,11 @@ class ModelTrace:
 
 def _negatives(trace: ModelTrace) -> list[tuple[str, float]]:
     found: list[tuple[str, float]] = []
-    for kind, records in (("levels", trace.levels), ("layers", trace.layers)):
+    for kind, records in asdict(trace).items():
+        if kind not in ("levels", "layers"):
+            continue
         for index, record in enumerate(records):
-            found += [
-                (f"{kind}[{index}].{name}", value)
-                for name, value in asdict(record).items()
-                if not isinstance(value, bool) and not value >= 0
-            ]
+            found += [(f"{kind}[{index}].{name}", value) for name, value in record.items() if not value >= 0]
     return found
 
 
@@ -165,5 +164,5 @@ def synthetic_trace(dims: Sequence[int], dtype: str = "float32") -> ModelTrace:
         ),
         layers=tuple(layers),
         dtype=dtype,
-        num_parameters=sum(a * b + b for a, b in zip(dims[:-1], dims[1:], strict=True)),
+        num_parameters=sum(a * b + b for a, b in itertools.pairwise(dims)),
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -61,7 +62,7 @@ class Topology:
         table = self.gather_bytes_per_s
         if width_bytes <= table[0][0]:
             return table[0][1]
-        for (low, low_rate), (high, high_rate) in zip(table[:-1], table[1:], strict=True):
+        for (low, low_rate), (high, high_rate) in itertools.pairwise(table):
             if width_bytes <= high:
                 share = math.log(width_bytes / low) / math.log(high / low)
                 return low_rate + share * (high_rate - low_rate)

@@ -137,8 +137,8 @@ def load_ogb(name: str, *, root: str | Path | None = None) -> GraphDataset:
 def _unattended(module: object) -> Iterator[None]:
     """Lets OGB run without a person at the keyboard, and read its own cache under PyTorch >= 2.6.
 
-    OGB asks on stdin before large downloads; the caller has asked for the dataset by name, so the answer is yes. Its cache
-    is a pickle that OGB itself wrote, which `torch.load` refuses since `weights_only` became the default.
+    OGB asks on stdin before large downloads; the caller has asked for the dataset by name, so the answer is yes. Its
+    cache is a pickle that OGB itself wrote, which `torch.load` refuses since `weights_only` became the default.
     """
     asked = getattr(module, "decide_download", None)
     variable = "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"
@@ -184,6 +184,6 @@ def _dgl_masks(
 def _fetch_error(spec: str, library: str, folder: str, error: BaseException) -> DatasetError:
     reason = (str(error).strip().splitlines() or [""])[-1][:200]
     return DatasetError(
-        f"{spec} cannot be loaded: {type(error).__name__}: {reason}. {library} downloads it into {folder}; without a network, "
-        "copy that folder from a machine that has it, or use an .npz file or 'powerlaw'."
+        f"{spec} cannot be loaded: {type(error).__name__}: {reason}. {library} downloads it into {folder}; without a "
+        "network, copy that folder from a machine that has it, or use an .npz file or 'powerlaw'."
     )

@@ -18,8 +18,8 @@ MASKS = ("train_mask", "val_mask", "test_mask")
 class GraphDataset:
     """One graph for vertex classification.
 
-    `graph` is homogeneous, on the CPU, int64 ids, with vertex data `feat` float32 (N, F), `label` int64 (N,) with -1 for none,
-    and `train_mask`, `val_mask`, `test_mask` bool (N,).
+    `graph` is homogeneous, on the CPU, int64 ids; vertex data `feat` float32 (N, F), `label` int64 (N,) with -1 for
+    none, and `train_mask`, `val_mask`, `test_mask` bool (N,).
     """
 
     name: str
@@ -40,7 +40,7 @@ def check_features(name: str, tensor: Tensor) -> None:
     """
     if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.numel() == 0:
         return
-    # One pass without a mask of the same size: a finite sum proves all terms finite. Overflow only leads to the slow path.
+    # One pass without a mask of the same size: a finite sum proves all terms finite; overflow only takes the slow path.
     if tensor.is_floating_point() and bool(torch.isfinite(tensor.sum(dtype=torch.float64))):
         return
     bad = ~torch.isfinite(tensor.reshape(tensor.shape[0], -1)).all(dim=1)
@@ -49,8 +49,9 @@ def check_features(name: str, tensor: Tensor) -> None:
         return
     shown = ", ".join(str(row) for row in rows[:5].tolist())
     raise DatasetError(
-        f"{name} must be finite (got NaN or infinity in {rows.numel()} of {tensor.shape[0]} rows; first rows: {shown}). "
-        "Clean the features before partitioning or training."
+        f"{name} must be finite (got NaN or infinity in {rows.numel()} of {tensor.shape[0]} rows, "
+        f"first rows: {shown}). Clean "
+        " the features before partitioning or training."
     )
 
 

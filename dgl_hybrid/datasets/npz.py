@@ -24,7 +24,8 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
 
     Keys: `src`, `dst` integers (num_arcs,); `num_nodes`; `feat` (num_nodes, F), or CSR as `feat_data`, `feat_indices`,
     `feat_indptr`, `feat_shape`; `label` integers (num_nodes,), -1 for none; `train_mask`, `val_mask`, `test_mask` bool
-    (num_nodes,); optionally `train_masks` etc. (splits, num_nodes) and `meta`, a JSON string. Directed graphs stay directed.
+    (num_nodes,); optionally `train_masks` etc. (splits, num_nodes) and `meta`, a JSON string. Directed graphs stay
+    directed.
 
     Args:
         path: The file.
@@ -77,7 +78,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         raise DatasetError(f"{path} does not exist. Give the path of an .npz graph.") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DatasetError(
-            f"{path} cannot be read as .npz ({error}). It may be truncated, or hold pickled objects, which are not loaded."
+            f"{path} cannot be read as .npz ({error}). It may be truncated, or hold pickled objects, which are refused."
         ) from error
 
 
@@ -111,7 +112,8 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
         return feat.astype(np.float32)
     if not any(key in arrays for key in _SPARSE_KEYS):
         raise DatasetError(
-            f"{path}: key 'feat' is missing, and so are {', '.join(_SPARSE_KEYS)}; the file has {', '.join(sorted(arrays))}"
+            f"{path}: key 'feat' is missing, and so are {', '.join(_SPARSE_KEYS)}; "
+            f"the file has {', '.join(sorted(arrays))}"
         )
     shape = _integers(arrays, "feat_shape", path)
     indices, indptr = _integers(arrays, "feat_indices", path), _integers(arrays, "feat_indptr", path)

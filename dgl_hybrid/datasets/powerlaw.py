@@ -36,7 +36,7 @@ class PowerLawConfig:
     """Probability that an edge is drawn inside the community (further edges fall inside by chance)."""
     exponent: float = 2.5
     """Power-law exponent of the degrees, above 2."""
-    signal: float = 1.8
+    signal: float = 2.2
     """Distance between class centres in units of the features' noise; lower makes features alone less telling."""
     label_noise: float = 0.08
     """Fraction of vertices whose label is drawn anew, uniformly; bounds the reachable accuracy."""
@@ -49,7 +49,8 @@ class PowerLawConfig:
                 raise DatasetError(f"powerlaw: {name} must be at least 1 (got {value})")
         if not 0 <= self.degree <= (self.nodes - 1) / 2:
             raise DatasetError(
-                f"powerlaw: degree must be between 0 and (nodes - 1) / 2 = {(self.nodes - 1) / 2:g} (got {self.degree:g})"
+                f"powerlaw: degree must be between 0 and (nodes - 1) / 2 = {(self.nodes - 1) / 2:g} "
+                f"(got {self.degree:g})"
             )
         for name in ("train", "val", "homophily", "label_noise"):
             value = getattr(self, name)
@@ -66,8 +67,8 @@ class PowerLawConfig:
 def generate_powerlaw(config: PowerLawConfig, *, seed: int = 0) -> GraphDataset:
     """Draws a degree-corrected stochastic block model with Gaussian features.
 
-    Symmetric, without self-loops and duplicate edges; vertices of low weight may stay isolated. The same config and seed
-    give the same graph in every run.
+    Symmetric, without self-loops and duplicate edges; vertices of low weight may stay isolated. The same config and
+    seed give the same graph in every run.
 
     Args:
         config: Size and difficulty.

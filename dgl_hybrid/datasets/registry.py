@@ -31,9 +31,10 @@ def load_dataset(
     """Loads a graph for vertex classification.
 
     Args:
-        spec: "powerlaw", "powerlaw:nodes=20000,degree=16,features=64,classes=16,train=0.3" (see `PowerLawConfig`), the path
-            of an `.npz` file, "dgl:cora", "ogb:ogbn-arxiv". Options follow a colon as key=value, e.g.
-            "cora.npz:self_loops=true,split=3"; `symmetric`, `self_loops`, `normalize_features` and `seed` are known to all.
+        spec: "powerlaw", "powerlaw:nodes=20000,degree=16,features=64,classes=16,train=0.3" (see `PowerLawConfig`), the
+            path of an `.npz` file, "dgl:cora", "ogb:ogbn-arxiv". Options follow a colon as key=value, e.g.
+            "cora.npz:self_loops=true,split=3"; `symmetric`, `self_loops`, `normalize_features` and `seed`
+            are known to all.
         seed: Of generated graphs and of random splits.
         symmetric: Add the reverse of every arc (directed graphs stay directed otherwise).
         self_loops: Give every vertex exactly one self-loop.
@@ -63,7 +64,8 @@ def _load(parsed: DatasetSpec, seed: int) -> tuple[GraphDataset, dict[str, int |
         # The default of a field has its type; annotations are text under postponed evaluation.
         types = {field.name: type(field.default) for field in fields(PowerLawConfig)}
         options = convert_options(parsed, types)
-        config = PowerLawConfig(**{key: value for key, value in options.items() if key in types})  # type: ignore[arg-type]
+        own = {key: value for key, value in options.items() if key in types}
+        config = PowerLawConfig(**own)  # type: ignore[arg-type]
         return generate_powerlaw(config, seed=int(options.get("seed", seed))), options
     if parsed.kind == "ogb":
         options = convert_options(parsed, {})

@@ -40,8 +40,8 @@ def assign_nodes(
     Args:
         graph: Homogeneous, int64 ids, on the CPU.
         num_parts: P, at most the number of vertices.
-        part_method: "metis", "random" (each vertex independently, from `seed`) or "contiguous" (1D: consecutive original
-            ids, equal vertex counts, or equal in-edge counts with `balance_edges`).
+        part_method: "metis", "random" (each vertex independently, from `seed`) or "contiguous" (1D: consecutive
+            original ids, equal vertex counts, or equal in-edge counts with `balance_edges`).
         balance_ntypes: (N_total,) integer classes that METIS spreads evenly over the parts.
         balance_edges: Balance in-edges as well (METIS) or instead of vertices (contiguous).
         objtype: "cut" or "vol", METIS only.

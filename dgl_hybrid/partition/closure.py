@@ -20,7 +20,7 @@ class Closure:
     distance: Tensor
     """(M,) int64: in-distance of each; exact unless `blocked` has vertices at a smaller distance."""
     blocked: Tensor
-    """int64, sorted: halo vertices at in-distance < k whose in-edges are not held, so that vertices beyond may be missing."""
+    """int64, sorted: halo vertices at in-distance < k whose in-edges are not held; vertices beyond may be missing."""
 
     @property
     def is_complete(self) -> bool:
@@ -63,7 +63,8 @@ def khop_closure(
     frontier = torch.arange(first_inner, last_inner) if seeds is None else torch.unique(seeds)
     if frontier.numel() and (int(frontier[0]) < first_inner or int(frontier[-1]) >= last_inner):
         raise ValueError(
-            f"seeds must be inner vertices {first_inner}..{last_inner - 1} (got {int(frontier[0])}..{int(frontier[-1])})"
+            f"seeds must be inner vertices {first_inner}..{last_inner - 1} "
+            f"(got {int(frontier[0])}..{int(frontier[-1])})"
         )
     seen = frontier
     found: list[Tensor] = []

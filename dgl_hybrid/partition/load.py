@@ -25,7 +25,7 @@ _REMEDY = "Copy the folder again from its source, or write it anew with dgl_hybr
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPartition:
-    """One part: N inner vertices, E owned edges, Hc halo vertices whose complete in-edge lists are here; all on the CPU.
+    """One part: N inner vertices, E owned edges, Hc halo vertices whose complete in-edge lists are here; on the CPU.
 
     Inner vertex k has the global id `node_offsets[part_id] + k`; owned edge k likewise with `edge_offsets`. In-edges of
     one vertex stand in original edge-id order (in a plain DistDGL folder: in the order of its global edge ids, since
@@ -105,8 +105,8 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
         raise ValueError(f"part_id must be in 0..{summary.num_parts - 1} for {summary.part_config} (got {part_id})")
     if not summary.is_homogeneous:
         raise PartitionError(
-            f"{summary.part_config} holds a heterograph; full-graph training reads homogeneous graphs only in this release. "
-            "Convert it with dgl.to_homogeneous before partitioning, or train it by sampling."
+            f"{summary.part_config} holds a heterograph; full-graph training reads homogeneous graphs only in this "
+            "release. Convert it with dgl.to_homogeneous before partitioning, or train it by sampling."
         )
     verify_partition(part_config, part_id, checksums=verify)
     first, last = summary.node_offsets[part_id], summary.node_offsets[part_id + 1]
@@ -123,8 +123,8 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
     in_degrees = torch.bincount(structure.dst[owned] - first, minlength=last - first)
     if sidecar is not None and not torch.equal(in_degrees, sidecar.in_degrees):
         raise PartitionError(
-            f"{summary.folder / files.part_graph} lacks in-edges of owned vertices: {int(sidecar.in_degrees.sum())} in the "
-            f"full graph (got {int(in_degrees.sum())}). {_REMEDY}"
+            f"{summary.folder / files.part_graph} lacks in-edges of owned vertices: {int(sidecar.in_degrees.sum())} in "
+            f"the full graph (got {int(in_degrees.sum())}). {_REMEDY}"
         )
     halo_global, halo_indptr, halo_edges = _complete_halo(summary, part_id, structure, sidecar)
     return LocalPartition(
@@ -225,8 +225,8 @@ def _complete_halo(
 def _degrees_from_owners(summary: PartitionSummary, part_id: int, halo: Tensor) -> Tensor:
     """Full in-degrees of halo vertices read from their owners' graph files; -1 where such a file is not here.
 
-    `halo_hops` in the JSON is a claim about the writer, no proof; the owner's list is one, since owned edges are checked
-    against the edge ranges.
+    `halo_hops` in the JSON is a claim about the writer, no proof; the owner's list is one, since owned edges are
+    checked against the edge ranges.
     """
     degrees = torch.full((halo.numel(),), -1, dtype=torch.int64)
     offsets = torch.tensor(summary.node_offsets)

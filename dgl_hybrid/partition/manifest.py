@@ -114,7 +114,8 @@ def check_file(folder: Path, name: str, record: FileRecord) -> None:
     found = hash_file(path)
     if found.sha256 != record.sha256:
         raise PartitionError(
-            f"{path}: checksum mismatch: sha256 {record.sha256[:16]}... was written (got {found.sha256[:16]}...). {_REMEDY}"
+            f"{path}: checksum mismatch: sha256 {record.sha256[:16]}... was written "
+            f"(got {found.sha256[:16]}...). {_REMEDY}"
         )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a homogeneous graph into DistDGL parts: pure functions from tensors to tensors.
 
-Why not `dgl.partition.partition_graph_with_halo`: it numbers the in-edges of one vertex in an arbitrary order (ties in a
-max aggregation then differ from the single-machine run), and it fails on a part without edges. The files it would
+Why not `dgl.partition.partition_graph_with_halo`: it numbers the in-edges of one vertex in an arbitrary order (ties in
+a max aggregation then differ from the single-machine run), and it fails on a part without edges. The files it would
 write and the ones made from here have the same meaning; only the order inside one destination differs.
 """
 
@@ -31,7 +31,7 @@ class Renumbering:
     dst: Tensor
     """(E_total,) int64: destination (global id) of every global edge id."""
     indptr: Tensor | None
-    """(N_total+1,) int64: in-edges of vertex v are edge ids `indptr[v]..indptr[v+1]`; None if edges are not sorted by dst."""
+    """(N_total+1,) int64: in-edges of vertex v are edge ids `indptr[v]..indptr[v+1]`; None if not sorted by dst."""
 
 
 @dataclass(frozen=True, kw_only=True)

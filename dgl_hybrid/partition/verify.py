@@ -63,7 +63,7 @@ def _check_present(summary: PartitionSummary, part_id: int) -> None:
     if not summary.has_sidecar and sidecar.exists():
         raise PartitionError(
             f"{summary.folder / MANIFEST_NAME} is missing although {sidecar.relative_to(summary.folder)} is there. "
-            "Copy it from the original folder, or delete the hybrid.safetensors files to read this as a plain DistDGL folder."
+            "Copy it from the original folder, or delete the hybrid.safetensors files to read this as plain DistDGL."
         )
     if summary.has_sidecar and summary.is_homogeneous and not sidecar.is_file():
         raise PartitionError(

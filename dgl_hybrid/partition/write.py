@@ -61,8 +61,8 @@ def partition_graph(
     one process calls it. Inside one destination, edge ids rise in original edge-id order.
 
     Args:
-        g: Graph on the CPU; directed, with duplicate edges, self-loops and isolated vertices as it likes. Its vertex and
-            edge data of any dtype DGL can store are split among the parts.
+        g: Graph on the CPU; directed, with duplicate edges, self-loops and isolated vertices as it likes. Its vertex
+            and edge data of any dtype DGL can store are split among the parts.
         graph_name: The JSON file is called `<graph_name>.json`.
         num_parts: P, at most the number of vertices.
         out_path: Folder to write; a former partition of the same graph name in it is replaced.
@@ -154,7 +154,7 @@ def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype:
         raise ValueError(f"graph_name must not be {graph_name!r}: its JSON file would be the manifest")
     if num_hops < 1:
         raise ValueError(
-            f"num_hops must be at least 1 (got {num_hops}): the in-edges of owned vertices come from vertices one hop away"
+            f"num_hops must be at least 1 (got {num_hops}): the in-edges of owned vertices start one hop away"
         )
     if num_trainers < 1:
         raise ValueError(f"num_trainers_per_machine must be at least 1 (got {num_trainers})")
@@ -172,8 +172,8 @@ def _check_target(target: Path, graph_name: str) -> None:
     if manifest is not None and manifest.graph_name != graph_name and (target / f"{manifest.graph_name}.json").exists():
         # DGL would mix the parts of two graphs in one folder, silently.
         raise PartitionError(
-            f"{target} holds the partition of graph {manifest.graph_name!r}; writing {graph_name!r} there would overwrite "
-            "its parts. Choose another out_path or remove that folder."
+            f"{target} holds the partition of graph {manifest.graph_name!r}; writing {graph_name!r} there would "
+            "overwrite its parts. Choose another out_path or remove that folder."
         )
 
 

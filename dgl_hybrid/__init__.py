@@ -14,7 +14,14 @@ from dgl_hybrid.compat import install
 __version__ = "0.1.0"
 
 # Public name -> module it lives in. Loaded at first use, so that `import dgl_hybrid` costs nothing in launchers and servers.
-_EXPORTS: dict[str, str] = {}
+_EXPORTS: dict[str, str] = {
+    "FullGraphLoader": "dgl_hybrid.training.loader",
+    "PartitionedGraph": "dgl_hybrid.training.partitioned_graph",
+    "PlannerConfig": "dgl_hybrid.planner",
+    "load_dataset": "dgl_hybrid.datasets",
+    "load_partition": "dgl_hybrid.partition",
+    "partition_graph": "dgl_hybrid.partition",
+}
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
 

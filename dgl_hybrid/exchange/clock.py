@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what was exchanged, when, and how long it took, so that time can be split into compute, exchange and wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeEvent:
+    """One collective exchange of rows."""
+
+    layer: int
+    """The layer whose sources were exchanged, from 1; 0 for static data."""
+    backward: bool
+    bytes_sent: int
+    """Bytes this rank handed to other ranks; what it keeps for itself is not counted."""
+    start_s: float
+    """`time.perf_counter()` of this rank when it entered the collective."""
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class ExchangeClock:
+    """The exchanges since the last `drain`, in program order: equal in number and kind on every rank."""
+
+    events: list[ExchangeEvent] = field(default_factory=list)
+
+    def record(self, event: ExchangeEvent) -> None:
+        self.events.append(event)
+
+    def drain(self) -> list[ExchangeEvent]:
+        """Returns the events recorded since the last call and forgets them."""
+        events, self.events = self.events, []
+        return events
+
+
+def split_wait(start_s_by_rank: list[list[float]], elapsed_s: list[float], rank: int) -> tuple[float, float]:
+    """Splits this rank's time inside collectives into waiting for a later peer and exchanging.
+
+    Args:
+        start_s_by_rank: `[rank][event]`, entry times on one common clock.
+        elapsed_s: `[event]`, this rank's time inside each collective.
+        rank: This rank.
+
+    Returns:
+        `(wait_s, exchange_s)`; their sum is `sum(elapsed_s)`.
+    """
+    wait_s = 0.0
+    for event, elapsed in enumerate(elapsed_s):
+        last_start = max(starts[event] for starts in start_s_by_rank)
+        wait_s += min(max(last_start - start_s_by_rank[rank][event], 0.0), elapsed)
+    return wait_s, sum(elapsed_s) - wait_s

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The level sets of a rank: which rows it computes and receives at each level, closed top-down over its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
+from dgl_hybrid.exchange.in_edges import InEdges
+from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, union
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStructure:
+    """The bipartite structure of one layer on one rank and the exchange that completes its sources."""
+
+    layer: int
+    num_dst: int
+    """|C_l|: rows this layer computes here."""
+    num_held: int
+    """|C_(l-1)|: source rows computed here; the destinations are their prefix."""
+    indptr: Tensor
+    """(num_dst + 1,) int64."""
+    indices: Tensor
+    """(E,) int64 source positions: below `num_held` held here, from there on received."""
+    eid_global: Tensor
+    """(E,) int64."""
+    exchange: ExchangePlan
+    interior: Tensor
+    """(num_dst,) bool: no received source, so this row can be aggregated while the exchange is in flight."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevelSets:
+    """C_L ⊆ … ⊆ C_0 of one rank under one permutation, highest level first: C_l is the first `sizes[l]` rows."""
+
+    rows_global: Tensor
+    """(|C_0|,) int64 global ids."""
+    sizes: tuple[int, ...]
+    """(L + 1,) |C_l|."""
+    owned: Tensor
+    """(|C_0|,) bool: masters; the rest are replicas."""
+    layers: tuple[LayerStructure, ...]
+    """Layer l at position l - 1."""
+    num_borrowed: int
+    """Seeds owned elsewhere that this rank computes only so that it has any; their weight is zero."""
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def num_recomputed(self, level: int) -> int:
+        """Returns how many of a level's rows are replicas computed here."""
+        return int((~self.owned[: self.sizes[level]]).sum())
+
+
+def settle_seeds(communicator: Communicator, ownership: Ownership, seeds_global: Tensor) -> tuple[Tensor, int]:
+    """Moves every seed to its owner; lends one to a rank that is left with none. Collective.
+
+    Args:
+        seeds_global: (n,) int64 in any order; duplicates, also across ranks, count once.
+
+    Returns:
+        `(seeds, num_borrowed)`: sorted owned seeds and 0, or one borrowed seed and 1.
+
+    Raises:
+        ValueError: On every rank, if a seed is out of range on any, or if no rank has a seed.
+    """
+    with communicator.agreed():
+        if seeds_global.dim() != 1 or seeds_global.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"seeds must be a one-dimensional integer tensor (got {seeds_global.dtype}, "
+                f"shape {tuple(seeds_global.shape)})"
+            )
+        ownership.check_range(seeds_global, "seeds")
+    unique = torch.unique(seeds_global.to(torch.int64))
+    mine = ownership.is_owned(unique)
+    routing = request_ids(communicator, ownership, unique[~mine])
+    seeds = union(unique[mine], routing.send_local + ownership.start)
+    first = communicator.gather_ints([int(seeds[0]) if len(seeds) else -1])
+    lenders = [row[0] for row in first if row[0] >= 0]
+    if not lenders:
+        raise ValueError("no rank has a seed: the node ids given to the loader are empty everywhere")
+    if len(seeds):
+        return seeds, 0
+    return torch.tensor([lenders[ownership.rank % len(lenders)]]), 1
+
+
+def close_levels(
+    communicator: Communicator,
+    ownership: Ownership,
+    in_edges: InEdges,
+    seeds: Tensor,
+    num_borrowed: int,
+    cached: list[Tensor] | tuple[Tensor, ...],
+    *,
+    dense_below: int = 0,
+) -> LevelSets:
+    """Builds the level sets for a plan, top-down, with one id exchange per layer. Collective.
+
+    Layer l reads level l - 1 of C_l and of its in-neighbours. A row that is not owned is computed here if the plan
+    caches it or the level above needs it as its own row (nesting), and requested from its owner otherwise; the owner
+    adds what it is asked for to its own set. So only what the seeds depend on is computed anywhere.
+
+    Args:
+        seeds: Sorted ids from `settle_seeds`.
+        cached: For each level 0..L-1 the sorted ids of halo nodes computed here (level 0: held here) when needed.
+        dense_below: Levels below this one hold every owned node, needed or not (a layer that mixes rows needs them).
+
+    Returns:
+        The sets, structures and exchange plans of all layers.
+    """
+    num_layers = len(cached)
+    computed: list[Tensor] = [seeds] * (num_layers + 1)
+    received: list[Tensor] = [seeds[:0]] * num_layers
+    routings: list[Routing | None] = [None] * num_layers
+    for layer in range(num_layers, 0, -1):
+        level = layer - 1
+        above = computed[layer]
+        in_edges.ensure(above)
+        _, src_global, _ = in_edges.lookup(above)
+        needed = torch.unique(src_global)
+        is_owned = ownership.is_owned(needed)
+        foreign = needed[~is_owned]
+        is_cached, _ = find_sorted(cached[level], foreign)
+        remote = difference(foreign[~is_cached], above)
+        routing = request_ids(communicator, ownership, remote)
+        owned_here = ownership.owned() if level < dense_below else needed[is_owned]
+        computed[level] = union(above, owned_here, foreign[is_cached], routing.send_local + ownership.start)
+        received[level] = remote
+        routings[level] = routing
+
+    rows_global = torch.cat([seeds] + [difference(computed[k], computed[k + 1]) for k in range(num_layers - 1, -1, -1)])
+    order = torch.argsort(rows_global)
+    sorted_rows = rows_global[order]
+    layers = []
+    for layer in range(1, num_layers + 1):
+        level = layer - 1
+        dst_global = rows_global[: len(computed[layer])]
+        counts, src_global, eid_global = in_edges.lookup(dst_global)
+        num_held = len(computed[level])
+        is_remote, remote_position = find_sorted(received[level], src_global)
+        _, position = find_sorted(sorted_rows, src_global)
+        indices = torch.where(is_remote, remote_position + num_held, order[position])
+        indptr = indptr_of(counts)
+        num_remote = indptr_of(is_remote.to(torch.int64))
+        routing_of = routings[level]
+        assert routing_of is not None
+        _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start)
+        exchange = ExchangePlan(
+            rank=ownership.rank,
+            world_size=ownership.world_size,
+            layer=layer,
+            num_rows=num_held,
+            send_index=order[send_position],
+            send_counts=routing_of.send_counts,
+            recv_counts=routing_of.recv_counts,
+            recv_global=received[level],
+        )
+        layers.append(
+            LayerStructure(
+                layer=layer,
+                num_dst=len(dst_global),
+                num_held=num_held,
+                indptr=indptr,
+                indices=indices,
+                eid_global=eid_global,
+                exchange=exchange,
+                interior=num_remote[indptr[1:]] == num_remote[indptr[:-1]],
+            )
+        )
+    with communicator.agreed():
+        for structure in layers:
+            structure.exchange.validate()
+    return LevelSets(
+        rows_global=rows_global,
+        sizes=tuple(len(level) for level in computed),
+        owned=ownership.is_owned(rows_global),
+        layers=tuple(layers),
+        num_borrowed=num_borrowed,
+    )

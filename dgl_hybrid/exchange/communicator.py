@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one door through which ranks talk to each other: a process group of our own, rows, ids, sums and agreement.
+
+Everything here is collective over the communicator's group and runs in program order. A world of one rank needs no
+process group at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dgl_hybrid.errors import ExchangeError, HybridError
+from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
+
+DEFAULT_TIMEOUT_S = 600.0
+_PROGRESS_KEY = "dgl_hybrid/late/{group}/{rank}"
+
+
+class Communicator:
+    """Rank `rank` of `world_size`, with a process group that only exchanges use.
+
+    Args:
+        group: A `torch.distributed` process group, or None for a world of one rank.
+        name: Names the group in messages about peers that did not take part.
+
+    Attributes:
+        rank, world_size: This process and their number.
+        clock: Every exchange of rows, for the time split and the bytes sent.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, *, name: str = "exchange") -> None:
+        self.group = group
+        self.name = name
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.backend = "none" if group is None else str(dist.get_backend(group))
+        self.clock = ExchangeClock()
+        self.num_calls = 0
+        self._clock_offset_s: float | None = None
+
+    # ---------------------------------------------------------------- rows
+
+    def exchange(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        layer: int = 0,
+        backward: bool = False,
+    ) -> Tensor:
+        """Sends `send_counts[q]` consecutive rows to every peer q and receives `recv_counts[q]` from it. Collective.
+
+        Args:
+            send: (sum(send_counts), ...) any dtype, on CPU or CUDA, ordered by receiving rank.
+            send_counts, recv_counts: Rows by peer, `world_size` entries each.
+            layer, backward: What the rows are for; recorded, and named if a peer does not take part.
+
+        Returns:
+            (sum(recv_counts), ...) of the same dtype and device, ordered by sending rank.
+
+        Raises:
+            ExchangeError: If the collective fails or a peer does not take part in time.
+        """
+        self.num_calls += 1
+        start_s = time.perf_counter()
+        received = send.new_empty((sum(recv_counts), *send.shape[1:]))
+        if self.group is None:
+            received.copy_(send)
+        else:
+            what = f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"
+            with self._named(what):
+                self._all_to_all(received, send.contiguous(), list(recv_counts), list(send_counts))
+        row_bytes = send.element_size() * (send[0].numel() if len(send) else 0)
+        own = send_counts[self.rank] if len(send_counts) > self.rank else 0
+        self.clock.record(
+            ExchangeEvent(
+                layer=layer,
+                backward=backward,
+                bytes_sent=(sum(send_counts) - own) * row_bytes,
+                start_s=start_s,
+                elapsed_s=time.perf_counter() - start_s,
+            )
+        )
+        return received
+
+    def _all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        if send.is_cuda and self.backend != "nccl":
+            # gloo moves host memory: stage through pinned buffers. Several ranks may share one GPU this way, which
+            # NCCL refuses.
+            host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
+            host_recv = torch.empty(received.shape, dtype=received.dtype, pin_memory=True)
+            host_send.copy_(send, non_blocking=True)
+            torch.cuda.current_stream(send.device).synchronize()
+            dist.all_to_all_single(host_recv, host_send, recv_counts, send_counts, group=self.group)
+            received.copy_(host_recv, non_blocking=True)
+            # The pinned buffer must outlive the copy that reads it.
+            torch.cuda.current_stream(send.device).synchronize()
+        else:
+            dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+
+    def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
+        """Tells every peer how many rows it will get from this rank. Collective."""
+        if self.group is None:
+            return list(send_counts)
+        sent = self._tensor(list(send_counts))
+        received = torch.empty_like(sent)
+        with self._named("exchange of counts"):
+            dist.all_to_all_single(received, sent, group=self.group)
+        return [int(count) for count in received.tolist()]
+
+    # ---------------------------------------------------------------- small things all ranks agree on
+
+    def _tensor(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """All-reduces `tensor` by sum, in place. Collective."""
+        if self.group is not None:
+            with self._named("sum over ranks"):
+                if tensor.is_cuda and self.backend != "nccl":
+                    host = tensor.cpu()
+                    dist.all_reduce(host, group=self.group)
+                    tensor.copy_(host)
+                else:
+                    dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
+        """Returns `[rank][k]`, every rank's list of the same length. Collective."""
+        gathered = self._gather(self._tensor(list(values)))
+        return [[int(v) for v in row.tolist()] for row in gathered]
+
+    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
+        """Returns `[rank][k]`, every rank's list of the same length. Collective."""
+        gathered = self._gather(self._tensor([float(v) for v in values], torch.float64))
+        return [[float(v) for v in row.tolist()] for row in gathered]
+
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        if self.group is None:
+            return [tensor]
+        out = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        with self._named("gather"):
+            dist.all_gather(out, tensor, group=self.group)
+        return out
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Returns every rank's JSON-serialisable value, by rank. Collective. (Not `all_gather_object`: that pickles.)"""
+        data = json.dumps(value).encode()
+        lengths = [row[0] for row in self.gather_ints([len(data)])]
+        width = max(lengths)
+        padded = torch.zeros(width, dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        rows = self._gather(padded.to(self._tensor([0]).device))
+        return [json.loads(bytes(row[:n].tolist()).decode()) for row, n in zip(rows, lengths, strict=True)]
+
+    def broadcast_json(self, value: Any) -> Any:
+        """Returns rank 0's JSON-serialisable value on every rank. Collective."""
+        return self.gather_json(value if self.rank == 0 else None)[0]
+
+    def barrier(self) -> None:
+        """Waits for every rank. Collective."""
+        self.gather_ints([0])
+
+    def common_time_s(self, local_s: float) -> float:
+        """Maps this rank's `perf_counter` to a clock all ranks share, to about one message's latency.
+
+        Collective at its first call: after a barrier every rank reads its clock, and rank 0's reading is the origin.
+        """
+        if self._clock_offset_s is None:
+            self.barrier()
+            here = time.perf_counter()
+            self._clock_offset_s = self.gather_floats([here])[0][0] - here
+        return local_s + self._clock_offset_s
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Runs a rank-local part whose failure all ranks learn of. Collective at its end.
+
+        If the part raises on any rank, every rank raises: the failing one its own error, the others an error of
+        the failing rank's kind with its words, so that nobody is left waiting in the next collective.
+        """
+        error: Exception | None = None
+        try:
+            yield
+        except Exception as caught:
+            error = caught
+        report = None if error is None else [type(error).__name__, str(error)]
+        self.raise_agreed(error, self.gather_json(report))
+
+    def raise_agreed(self, error: Exception | None, reports: Sequence[Any]) -> None:
+        """Raises what `agreed` would raise for these reports of all ranks; returns if there are none."""
+        if error is not None:
+            raise error
+        for rank, report in enumerate(reports):
+            if report is not None:
+                kind, message = report
+                raise _error_type(kind)(f"rank {rank} of {self.world_size}: {message}")
+
+    # ---------------------------------------------------------------- peers that do not come
+
+    @contextlib.contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._explain(what, error)
+
+    def _explain(self, what: str, error: RuntimeError) -> NoReturn:
+        late = self._find_late_ranks()
+        who = f"rank {', '.join(map(str, late))} did not take part" if late else "a peer left or failed"
+        raise ExchangeError(
+            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. Every rank must make the same "
+            f"calls in the same order (an `if rank == 0: evaluate()` breaks this), and an exception on one rank ends "
+            f"the job on all. ({error})"
+        ) from error
+
+    def _find_late_ranks(self) -> list[int]:
+        """Each rank that is stuck says so in the store; after a moment, those that said nothing are the late ones."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_PROGRESS_KEY.format(group=self.name, rank=self.rank), str(self.num_calls))
+            time.sleep(1.0)
+            keys = [_PROGRESS_KEY.format(group=self.name, rank=rank) for rank in range(self.world_size)]
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
+            return []
+
+
+def _error_type(name: str) -> type[Exception]:
+    known: dict[str, type[Exception]] = {"ValueError": ValueError, "TypeError": TypeError, "KeyError": KeyError}
+    pending: list[type[HybridError]] = [HybridError]
+    while pending:
+        kind = pending.pop()
+        known[kind.__name__] = kind
+        pending.extend(kind.__subclasses__())
+    return known.get(name, HybridError)
+
+
+def create_communicator(*, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | None = None) -> Communicator:
+    """Creates a communicator over all ranks with a process group of its own. Collective over the default group.
+
+    Args:
+        timeout_s: A peer that stays away longer than this ends the exchange with an error on the others.
+        backend: "gloo" or "nccl"; None takes the default group's.
+
+    Returns:
+        A communicator; without an initialised default group, one for a world of one rank.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Communicator(None)
+    chosen = backend or str(dist.get_backend())
+    if "nccl" in chosen and "gloo" in chosen:  # "cpu:gloo,cuda:nccl": rows travel where they lie.
+        chosen = "nccl" if torch.cuda.is_available() else "gloo"
+    if chosen not in ("gloo", "nccl"):
+        raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")
+    group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
+    if not isinstance(group, dist.ProcessGroup):
+        raise ExchangeError("this process is not a member of the default process group")
+    return Communicator(group)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests by global id: who owns a row, asking its owner for it, and fetching static rows once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.segments import gather_segments, indptr_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ownership:
+    """Contiguous ranges of global ids, one per rank, as DistDGL's partition book has them."""
+
+    offsets: Tensor
+    """(P + 1,) int64; rank q owns [offsets[q], offsets[q + 1])."""
+    rank: int
+
+    @property
+    def world_size(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def start(self) -> int:
+        return int(self.offsets[self.rank])
+
+    @property
+    def stop(self) -> int:
+        return int(self.offsets[self.rank + 1])
+
+    @property
+    def total(self) -> int:
+        return int(self.offsets[-1])
+
+    def owner_of(self, ids_global: Tensor) -> Tensor:
+        """Returns the (n,) int64 owner of every id; empty partitions own nothing."""
+        return torch.searchsorted(self.offsets, ids_global, right=True) - 1
+
+    def is_owned(self, ids_global: Tensor) -> Tensor:
+        return (ids_global >= self.start) & (ids_global < self.stop)
+
+    def owned(self) -> Tensor:
+        """Returns all ids of this rank, ascending."""
+        return torch.arange(self.start, self.stop)
+
+    def check_range(self, ids_global: Tensor, what: str) -> None:
+        """Raises ValueError if an id lies outside the graph."""
+        if len(ids_global) and (int(ids_global.min()) < 0 or int(ids_global.max()) >= self.total):
+            bad = ids_global[(ids_global < 0) | (ids_global >= self.total)]
+            raise ValueError(f"{what} must lie in [0, {self.total}) (got {int(bad[0])}, and {len(bad)} such in all)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Routing:
+    """An answered request: what this rank asked for, and what its peers asked of it."""
+
+    send_local: Tensor
+    """(S,) int64 local positions (id minus the range's start) of the rows peers asked for, by peer, in their order."""
+    send_counts: tuple[int, ...]
+    recv_counts: tuple[int, ...]
+
+
+def request_ids(communicator: Communicator, ownership: Ownership, ids_sorted_global: Tensor) -> Routing:
+    """Asks the owners for rows; learns what peers ask of this rank. Collective.
+
+    Args:
+        ids_sorted_global: (R,) int64 ascending (ranges ascend with rank, so they are grouped by owner already).
+    """
+    counts = torch.bincount(ownership.owner_of(ids_sorted_global), minlength=ownership.world_size).tolist()
+    asked = communicator.exchange_counts(counts)
+    requests = communicator.exchange(ids_sorted_global, counts, asked)
+    return Routing(
+        send_local=requests - ownership.start,
+        send_counts=tuple(asked),
+        recv_counts=tuple(int(count) for count in counts),
+    )
+
+
+def fetch_rows(communicator: Communicator, ownership: Ownership, rows: Tensor, ids_global: Tensor) -> Tensor:
+    """Fetches static rows from their owners. Collective; not differentiable.
+
+    Args:
+        rows: (N, ...) the rows this rank owns, by local position.
+        ids_global: (n,) int64 in any order, duplicates allowed; owned ids are answered locally.
+
+    Returns:
+        (n, ...) rows in the order asked.
+    """
+    unique, inverse = torch.unique(ids_global, return_inverse=True)
+    mine = ownership.is_owned(unique)
+    routing = request_ids(communicator, ownership, unique[~mine])
+    received = communicator.exchange(
+        rows.index_select(0, routing.send_local.to(rows.device)), routing.send_counts, routing.recv_counts
+    )
+    if bool(mine.all()):
+        return rows.index_select(0, (ids_global - ownership.start).to(rows.device))
+    table = rows.new_empty((len(unique), *rows.shape[1:]))
+    table[mine] = rows.index_select(0, (unique[mine] - ownership.start).to(rows.device))
+    table[~mine] = received
+    return table.index_select(0, inverse.to(rows.device))
+
+
+def fetch_segments(
+    communicator: Communicator, ownership: Ownership, indptr: Tensor, columns: list[Tensor], ids_sorted_global: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """Fetches variable-length rows (in-edge lists) from their owners. Collective.
+
+    Args:
+        indptr: (N + 1,) of the rows owned here.
+        columns: int64 values per entry, each (indptr[-1],).
+        ids_sorted_global: (n,) ascending, none owned here.
+
+    Returns:
+        `(counts, columns)`: (n,) entries per row and their values, in the order asked.
+    """
+    routing = request_ids(communicator, ownership, ids_sorted_global)
+    counts, positions = gather_segments(indptr, routing.send_local)
+    received_counts = communicator.exchange(counts, routing.send_counts, routing.recv_counts)
+    send_entries = _sum_by_peer(counts, routing.send_counts)
+    recv_entries = _sum_by_peer(received_counts, routing.recv_counts)
+    packed = torch.stack([column[positions] for column in columns], dim=1)
+    received = communicator.exchange(packed, send_entries, recv_entries)
+    return received_counts, [column.contiguous() for column in received.unbind(dim=1)]
+
+
+def _sum_by_peer(counts: Tensor, rows_by_peer: tuple[int, ...]) -> list[int]:
+    ends = indptr_of(counts)[indptr_of(torch.tensor(rows_by_peer, dtype=torch.int64))]
+    return [int(n) for n in (ends[1:] - ends[:-1]).tolist()]

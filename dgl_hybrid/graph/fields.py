@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Source fields of a block: stored as the model gives them, completed with received rows at their first use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+
+from torch import Tensor
+
+from dgl_hybrid.errors import BlockError
+
+ExtendFields = Callable[[list[Tensor]], list[Tensor]]
+
+
+class SourceFields(MutableMapping[str, Tensor]):
+    """What `block.srcdata` is: a mapping of (C, ...) tensors, the rows computed on this rank.
+
+    `complete` exchanges the fields an operation names and remembers the result until the field is set again or the
+    scope ends. Fields set in the same `local_scope` travel with the first of them: a layer that sets two (attention
+    terms and features) then costs one message, not two. Fields set outside any scope travel only when named.
+    """
+
+    def __init__(self, num_rows: int, where: str) -> None:
+        self._num_rows = num_rows
+        self._where = where
+        self._held: dict[str, Tensor] = {}
+        self._extended: dict[str, Tensor] = {}
+        self._set_in_scope: list[str] = []
+        self._scopes: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str]]] = []
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self._held[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"source field {key!r} must be a tensor (got {type(value).__name__})")
+        if value.dim() == 0 or len(value) != self._num_rows:
+            raise BlockError(
+                f"source field {key!r} must have {self._num_rows} rows, one for each row computed on this rank (got "
+                f"shape {tuple(value.shape)}) on {self._where}. Use the tensors that belong to this block: the output "
+                f"of the layer before it, or `srcdata` of this block."
+            )
+        self._held[key] = value
+        self._extended.pop(key, None)
+        if self._scopes and key not in self._set_in_scope:
+            self._set_in_scope.append(key)
+
+    def __delitem__(self, key: str) -> None:
+        del self._held[key]
+        self._extended.pop(key, None)
+        if key in self._set_in_scope:
+            self._set_in_scope.remove(key)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
+        """Stores a static field whose received rows are known already."""
+        self._held[key], self._extended[key] = held, extended
+
+    def complete(self, names: Sequence[str], extend: ExtendFields) -> dict[str, Tensor]:
+        """Exchanges those of the named fields that lack received rows, in one call of `extend`.
+
+        Returns:
+            Every named field as (C + R, ...).
+
+        Raises:
+            BlockError: If a field was never set.
+        """
+        unknown = [name for name in names if name not in self._held]
+        if unknown:
+            raise BlockError(
+                f"source field {unknown[0]!r} is not set on {self._where}; set are {sorted(self._held) or 'none'}"
+            )
+        pending = [name for name in names if name not in self._extended]
+        if pending:
+            pending += [name for name in self._set_in_scope if name not in self._extended and name not in pending]
+            for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
+                self._extended[name] = tensor
+        return {name: self._extended[name] for name in names}
+
+    def push_scope(self) -> None:
+        self._scopes.append((dict(self._held), dict(self._extended), self._set_in_scope))
+        self._set_in_scope = []
+
+    def pop_scope(self) -> None:
+        self._held, self._extended, self._set_in_scope = self._scopes.pop()

@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LayerBlock`: one layer's graph on one rank, on which unmodified `dgl.nn` modules compute the full-graph result.
+
+It answers as a DGL block of |C_(l-1)| sources and |C_l| destinations. A real `DGLBlock` behind it has the received
+sources too; a source field is exchanged when an operation first reads it, so the row that travels is the operand
+itself (after a layer's `x @ W`, where it transforms first).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, Protocol
+
+import dgl
+import torch
+from dgl import function as fn
+from dgl.udf import EdgeBatch
+from torch import Tensor
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.closure import LayerStructure
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.exchange.rows import extend_rows
+from dgl_hybrid.graph import dispatch
+from dgl_hybrid.graph.fields import SourceFields
+
+MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
+
+
+# What a block of stock DGL has and this one passes straight to the real block: nothing of it reads source rows.
+_DELEGATED = frozenset(
+    "device idtype dsttypes srctypes ntypes etypes canonical_etypes is_homogeneous is_multigraph is_unibipartite "
+    "num_edges number_of_edges num_dst_nodes number_of_dst_nodes dstnodes is_pinned batch_size".split()
+)
+_HINTS = {
+    "ndata": "this module treats sources and destinations as one set, which a block cannot (stock DGL rejects blocks "
+    "here too). Use a layer that accepts blocks: SGConv, APPNP and TAGConv can be written as several one-hop layers "
+    "such as GraphConv(weight=False), one block each",
+    "edges": "source positions of received rows mean nothing to the tensors held here. Use `apply_edges` or "
+    "`update_all`",
+    "find_edges": "use `apply_edges` or `update_all`",
+    "in_edges": "use `apply_edges` or `update_all`",
+    "out_edges": "the out-edges of a source lie on several ranks. Use `out_degrees()` for full-graph degrees",
+    "multi_update_all": "full-graph training on heterogeneous graphs is not there yet",
+    "nodes": "use `srcdata` and `dstdata`",
+    "adj": "the adjacency covers received sources. Use `update_all`",
+    "adj_tensors": "the adjacency covers received sources. Use `update_all`",
+    "num_nodes": "a block has source and destination nodes: use `num_src_nodes()` or `num_dst_nodes()`",
+    "number_of_nodes": "a block has source and destination nodes: use `num_src_nodes()` or `num_dst_nodes()`",
+}
+
+
+class WeightedOutDegrees(Protocol):
+    """Answers with the full-graph weighted out-degrees of a block's sources, or None for unknown weights."""
+
+    def __call__(self, block: LayerBlock, edge_weight: Tensor, /) -> Tensor | None: ...
+
+
+class BlockObserver(Protocol):
+    """Sees what a block is asked to do; tracing a model uses it."""
+
+    def on_exchange(self, layer: int, fields: list[Tensor]) -> None: ...
+
+    def on_message_passing(self, layer: int, fields: list[Tensor], kind: str) -> None: ...
+
+
+class LayerBlock:
+    """The graph of layer `layer` on this rank.
+
+    Attributes:
+        layer: From 1.
+        srcdata: Mapping of (|C_(l-1)|, ...) fields, exchanged at first use.
+        dstdata, edata: The real block's: (|C_l|, ...) and (E, ...) fields.
+        interior: (|C_l|,) bool, destinations none of whose sources is received.
+    """
+
+    is_block = True
+
+    def __init__(
+        self,
+        structure: LayerStructure,
+        communicator: Communicator,
+        *,
+        rows_global: Tensor,
+        out_degrees: Tensor,
+        device: torch.device,
+        weighted_out_degrees: WeightedOutDegrees | None = None,
+        _block: Any = None,
+    ) -> None:
+        self.structure = structure
+        self.layer = structure.layer
+        self.plan: ExchangePlan = structure.exchange.to(device)
+        self.interior = structure.interior.to(device)
+        self._communicator = communicator
+        self._rows_global = rows_global
+        self._full_out_degrees = out_degrees.to(device)
+        self._weighted_out_degrees = weighted_out_degrees
+        self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
+        self.observer: BlockObserver | None = None
+        self.on_use: Callable[[LayerBlock], None] | None = None
+        self.on_edge_result: Callable[[Tensor], None] | None = None
+        self._block = self._build_block(device) if _block is None else _block
+        self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
+        self._source = SourceFields(structure.num_held, self._where)
+        ids = torch.cat([rows_global[: structure.num_held], structure.exchange.recv_global]).to(device)
+        self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
+        dispatch.install()
+
+    def _build_block(self, device: torch.device) -> Any:
+        structure = self.structure
+        num_src = structure.num_held + structure.exchange.num_received
+        empty = torch.empty(0, dtype=torch.int64)
+        block = dgl.create_block(
+            ("csc", (structure.indptr, structure.indices, empty)),
+            num_src_nodes=num_src,
+            num_dst_nodes=structure.num_dst,
+        )
+        block = block.to(device)
+        block.dstdata[dgl.NID] = self._rows_global[: structure.num_dst].to(device)
+        block.edata[dgl.EID] = structure.eid_global.to(device)
+        return block
+
+    # ---------------------------------------------------------------- data
+
+    @property
+    def srcdata(self) -> MutableMapping[str, Tensor]:
+        return self._source
+
+    @property
+    def dstdata(self) -> Any:
+        return self._block.dstdata
+
+    @property
+    def edata(self) -> Any:
+        return self._block.edata
+
+    @property
+    def _graph(self) -> dispatch.DeferredIndex:
+        # `dgl.ops` functions take operands directly and reach for this; see `dispatch`.
+        return self._index
+
+    def num_src_nodes(self, ntype: str | None = None) -> int:
+        """Returns |C_(l-1)|: the rows a model's tensors have here, received ones not counted."""
+        return self.structure.num_held
+
+    number_of_src_nodes = num_src_nodes
+
+    def srcnodes(self, ntype: str | None = None) -> Tensor:
+        return torch.arange(self.structure.num_held, device=self._block.device)
+
+    def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
+        """Returns full-graph in-degrees of the destinations (a block's in-edge lists are complete)."""
+        degrees = self._block.in_degrees()
+        return degrees if _is_all(v) else degrees[v]
+
+    def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
+        """Returns the *full-graph* out-degrees of the (|C_(l-1)|,) sources held here, not those inside the block."""
+        degrees = self._full_out_degrees[: self.structure.num_held]
+        return degrees if _is_all(u) else degrees[u]
+
+    def weighted_out_degrees(self, edge_weight: Tensor) -> Tensor:
+        """Returns the full-graph sum of out-edge weights of every source, received ones too, (C + R,).
+
+        Raises:
+            BlockError: If `edge_weight` is not a static edge field of the graph.
+        """
+        sums = None if self._weighted_out_degrees is None else self._weighted_out_degrees(self, edge_weight)
+        if sums is None:
+            raise BlockError(
+                f"EdgeWeightNorm(norm='both') needs the weights of all out-edges of a node, most of which are not in "
+                f"this block ({self._where}). Pass the static edge field as it came from the loader: "
+                f"`block.edata[name]` with prefetch_edge_feats=[name], or `g.edata[name][block.edata[dgl.EID]]`; for "
+                f"learned or computed weights use norm='right' or 'none'."
+            )
+        return sums
+
+    def source_ids(self) -> Tensor:
+        """Returns the (C + R,) global ids of all sources, received ones last."""
+        return torch.cat([self._rows_global[: self.structure.num_held], self.structure.exchange.recv_global])
+
+    @contextlib.contextmanager
+    def local_scope(self) -> Iterator[None]:
+        """Forgets, at its end, fields set inside; as `DGLGraph.local_scope`."""
+        self._used()
+        with self._block.local_scope():
+            self._source.push_scope()
+            try:
+                yield
+            finally:
+                self._source.pop_scope()
+
+    def local_var(self) -> LayerBlock:
+        """Returns a copy whose fields can be changed without changing this block's."""
+        copy = self._rebuilt(self._block.local_var())
+        for name, value in self._source.items():
+            if name != dgl.NID:
+                copy.srcdata[name] = value
+        return copy
+
+    def _rebuilt(self, block: Any) -> LayerBlock:
+        copy = LayerBlock(
+            self.structure,
+            self._communicator,
+            rows_global=self._rows_global,
+            out_degrees=self._full_out_degrees,
+            device=block.device,
+            weighted_out_degrees=self._weighted_out_degrees,
+            _block=block,
+        )
+        copy.observer, copy.on_use = self.observer, self.on_use
+        return copy
+
+    def to(self, device: torch.device | str, **kwargs: Any) -> LayerBlock:
+        """Returns this block on `device`; itself when it is there already."""
+        target = torch.device(device)
+        current = torch.device(self._block.device)
+        if target.type == current.type and target.index in (None, current.index):
+            return self
+        copy = self._rebuilt(self._block.to(target, **kwargs))
+        for name, value in self._source.items():
+            if name != dgl.NID:
+                copy.srcdata[name] = value.to(target)
+        return copy
+
+    def int(self) -> LayerBlock:
+        return self if self._block.idtype == torch.int32 else self._rebuilt(self._block.int())
+
+    def long(self) -> LayerBlock:
+        return self if self._block.idtype == torch.int64 else self._rebuilt(self._block.long())
+
+    # ---------------------------------------------------------------- message passing
+
+    def update_all(
+        self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
+    ) -> None:
+        """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields."""
+        self._used()
+        self._complete(message_func)
+        self._observe(message_func, "update_all")
+        if self._block.num_edges() == 0 and not isinstance(reduce_func, fn.BuiltinFunction):
+            self._reduce_nothing(message_func, reduce_func, apply_node_func)
+            return
+        with _without_empty_edge_warning():
+            self._block.update_all(message_func, reduce_func, apply_node_func)
+
+    def apply_edges(self, func: Any, edges: Any = None, etype: Any = None) -> None:
+        """As `DGLGraph.apply_edges` on all edges. Collective where it reads source fields."""
+        if not _is_all(edges):
+            raise BlockError(f"apply_edges on some edges only is not possible on a LayerBlock ({self._where})")
+        self._used()
+        self._complete(func)
+        self._observe(func, "apply_edges")
+        with _without_empty_edge_warning():
+            self._block.apply_edges(func)
+
+    def _used(self) -> None:
+        if self.on_use is not None:
+            self.on_use(self)
+
+    def _complete(self, func: Any) -> None:
+        """Exchanges the source fields that `func` reads and hands them to the real block."""
+        names = _source_fields_of(func)
+        if names is None:
+            names = list(self._source)
+        for name, tensor in self._source.complete(names, self._extend).items():
+            self._block.srcdata[name] = tensor
+
+    def _extend(self, fields: list[Tensor]) -> list[Tensor]:
+        if self.observer is not None:
+            self.observer.on_exchange(self.layer, fields)
+        return extend_rows(fields, self.plan, self._communicator)
+
+    def _extend_one(self, field: Tensor) -> Tensor:
+        self._used()
+        return self._extend([field])[0]
+
+    def _note_edge_result(self, result: Tensor) -> None:
+        if self.on_edge_result is not None:
+            self.on_edge_result(result)
+
+    def _observe(self, func: Any, kind: str) -> None:
+        if self.observer is not None:
+            names = _source_fields_of(func)
+            fields = [self._block.srcdata[name] for name in (names or [])]
+            self.observer.on_message_passing(self.layer, fields, kind)
+
+    def _reduce_nothing(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+        """A user-defined reduce without edges: learn the result's shape from one made-up edge, and stay in the graph.
+
+        Stock DGL leaves the result unset here. The zeros depend on the fields and on what the functions used, so this
+        rank takes part in every backward exchange and every parameter gets a gradient.
+        """
+        probe = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1).to(self._block.device)
+        fields = [value for name, value in self._source.items() if name != dgl.NID]
+        for data, given in ((probe.srcdata, self._source), (probe.dstdata, self._block.dstdata)):
+            for name, value in given.items():
+                data[name] = torch.ones((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+        for name, value in self._block.edata.items():
+            probe.edata[name] = torch.ones((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+        before = set(probe.dstdata)
+        probe.update_all(message_func, reduce_func)
+        anchors = [self._block.srcdata[name] for name in self._source if name != dgl.NID] + fields
+        for name, value in probe.dstdata.items():
+            if name not in before or value.requires_grad:
+                shape = (self.structure.num_dst, *value.shape[1:])
+                zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
+                self._block.dstdata[name] = _Anchored.apply(zeros, value, *anchors)
+        if apply_node_func is not None:
+            self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
+
+    # ---------------------------------------------------------------- the rest
+
+    def __getitem__(self, key: Any) -> LayerBlock:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _DELEGATED:
+            return getattr(self.__dict__["_block"], name)
+        if name.startswith("__") or not hasattr(dgl.DGLGraph, name):
+            raise AttributeError(f"'LayerBlock' object has no attribute {name!r}")
+        hint = _HINTS.get(name, "use `update_all`, `apply_edges`, `srcdata`, `dstdata`, `edata` and the degrees")
+        raise BlockError(f"'{name}' is not available on a LayerBlock ({self._where}): {hint}.")
+
+    def __repr__(self) -> str:
+        s = self.structure
+        return (
+            f"LayerBlock(layer={s.layer}, num_src_nodes={s.num_held} (+ {s.exchange.num_received} received), "
+            f"num_dst_nodes={s.num_dst}, num_edges={len(s.eid_global)})"
+        )
+
+
+class _Anchored(torch.autograd.Function):
+    """Returns its first argument; its backward runs through the others with zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.save_for_backward(*anchors)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (grads[0], *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors))
+
+
+def _source_fields_of(func: Any) -> list[str] | None:
+    """Returns the source fields a builtin message function reads, without repetition; None for a user's function."""
+    if not isinstance(func, fn.BuiltinFunction):
+        return None
+    if isinstance(func, fn.BinaryMessageFunction):
+        names = [
+            field
+            for target, field in ((func.lhs, func.lhs_field), (func.rhs, func.rhs_field))
+            if target == fn.TargetCode.SRC
+        ]
+        return list(dict.fromkeys(names))
+    return [func.in_field] if func.target == fn.TargetCode.SRC else []
+
+
+def _is_all(selection: Any) -> bool:
+    return selection is None or (isinstance(selection, str) and selection == dgl.ALL)
+
+
+@contextlib.contextmanager
+def _without_empty_edge_warning() -> Iterator[None]:
+    # A rank without edges in a layer is ordinary here; DGL warns of it at every user-defined message function.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The input graph for the user-defined edge function")
+        yield

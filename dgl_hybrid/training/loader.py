@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FullGraphLoader`: yields the whole graph as exact blocks, once an epoch, where a DistDGL script sampled batches."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor, nn
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
+from dgl_hybrid.exchange.ids import fetch_rows
+from dgl_hybrid.graph.build import build_layer_blocks
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.trace import CallTemplate
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig
+from dgl_hybrid.training import session
+from dgl_hybrid.training.loss import Reduction, find_loss_weight
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
+from dgl_hybrid.training.step import Step
+
+_logger = logging.getLogger(__name__)
+
+Batch = tuple[Tensor, Tensor, list[LayerBlock]]
+
+
+class FullGraphLoader:
+    """Yields `(input_nodes, seeds, blocks)` once per epoch, as `DistNodeDataLoader` does once per batch.
+
+    The model, its `dgl.nn` layers, DDP, the optimizer and the loss stay as they are; outputs and gradients equal those
+    of single-process full-graph training. `seeds` are this rank's: a seed given to a rank that does not own it is moved
+    to its owner, so take labels by the `seeds` that are yielded.
+
+    Construction and every `iter` are collective: all ranks make the same loaders and iterate them in the same order.
+
+    Args:
+        g: The graph as this rank sees it.
+        nids: (n,) global ids of this rank's seeds, or a bool mask over its own nodes.
+        sampler: A DGL neighbour sampler, for its number of layers and its `prefetch_*` fields, or that number. Fanouts
+            are not used: every neighbour is.
+        device: Where blocks and prefetched fields go.
+        model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
+            with everything communicated; the plan is made at the second, from the call that was seen.
+        strategy: "hybrid", "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
+        planner: All options of the planner; `strategy` is taken from here if given.
+        plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
+        loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
+            `find_loss_weight`.
+        seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()`.
+        **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
+            batch, so they have no effect.
+
+    Raises:
+        ValueError: On all ranks, for seeds out of range or empty everywhere, or an unknown strategy.
+        PlanError: On all ranks, if a given plan does not fit the graph or the number of layers.
+    """
+
+    def __init__(
+        self,
+        g: PartitionedGraph,
+        nids: Tensor,
+        sampler: Any,
+        device: torch.device | str | None = None,
+        *,
+        model: nn.Module | None = None,
+        strategy: str = "hybrid",
+        planner: PlannerConfig | None = None,
+        plan: DependencyPlan | Sequence[Tensor] | None = None,
+        loss_reduction: Reduction = "mean",
+        loss_denominator: float | None = None,
+        seed: int | None = None,
+        **dataloader_kwargs: Any,
+    ) -> None:
+        if not isinstance(g, PartitionedGraph):
+            raise TypeError(
+                f"FullGraphLoader takes a dgl_hybrid.PartitionedGraph (got {type(g).__name__}); open the partition "
+                f"folder with PartitionedGraph.open(part_config)"
+            )
+        unknown = sorted(set(dataloader_kwargs) - _IGNORED)
+        if unknown:
+            raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
+        self.graph = g
+        self.communicator = g.communicator
+        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.num_layers = num_layers_of(sampler)
+        self._prefetch = _Prefetch.from_sampler(sampler)
+        with self.communicator.agreed():
+            config = planner if planner is not None else PlannerConfig(strategy=strategy)
+            forced = None if plan is None else _cached_of(plan, self.num_layers, g)
+            local_seeds = _as_ids(nids, g)
+        seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
+        self._seeds, self._num_borrowed = seeds, num_borrowed
+        self.num_seeds = len(seeds) - num_borrowed
+        """Seeds this rank's loss is taken over; 0 if the one it computes is borrowed."""
+        self.loss_weight = find_loss_weight(
+            self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
+        )
+        self.seed = self.communicator.broadcast_json(int(torch.initial_seed() % 2**62) if seed is None else int(seed))
+        self._maker = PlanMaker(g, seeds, self.num_layers, config)
+        self._template: CallTemplate | None = None
+        self._model: weakref.ref[nn.Module] | None = None
+        self._num_epochs = 0
+        self._steps_done = 0
+        self.outcome: PlanOutcome | None = None
+        """What was planned and why; None until there is a plan."""
+        self.forced = forced is not None
+        if forced is not None:
+            # A plan says nothing of batch norm, so every level holds every owned node: right for any model.
+            self._build(forced, dense_below=self.num_layers)
+        elif model is not None:
+            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.node_fields))
+        else:
+            nothing = [seeds[:0]] * self.num_layers
+            self._build(nothing, dense_below=self.num_layers)
+
+    # ---------------------------------------------------------------- plan and build
+
+    def _plan(self, model: nn.Module, template: CallTemplate) -> None:
+        outcome = self._maker.make(model, template)
+        self.outcome = outcome
+        self._build(list(outcome.plan.cached), dense_below=outcome.dense_below)
+
+    def _build(self, cached: list[Tensor], *, dense_below: int) -> None:
+        g, communicator = self.graph, self.communicator
+        sets = close_levels(
+            communicator, g.nodes, g.in_edges, self._seeds, self._num_borrowed, cached, dense_below=dense_below
+        )
+        self.sets: LevelSets = sets
+        out_degrees = g.fetch_nodes(g.out_degrees, sets.rows_global)
+        self.blocks = build_layer_blocks(
+            sets,
+            communicator,
+            out_degrees=out_degrees,
+            device=self.device,
+            weighted_out_degrees=lambda block, weight: g.weighted_out_degrees(weight, block.source_ids()),
+        )
+        self.input_nodes = self.blocks[0].srcdata[dgl.NID]
+        self.seeds = self.blocks[-1].dstdata[dgl.NID]
+        for block in self.blocks:
+            for ids in (block.srcdata[dgl.NID], block.dstdata[dgl.NID]):
+                g.row_sets.register_nodes(ids)
+            g.row_sets.register_edges(block.edata[dgl.EID])
+        self._node_keys, self._edge_keys = self._find_keys(sets)
+        self._prefetch.fill(g, self.blocks)
+
+    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, list[Tensor]]:
+        """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective."""
+        g, partition = self.graph, self.graph.partition
+        known = self.communicator.gather_ints(
+            [int(partition.orig_node_ids is not None), int(partition.orig_edge_ids is not None)]
+        )
+        node_keys, edge_keys = sets.rows_global, [layer.eid_global for layer in sets.layers]
+        if all(row[0] for row in known) and partition.orig_node_ids is not None:
+            node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
+        if all(row[1] for row in known) and partition.orig_edge_ids is not None:
+            edge_keys = [fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, ids) for ids in edge_keys]
+        return node_keys.to(self.device), [keys.to(self.device) for keys in edge_keys]
+
+    # ---------------------------------------------------------------- iteration
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yields the epoch's only batch. Collective: every rank iterates."""
+        if self.outcome is None and not self.forced:
+            model = None if self._model is None else self._model()
+            ready = self.communicator.gather_ints([int(model is not None and self._template is not None)])
+            if all(row[0] for row in ready) and model is not None and self._template is not None:
+                self._plan(model, self._template)
+        step = Step(
+            communicator=self.communicator,
+            sets=self.sets,
+            blocks=self.blocks,
+            node_keys=self._node_keys,
+            edge_keys=self._edge_keys,
+            loss_weight=self.loss_weight,
+            seed=self.seed,
+            number=self._steps_done,
+        )
+        self._steps_done += 1
+        session.follow(step, self._see_call)
+        self._step = step
+        yield self.input_nodes, self.seeds, self.blocks
+
+    def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._template is None:
+            self._model = weakref.ref(module)
+            self._template = CallTemplate.of_call(args, kwargs, self.blocks)
+
+
+_IGNORED = frozenset(
+    "batch_size shuffle drop_last collate_fn num_workers use_ddp ddp_seed pin_memory use_uva persistent_workers "
+    "prefetch_factor".split()
+)
+
+
+def num_layers_of(sampler: Any) -> int:
+    """Returns the number of layers of a DGL sampler, or the number itself.
+
+    Raises:
+        TypeError, ValueError: If there is no telling, or it is not positive.
+    """
+    if isinstance(sampler, int) and not isinstance(sampler, bool):
+        depth = sampler
+    elif hasattr(sampler, "fanouts"):
+        depth = len(sampler.fanouts)
+    elif hasattr(sampler, "num_layers"):
+        depth = int(sampler.num_layers)
+    else:
+        raise TypeError(
+            f"the sampler must have `fanouts` or `num_layers`, or be the number of layers (got {type(sampler).__name__})"
+        )
+    if depth < 1:
+        raise ValueError(f"the number of layers must be at least 1 (got {depth})")
+    return depth
+
+
+def _as_ids(nids: Any, g: PartitionedGraph) -> Tensor:
+    ids = torch.as_tensor(nids)
+    if ids.dtype == torch.bool:
+        owned = g.nodes.owned()
+        if ids.shape != owned.shape:
+            raise ValueError(
+                f"a mask of seeds must have {len(owned)} entries, one for each own node (got {tuple(ids.shape)})"
+            )
+        return owned[ids.cpu()]
+    return ids.cpu()
+
+
+def _cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: PartitionedGraph) -> list[Tensor]:
+    where = f"rank {g.rank()} of {g.nodes.world_size}"
+    if isinstance(plan, DependencyPlan):
+        if plan.rank != g.rank() or plan.world_size != g.nodes.world_size:
+            raise PlanError(
+                f"the plan is for rank {plan.rank} of {plan.world_size}, but this is {where}. Load each rank's own plan."
+            )
+        cached = list(plan.cached)
+    else:
+        cached = [torch.unique(torch.as_tensor(ids, dtype=torch.int64)) for ids in plan]
+    if len(cached) != num_layers:
+        raise PlanError(
+            f"the plan has {len(cached)} layers, but the model has {num_layers} (on {where}). Plan again for this model."
+        )
+    for level, ids in enumerate(cached):
+        g.nodes.check_range(ids, f"cached ids of level {level}")
+    return cached
+
+
+class _Prefetch:
+    """Static fields that a sampler's `prefetch_*` lists ask for, put into the blocks once."""
+
+    def __init__(self, node_fields: list[str], label_fields: list[str], edge_fields: list[str]) -> None:
+        self.node_fields, self.label_fields, self.edge_fields = node_fields, label_fields, edge_fields
+
+    @staticmethod
+    def from_sampler(sampler: Any) -> _Prefetch:
+        def names(attribute: str) -> list[str]:
+            value = getattr(sampler, attribute, None) or []
+            return [value] if isinstance(value, str) else [str(name) for name in value]
+
+        return _Prefetch(names("prefetch_node_feats"), names("prefetch_labels"), names("prefetch_edge_feats"))
+
+    def fill(self, g: PartitionedGraph, blocks: list[LayerBlock]) -> None:
+        """Collective, in the order of the fields' names as the sampler lists them."""
+        for name in self.node_fields:
+            blocks[0].srcdata[name] = g.ndata[name][blocks[0].srcdata[dgl.NID]]
+        for name in self.label_fields:
+            blocks[-1].dstdata[name] = g.ndata[name][blocks[-1].dstdata[dgl.NID]]
+        for block in blocks:
+            for name in self.edge_fields:
+                block.edata[name] = g.edata[name][block.edata[dgl.EID]]

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes a plan for a model on a partitioned graph: trace, probe, problem, candidates, and a choice all ranks share."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+from dgl_hybrid.exchange.problem import build_plan_problem
+from dgl_hybrid.graph.trace import CallTemplate, TraceResult, trace_model
+from dgl_hybrid.planner import (
+    DependencyPlan,
+    EpochEstimate,
+    ItemCosts,
+    ModelTrace,
+    PlannerConfig,
+    PlanProblem,
+    RankEstimate,
+    Topology,
+    choose_plan,
+    cost_model,
+    propose_plans,
+)
+from dgl_hybrid.training import session
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOutcome:
+    """A rank's plan with what it was made from."""
+
+    plan: DependencyPlan
+    problem: PlanProblem
+    costs: ItemCosts
+    dense_below: int
+
+    @property
+    def predicted_epoch_s(self) -> float:
+        """Seconds of the slowest rank, exchange and compute together."""
+        return self.plan.estimate.epoch_s if self.plan.estimate is not None else float("nan")
+
+
+class PlanMaker:
+    """Plans for one set of seeds.
+
+    Args:
+        g: The graph as this rank sees it.
+        seeds: From `settle_seeds`.
+        num_layers: Of the model.
+        config: Strategy and limits.
+        topology: Measured before; None probes the ranks now, once a process.
+    """
+
+    def __init__(
+        self,
+        g: PartitionedGraph,
+        seeds: Tensor,
+        num_layers: int,
+        config: PlannerConfig,
+        topology: Topology | None = None,
+    ) -> None:
+        self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
+        if topology is not None:
+            g.topology = topology
+
+    def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
+        """Traces the model on rank 0 and plans on every rank. Collective.
+
+        Raises:
+            BlockError: On all ranks, if the model cannot be run on blocks exactly.
+            PlanError: On all ranks, if no plan fits the memory budget.
+        """
+        communicator = self._graph.communicator
+        traced: TraceResult | None = None
+        with communicator.agreed(), session.paused():
+            if communicator.rank == 0:
+                traced = trace_model(model, template, self._num_layers)
+        shared = communicator.broadcast_json(
+            None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
+        )
+        return self.make_from_trace(ModelTrace.from_json(shared["trace"]), dense_below=int(shared["dense_below"]))
+
+    def make_from_trace(self, trace: ModelTrace, *, dense_below: int) -> PlanOutcome:
+        """Plans for a trace that all ranks hold. Collective."""
+        g, communicator = self._graph, self._graph.communicator
+        from dgl_hybrid.planner.probe import probe
+        if g.topology is None:
+            g.topology = probe(communicator.group)
+        problem = build_plan_problem(
+            communicator,
+            g.nodes,
+            g.in_edges,
+            g.partition.in_degrees,
+            self._seeds,
+            self._num_layers,
+            dense_below=dense_below,
+        )
+        with communicator.agreed():
+            costs = cost_model(trace, g.topology, communicator.rank)
+            candidates = propose_plans(problem, costs, self._config)
+        by_rank = [
+            [_estimate_from_json(record) for record in records]
+            for records in communicator.gather_json([_estimate_to_json(c.estimate) for c in candidates])
+        ]
+        with communicator.agreed():
+            chosen = choose_plan(by_rank)
+        estimate = EpochEstimate(ranks=tuple(estimates[chosen] for estimates in by_rank))
+        plan = replace(candidates[chosen].plan, estimate=estimate, trace=trace, topology=g.topology)
+        if self._config.strategy == "hybrid":
+            _logger.info("chose %s of %d candidates", plan.strategy, len(candidates))
+        return PlanOutcome(plan=plan, problem=problem, costs=costs, dense_below=dense_below)
+
+
+def _estimate_to_json(estimate: RankEstimate) -> dict[str, object]:
+    record: dict[str, object] = EpochEstimate(ranks=(estimate,)).to_json()["ranks"][0]  # type: ignore[index]
+    return record
+
+
+def _estimate_from_json(record: dict[str, object]) -> RankEstimate:
+    return EpochEstimate.from_json({"ranks": [record]}).ranks[0]

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Accompanies a model's forward: makes its randomness and its batch norm agree on all ranks, and weights its loss.
+
+PyTorch's global module hooks tell when an outermost module is called with blocks of a loader. During that call a
+`TorchFunctionMode` answers `F.dropout` and `F.batch_norm`; at its end the output gets the loss weight. Nothing of
+PyTorch or DGL is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.training.batch_norm import distributed_batch_norm
+from dgl_hybrid.training.dropout import replicated_dropout
+from dgl_hybrid.training.loss import weight_gradient
+from dgl_hybrid.training.step import Step
+
+_WEIGHTED = "_dgl_hybrid_loss_weighted"
+
+# Random functions on rows for which there is no replicated form; by their own rank's generator, masters and replicas
+# would differ.
+_UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.gumbel_softmax,
+        F.rrelu,
+        torch.bernoulli,
+        torch.rand_like,
+        torch.randn_like,
+    }
+)
+
+
+class _RowMode(TorchFunctionMode):
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        self.step = step
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _dropout(self.step, *args, **kwargs)
+        if func is F.batch_norm:
+            return _batch_norm(self.step, *args, **kwargs)
+        if func in _UNREPLICATED and self.step.communicator.world_size > 1:
+            _refuse_random(self.step, func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    keys = step.keys_of(input, "dropout")
+    call_index = step.next_random_call()
+    dropped = replicated_dropout(input, p, keys, seed=step.seed, step=step.number, call_index=call_index)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _batch_norm(
+    step: Step,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    num_rows = len(input)
+    if input.dim() != 2 or not step.is_level(num_rows):
+        raise BlockError(
+            f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
+            f"vertex of a level {sorted(set(step.sets.sizes))}"
+        )
+    if num_rows == step.sets.sizes[-1] and num_rows != step.sets.sizes[-2]:
+        raise BlockError(
+            "batch norm on the output of the last layer is not exact: only the seeds are computed there, while "
+            "full-graph statistics run over every vertex. Put the normalisation before the last layer."
+        )
+    return distributed_batch_norm(
+        input,
+        step.sets.owned[:num_rows].to(input.device),
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        training=True,
+        momentum=momentum,
+        eps=eps,
+        group=step.communicator.group,
+    )
+
+
+def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensor = args[0] if args else kwargs.get("input")
+    if isinstance(tensor, Tensor) and tensor.dim() and step.is_level(len(tensor)) and kwargs.get("training", True):
+        raise BlockError(
+            f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row and its replicas would "
+            f"differ. Use nn.Dropout, which is replicated, or draw from a function of the node ids."
+        )
+
+
+class _Session:
+    """The state of the hooks: which call is outermost, and for which step."""
+
+    def __init__(self) -> None:
+        self.installed: list[Any] = []
+        self.latest: Callable[[], Step | None] = lambda: None
+        self.outermost: nn.Module | None = None
+        self.depth = 0
+        self.is_paused = False
+        self.step: Step | None = None
+        self.mode: _RowMode | None = None
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.depth == 0:
+            if self.is_paused:
+                return
+            step = _find_step(args) or self.latest()
+            if step is None:
+                return
+            _check_not_weighted(module, args)
+            self.outermost, self.step = module, step
+            step.last_block_used = False
+            self.mode = _RowMode(step)
+            self.mode.__enter__()
+        self.depth += 1
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        if self.depth == 0:
+            return None
+        self.depth -= 1
+        if self.depth > 0:
+            return None
+        step, mode = self.step, self.mode
+        assert step is not None and mode is not None
+        mode.__exit__(None, None, None)
+        self.outermost = self.step = self.mode = None
+        # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run.
+        in_backward = torch._C._current_graph_task_id() != -1
+        if output is None or not step.last_block_used or in_backward:
+            return None
+        on_call = _on_call.get(id(step))
+        if on_call is not None:
+            on_call(module, args, kwargs)
+        if step.loss_weight == 1.0:
+            return None
+        return _map_tensors(output, lambda tensor: _weight(tensor, step.loss_weight))
+
+
+_session = _Session()
+_step_of_block: weakref.WeakKeyDictionary[LayerBlock, weakref.ref[Step]] = weakref.WeakKeyDictionary()
+_on_call: dict[int, Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = {}
+
+
+def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
+    """Begins to accompany the forwards of a step's blocks.
+
+    Args:
+        step: Just yielded by a loader.
+        on_call: Told of each outermost module call that used the step's last block.
+    """
+    if not _session.installed:
+        _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
+        _session.installed.append(
+            register_module_forward_hook(
+                lambda module, args, kwargs, output: _session.leave(module, args, kwargs, output),
+                with_kwargs=True,
+                always_call=True,
+            )
+        )
+    _session.latest = weakref.ref(step)
+    for block in step.blocks:
+        _step_of_block[block] = weakref.ref(step)
+        block.on_use = step.note_use
+        block.on_edge_result = step.note_edge_result
+    if on_call is not None:
+        _on_call[id(step)] = on_call
+        weakref.finalize(step, _on_call.pop, id(step), None)
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Leaves module calls alone inside: for running a model on blocks that are not a loader's."""
+    before, _session.is_paused = _session.is_paused, True
+    try:
+        yield
+    finally:
+        _session.is_paused = before
+
+
+def stop() -> None:
+    """Removes the hooks from PyTorch."""
+    while _session.installed:
+        _session.installed.pop().remove()
+
+
+def _find_step(args: Any) -> Step | None:
+    for value in args.values() if isinstance(args, dict) else args:
+        if isinstance(value, LayerBlock):
+            reference = _step_of_block.get(value)
+            return None if reference is None else reference()
+        if isinstance(value, (list, tuple, dict)):
+            found = _find_step(value)
+            if found is not None:
+                return found
+    return None
+
+
+def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_tensors(item, function) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: _map_tensors(item, function) for key, item in value.items()}
+    return value
+
+
+def _weight(tensor: Tensor, weight: float) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    weighted = weight_gradient(tensor, weight)
+    setattr(weighted, _WEIGHTED, True)
+    return weighted
+
+
+def _check_not_weighted(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if any(getattr(value, _WEIGHTED, False) for value in args if isinstance(value, Tensor)) and any(
+        parameter.requires_grad for parameter in module.parameters()
+    ):
+        raise BlockError(
+            f"{type(module).__name__} has parameters and gets the output of the module that used the last block. The "
+            f"loss weight of this rank is applied to that output, so these parameters would miss it. Put both in one "
+            f"nn.Module and call that."
+        )

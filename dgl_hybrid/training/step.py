@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one epoch of a loader is made of on this rank: its blocks, the identity of every row, and the loss weight."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.graph.layer_block import LayerBlock
+
+
+@dataclass(kw_only=True)
+class Step:
+    """One yield of a loader; alive until its next.
+
+    Rows of every level are prefixes of one permutation, so a tensor's number of rows tells which vertices they are.
+    """
+
+    communicator: Communicator
+    sets: LevelSets
+    blocks: list[LayerBlock]
+    node_keys: Tensor
+    """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
+    edge_keys: list[Tensor]
+    """For each layer (E,) int64, likewise."""
+    loss_weight: float
+    """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
+    seed: int
+    """Of the replicated randomness; equal on all ranks."""
+    number: int
+    """Counts the training steps of the loader; masks differ from step to step."""
+    current_block: LayerBlock | None = None
+    last_block_used: bool = False
+    num_random_calls: int = 0
+    _call_of_token: dict[int, int] = field(default_factory=dict)
+    _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+
+    def note_use(self, block: LayerBlock) -> None:
+        self.current_block = block
+        self.last_block_used |= block is self.blocks[-1] or block.layer == len(self.blocks)
+
+    def note_edge_result(self, result: Tensor) -> None:
+        self._edge_results[id(result)] = weakref.ref(result)
+
+    def next_random_call(self) -> int:
+        """Returns the index of this random call within the step; a recomputation gets the index of the original.
+
+        Activation checkpointing restores the random number generator before it runs a forward again. A number drawn
+        from that generator is therefore the same in both runs, and tells the second that it is one.
+        """
+        token = int(torch.randint(0, 2**62, ()))
+        if token not in self._call_of_token:
+            self._call_of_token[token] = self.num_random_calls
+            self.num_random_calls += 1
+        return self._call_of_token[token]
+
+    def is_level(self, num_rows: int) -> bool:
+        return num_rows in self.sets.sizes
+
+    def keys_of(self, x: Tensor, what: str) -> Tensor:
+        """Returns the (n,) keys of the vertices or edges that the rows of `x` are.
+
+        Raises:
+            BlockError: If its rows are neither those of a level nor the edges of the layer in use, or could be both.
+        """
+        num_rows = len(x) if x.dim() else 0
+        block = self.current_block
+        is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
+        matches_edges = block is not None and len(block.structure.eid_global) == num_rows
+        if block is not None and is_edge_result:
+            return self.edge_keys[block.layer - 1]
+        if self.is_level(num_rows) and matches_edges and self.communicator.world_size > 1:
+            raise BlockError(
+                f"{what}: {num_rows} rows could be the vertices of a level or the edges of layer "
+                f"{block.layer if block else 0} on rank {self.communicator.rank}. Apply it outside the layer, or give "
+                f"the loader one node more or less."
+            )
+        if self.is_level(num_rows):
+            return self.node_keys[:num_rows]
+        if block is not None and matches_edges:
+            return self.edge_keys[block.layer - 1]
+        raise BlockError(
+            f"{what} inside the model: a tensor of shape {tuple(x.shape)} has neither the rows of a level "
+            f"{sorted(set(self.sets.sizes))} nor those of the layer's edges, so its randomness cannot be made equal on "
+            f"all ranks. Apply it to tensors with one row for each vertex or edge."
+        )

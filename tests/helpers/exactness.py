@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One training step on ranks and on one process, compared element by element.
+
+`run_step` is the function ranks run; `reference_step` is the same script on the whole graph with plain DGL. Both
+return results by original node id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import dgl_hybrid
+import dgl
+import dgl.function as fn
+import dgl.nn as dglnn
+import torch
+import torch.nn.functional as F
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from torch import Tensor, nn
+
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES
+
+TOLERANCE = 1e-9
+"""Of |a - b| relative to max(|b|, max|tensor|): float64 sums in another order stay far below it."""
+
+
+class UserDefined(nn.Module):
+    """A layer whose message and reduce functions are plain Python: no builtin of DGL."""
+
+    def __init__(self, in_feats: int, out_feats: int) -> None:
+        super().__init__()
+        self.message = nn.Linear(2 * in_feats, out_feats)
+        self.self_loop = nn.Linear(in_feats, out_feats)
+
+    def forward(self, graph: Any, feat: Tensor) -> Tensor:
+        with graph.local_scope():
+            graph.srcdata["x"] = feat
+            graph.dstdata["x"] = feat[: graph.num_dst_nodes()]
+            graph.update_all(
+                lambda edges: {
+                    "m": torch.tanh(self.message(torch.cat([edges.src["x"], edges.dst["x"]], 1)))
+                    * edges.data["w"][:, None]
+                },
+                lambda nodes: {"y": nodes.mailbox["m"].sum(1)},
+            )
+            return self.self_loop(feat[: graph.num_dst_nodes()]) + graph.dstdata["y"]
+
+
+class DirectOps(nn.Module):
+    """A layer that gives operands to `dgl.ops` itself, past the graph's frames."""
+
+    def __init__(self, in_feats: int, out_feats: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(in_feats, out_feats)
+
+    def forward(self, graph: Any, feat: Tensor) -> Tensor:
+        h = self.linear(feat)
+        score = dgl.ops.u_dot_v(graph, h, h[: graph.num_dst_nodes()])
+        weight = dgl.nn.functional.edge_softmax(graph, score)
+        return dgl.ops.u_mul_e_sum(graph, h, weight) + dgl.ops.copy_u_max(graph, h)
+
+
+class WeightedConv(nn.Module):
+    """GraphConv over weights normalised by EdgeWeightNorm(norm="both")."""
+
+    def __init__(self, in_feats: int, out_feats: int) -> None:
+        super().__init__()
+        self.norm = dglnn.EdgeWeightNorm(norm="both")
+        self.conv = dglnn.GraphConv(in_feats, out_feats, norm="none", allow_zero_in_degree=True)
+
+    def forward(self, graph: Any, feat: Tensor) -> Tensor:
+        return self.conv(graph, feat, edge_weight=self.norm(graph, graph.edata["w"]))
+
+
+def _gat(kind: Any, a: int, b: int) -> nn.Module:
+    return kind(a, b, 2, residual=True, allow_zero_in_degree=True)
+
+
+LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
+    "gcn_both": lambda a, b: dglnn.GraphConv(a, b, norm="both", allow_zero_in_degree=True),
+    "gcn_right": lambda a, b: dglnn.GraphConv(a, b, norm="right", allow_zero_in_degree=True),
+    "gcn_left": lambda a, b: dglnn.GraphConv(a, b, norm="left", allow_zero_in_degree=True),
+    "gcn_none": lambda a, b: dglnn.GraphConv(a, b, norm="none", allow_zero_in_degree=True),
+    "sage_mean": lambda a, b: dglnn.SAGEConv(a, b, "mean"),
+    "sage_gcn": lambda a, b: dglnn.SAGEConv(a, b, "gcn"),
+    "sage_pool": lambda a, b: dglnn.SAGEConv(a, b, "pool"),
+    "gat": lambda a, b: _gat(dglnn.GATConv, a, b),
+    "gatv2": lambda a, b: _gat(dglnn.GATv2Conv, a, b),
+    "gin": lambda a, b: dglnn.GINConv(nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b)), "sum"),
+    "gin_max": lambda a, b: dglnn.GINConv(nn.Linear(a, b), "max"),
+    "edge_weight_norm": WeightedConv,
+    "user_defined": UserDefined,
+    "direct_ops": DirectOps,
+    "dotgat": lambda a, b: dglnn.DotGatConv(a, b, 1, allow_zero_in_degree=True),
+    "agnn": lambda a, b: nn.ModuleList([dglnn.AGNNConv(allow_zero_in_degree=True), nn.Linear(a, b)]),
+    "edgeconv": lambda a, b: dglnn.EdgeConv(a, b, allow_zero_in_degree=True),
+}
+
+
+class Model(nn.Module):
+    """A stack of one kind of layer, called as `model(blocks, x)`; on the whole graph, blocks are the graph itself."""
+
+    def __init__(
+        self, kind: str, num_layers: int, *, residual: bool = False, dropout: float = 0.0, batch_norm: bool = False
+    ) -> None:
+        super().__init__()
+        hidden = 4
+        widths = [NUM_FEATURES] + [hidden] * (num_layers - 1) + [NUM_CLASSES]
+        self.layers = nn.ModuleList(LAYERS[kind](a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.residual = residual
+        self.dropout = nn.Dropout(dropout)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in range(num_layers - 1)) if batch_norm else None
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        h = x
+        for index, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
+            h = self.dropout(h)
+            if isinstance(layer, nn.ModuleList):
+                out = layer[1](layer[0](block, h))
+            else:
+                out = layer(block, h)
+            if out.dim() == 3:
+                out = out.mean(1)
+            if self.residual and out.shape[1] == h.shape[1]:
+                out = out + h[: len(out)]
+            if index < len(self.layers) - 1:
+                if self.norms is not None:
+                    out = self.norms[index](out)
+                out = torch.tanh(out)
+            h = out
+        return h
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What to train and how its dependencies are treated."""
+
+    kind: str
+    num_layers: int = 2
+    residual: bool = False
+    dropout: float = 0.0
+    batch_norm: bool = False
+    plan: str = "depcomm"
+    """"depcomm", "depcache", "random:<seed>:<probability>", or "planned:<strategy>"."""
+    epochs: int = 1
+    lr: float = 0.05
+    seed: int = 3
+
+    def build(self) -> Model:
+        torch.manual_seed(self.seed)
+        return Model(
+            self.kind, self.num_layers, residual=self.residual, dropout=self.dropout, batch_norm=self.batch_norm
+        ).double()
+
+
+@dataclass(kw_only=True)
+class StepResult:
+    """Results by original id; sums over ranks are the caller's."""
+
+    losses: list[float] = field(default_factory=list)
+    """Of the whole graph, each epoch."""
+    node_ids: Tensor
+    logits: Tensor
+    input_ids: Tensor
+    input_grad: Tensor
+    weight_grads: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    forward_exchanges: int = 0
+    backward_exchanges: int = 0
+    cached: list[int] = field(default_factory=list)
+
+
+def forced_plan(g: PartitionedGraph, case: Case) -> list[Tensor] | None:
+    foreign = torch.arange(g.num_nodes())
+    foreign = foreign[~g.nodes.is_owned(foreign)]
+    kind, *options = case.plan.split(":")
+    if kind == "depcomm":
+        return [foreign[:0]] * case.num_layers
+    if kind == "depcache":
+        return [foreign] * case.num_layers
+    if kind == "random":
+        generator = torch.Generator().manual_seed(int(options[0]) * 100 + g.rank())
+        return [
+            foreign[torch.rand(len(foreign), generator=generator) < float(options[1])] for _ in range(case.num_layers)
+        ]
+    return None
+
+
+def run_step(rank: int, world_size: int, part_config: str, case: Case) -> StepResult:
+    """What a user's script does, on one rank."""
+    g = PartitionedGraph.open(part_config)
+    plan = forced_plan(g, case)
+    model = case.build()
+    ddp = nn.parallel.DistributedDataParallel(model)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        case.num_layers, prefetch_node_feats=["feat"], prefetch_edge_feats=["w"]
+    )
+    strategy = case.plan.partition(":")[2] if plan is None else "depcomm"
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), sampler, plan=plan, model=None if plan else model, strategy=strategy, seed=7
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
+    losses = []
+    g.communicator.clock.drain()
+    for _ in range(case.epochs):
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+            optimizer.zero_grad()
+            logits = ddp(blocks, x)
+            loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+            loss.backward()
+        losses.append(loss.item() * loader.loss_weight / world_size)
+        grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    events = [event for event in g.communicator.clock.drain() if event.layer > 0]
+    local = torch.cat([torch.arange(0), g.partition.orig_node_ids])
+    own = loader.num_seeds
+    return StepResult(
+        losses=losses,
+        node_ids=local[seeds[:own] - g.nodes.start],
+        logits=logits.detach()[:own],
+        input_ids=g.fetch_nodes(g.partition.orig_node_ids, input_nodes),
+        # Every rank's loss entered with the factor world_size that DDP's average takes away again.
+        input_grad=x.grad / world_size,
+        weight_grads=grads,
+        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        forward_exchanges=sum(not event.backward for event in events),
+        backward_exchanges=sum(event.backward for event in events),
+        cached=[loader.sets.num_recomputed(level) for level in range(case.num_layers)],
+    )
+
+
+def reference_step(graph: dgl.DGLGraph, case: Case) -> StepResult:
+    """The same on one process with plain DGL and the whole graph; without dropout (its masks are ours)."""
+    assert case.dropout == 0.0
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    train = graph.ndata["train_mask"].bool()
+    losses = []
+    for _ in range(case.epochs):
+        x = graph.ndata["feat"].clone().requires_grad_()
+        optimizer.zero_grad()
+        logits = model([graph] * case.num_layers, x)
+        loss = F.cross_entropy(logits[train], graph.ndata["label"][train])
+        loss.backward()
+        losses.append(loss.item())
+        grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        optimizer.step()
+    ids = torch.nonzero(train).flatten()
+    return StepResult(
+        losses=losses,
+        node_ids=ids,
+        logits=logits.detach()[ids],
+        input_ids=torch.arange(graph.num_nodes()),
+        input_grad=x.grad,
+        weight_grads=grads,
+        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+    )
+
+
+def assert_close(actual: Tensor, expected: Tensor, what: str) -> None:
+    """`|a - b| <= 1e-9 * max(|b|, max|tensor|)`, element by element."""
+    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)} for {tuple(expected.shape)}"
+    scale = expected.abs().clamp(min=float(expected.abs().max()) if expected.numel() else 0.0)
+    wrong = (actual - expected).abs() > TOLERANCE * scale
+    wrong |= ~torch.isfinite(actual)
+    assert not bool(wrong.any()), (
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements differ, the worst by "
+        f"{float((actual - expected).abs().max()):.3e} (largest element {float(expected.abs().max()):.3e})"
+    )
+
+
+def assert_same_step(results: list[StepResult], expected: StepResult) -> None:
+    """Compares what all ranks computed with the reference: losses, logits, input gradients, weight gradients."""
+    for epoch, loss in enumerate(expected.losses):
+        total = sum(result.losses[epoch] for result in results)
+        assert abs(total - loss) <= TOLERANCE * max(1.0, abs(loss)), f"loss of epoch {epoch}: {total} for {loss}"
+    logits = torch.full_like(expected.logits, float("nan"))
+    position = {int(node): row for row, node in enumerate(expected.node_ids)}
+    for result in results:
+        for row, node in enumerate(result.node_ids.tolist()):
+            logits[position[node]] = result.logits[row]
+    assert_close(logits, expected.logits, "logits")
+    input_grad = torch.zeros_like(expected.input_grad)
+    for result in results:
+        input_grad.index_add_(0, result.input_ids, result.input_grad)
+    assert_close(input_grad, expected.input_grad, "input gradients")
+    for result in results:
+        for name, grad in expected.weight_grads.items():
+            assert_close(result.weight_grads[name], grad, f"gradient of {name}")
+        for name, buffer in expected.buffers.items():
+            if buffer.is_floating_point():
+                assert_close(result.buffers[name], buffer, f"buffer {name}")

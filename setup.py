@@ -16,7 +16,7 @@ PATCHES = sorted((ROOT / "patches").glob("*.patch"))
 
 
 class BuildWithCompat(build_py):
-    """Adds what makes DGL work: the fixes in `patches/` and the `.pth` file that serves processes which import dgl first."""
+    """Adds what makes DGL work: the fixes, and the `.pth` file for processes that import dgl first."""
 
     def run(self) -> None:
         super().run()
@@ -51,7 +51,7 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.11",
-    # Said although it is the default: an editable install is then one line in a .pth file, not an import hook of setuptools.
+    # Said although it is the default: an editable install is then a line in a .pth file, not an import hook.
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),
     package_data={"dgl_hybrid": ["py.typed"]},

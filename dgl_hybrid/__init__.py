@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hybrid dependency management for full-graph GNN training beside DGL and DistDGL.
 
-Importing this package mends DGL for the PyTorch and NumPy at hand (`dgl_hybrid.compat`) and imports nothing heavy; the public
-names below are loaded at first use.
+Importing this package mends DGL for the PyTorch and NumPy at hand (`dgl_hybrid.compat`) and imports nothing heavy; the
+public names below are loaded at first use.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dgl_hybrid.compat import install
 
 __version__ = "0.1.0"
 
-# Public name -> module it lives in. Loaded at first use, so that `import dgl_hybrid` costs nothing in launchers and servers.
+# Public name -> module it lives in. Loaded at first use: `import dgl_hybrid` is cheap in launchers and servers.
 _EXPORTS: dict[str, str] = {
     "FullGraphLoader": "dgl_hybrid.training.loader",
     "PartitionedGraph": "dgl_hybrid.training.partitioned_graph",

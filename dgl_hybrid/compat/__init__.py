@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes DGL 2.1 import and work under current PyTorch, NumPy and setuptools.
 
-`import dgl_hybrid` installs an import hook; when a module of DGL that has a fix in `patches/` is loaded, it gets the mended
-source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served by
-`dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where `import dgl` would fail.
+`import dgl_hybrid` installs an import hook; when a module of DGL that has a fix in `patches/` is loaded, it gets the
+mended source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served by
+`dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where `import dgl`
+would fail.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ def describe() -> dict[str, object]:
     """Says which DGL, PyTorch and NumPy are here and what became of each fix, for `dgl-hybrid doctor`.
 
     Returns:
-        JSON-like: `dgl`, `torch`, `numpy` (versions or None), `supported_dgl`, `dgl_supported`, `startup_hook` (is the `.pth`
-        file at work in this process), `fixes`: a list of dicts `name, summary, reason, upstream, state`.
+        JSON-like: `dgl`, `torch`, `numpy` (versions or None), `supported_dgl`, `dgl_supported`, `startup_hook` (is the
+        `.pth` file at work in this process), `fixes`: a list of dicts `name, summary, reason, upstream, state`.
     """
     import sys
     from importlib import metadata

@@ -25,7 +25,9 @@ class CompatWarning(UserWarning):
 class _MendedLoader(SourceFileLoader):
     """Loads one module of DGL from its file, with the fixes applied to the text in memory."""
 
-    def __init__(self, fullname: str, path: str, patches: Sequence[tuple[Fix, FilePatch]], finder: MendingFinder) -> None:
+    def __init__(
+        self, fullname: str, path: str, patches: Sequence[tuple[Fix, FilePatch]], finder: MendingFinder
+    ) -> None:
         super().__init__(fullname, path)
         self._patches = patches
         self._finder = finder
@@ -67,7 +69,7 @@ class MendingFinder:
         self._states[fix_name] = state
 
     def state(self, fix_name: str) -> str:
-        """Returns `applied`, `in DGL's files already`, `waiting` (module not imported yet), `too late` or `left out`."""
+        """Returns `applied`, `in DGL's files already`, `waiting` (not imported yet), `too late: …` or `left out`."""
         return self._states.get(fix_name, "left out")
 
     def find_spec(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads a described fix (`patches/NNNN-what.patch`) and applies it to source text in memory, strictly.
 
-A fix is one ordinary unified diff below a header of `Key: value` lines. `patch -p1` and `git apply` skip the header, so the
-file that is applied to the running process is the very file that is applied by hand in `site-packages`::
+A fix is one ordinary unified diff below a header of `Key: value` lines. `patch -p1` and `git apply` skip the header, so
+the file that is applied to the running process is the very file that is applied by hand in `site-packages`::
 
     Fix: what is mended, in one line
     DGL: >=2.1,<2.2

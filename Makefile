@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+# Each target makes the environment (.venv) first when it is missing or setup.py has changed.
+
+PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
+BIN := .venv/bin
+ENV := .venv/.installed
+# `make bench BENCH=exchange ARGS=--quick` runs benchmarks/exchange.
+BENCH ?= exchange
+ARGS ?=
+
+.PHONY: env demo test lint bench clean
+
+env: $(ENV)
+
+# The versions of .constraints.txt, setuptools included: hence no build isolation, which would fetch the newest.
+$(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+	    { echo "make env: expected Python 3.11 or newer (got $$($(PYTHON) --version 2>&1)); name one: make env PYTHON=python3.11" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint .constraints.txt setuptools
+	$(BIN)/python -m pip install --quiet --constraint .constraints.txt --use-pep517 --no-build-isolation --editable ".[dev]"
+	@touch $@
+
+demo: $(ENV)
+	$(BIN)/dgl-hybrid demo $(ARGS)
+
+test: $(ENV)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(ENV)
+	@test -e benchmarks/$(BENCH) || test -e benchmarks/$(BENCH).py || \
+	    { echo "make bench: there is no benchmarks/$(BENCH); choose one: make bench BENCH=<name>" >&2; exit 1; }
+	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output

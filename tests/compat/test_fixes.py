@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each fix mends what it says: what fails with DGL as released (all other fixes applied) works with the fix."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+
+from dgl_hybrid.compat.fixes import load_fixes
+from tests.compat.processes import run_python
+
+PRELUDE = """
+import sys, warnings, tempfile, os, pathlib
+import dgl_hybrid
+from dgl_hybrid.compat.hook import FINDER
+FINDER.skip = set(filter(None, sys.argv[1].split(",")))
+
+class Absent:
+    def __init__(self, *names): self.names = names
+    def find_spec(self, name, path=None, target=None):
+        if name in self.names: raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+"""
+
+# Number of the fix -> a program that ends well with the fix and fails without it.
+PROGRAMS = {
+    "0001": """
+        FINDER.prepare()  # needs packaging itself
+        for name in [n for n in sys.modules if n.split(".")[0] in ("packaging", "setuptools")]: del sys.modules[name]
+        sys.meta_path.insert(0, Absent("packaging", "setuptools.extern"))
+        try:
+            import dgl
+        except ImportError as error:
+            assert "pip install packaging" in str(error), error
+        else:
+            raise AssertionError("nothing was missing")
+    """,
+    "0002": """
+        import dgl, torch
+        graph = dgl.graph(([0, 1], [1, 2]))
+        assert not isinstance(graph, dgl.graphbolt.FusedCSCSamplingGraph)
+        if dgl.graphbolt._unusable_because is not None:
+            for use in (lambda: dgl.graphbolt.ItemSet(3), dgl.graphbolt.FusedCSCSamplingGraph):
+                try:
+                    use()
+                except ImportError as error:
+                    assert "dgl.graphbolt." in str(error) and "cannot be used with PyTorch" in str(error), error
+                else:
+                    raise AssertionError("graphbolt without its library")
+            assert not hasattr(dgl.graphbolt, "__wrapped__")
+    """,
+    "0003": """
+        sys.meta_path.insert(0, Absent("pandas"))
+        import dgl
+        try:
+            dgl.data.MovieLensDataset("ml-100k", valid_ratio=0.2)
+        except ImportError as error:
+            assert "pip install pandas" in str(error), error
+        else:
+            raise AssertionError("pandas was not missing")
+    """,
+    "0004": """
+        import contextlib, io
+        os.environ.pop("DGLBACKEND", None)
+        folder = pathlib.Path(tempfile.mkdtemp()) / "unborn"
+        os.environ["DGLDEFAULTDIR"] = str(folder)
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            import dgl
+        assert dgl.backend.backend_name == "pytorch"
+        assert not folder.exists() and out.getvalue() == "", out.getvalue()
+    """,
+    "0005": """
+        import dgl, dgl.partition, gc
+        from dgl.data.citation_graph import _parse_index_file
+        from dgl.distributed.rpc import read_ip_config
+        file = pathlib.Path(tempfile.mkdtemp(), "lines")
+        for text, read in (
+            ("", lambda: dgl.partition.get_peak_mem()),
+            ("3\\n1\\n", lambda: _parse_index_file(file)),
+            ("127.0.0.1 30050\\n", lambda: read_ip_config(str(file), 1)),
+        ):
+            file.write_text(text)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", ResourceWarning)
+                assert read()
+                gc.collect()
+            assert not caught, caught[0].message
+    """,
+    "0006": """
+        import json
+        import dgl, numpy
+        from dgl.data import PPIDataset
+        folder = pathlib.Path(tempfile.mkdtemp())
+        nodes = [{"id": i} for i in range(48)]
+        links = [{"source": i, "target": i + 1} for i in range(0, 48, 2)]
+        graph = {"directed": True, "multigraph": False, "graph": {}, "nodes": nodes, "links": links}
+        PPIDataset.save = lambda self: None
+        def write(self):
+            path = pathlib.Path(self.save_path)
+            path.mkdir(parents=True, exist_ok=True)
+            (path / "train_graph.json").write_text(json.dumps(graph))
+            for name, array in (("labels", numpy.zeros((48, 2))), ("feats", numpy.zeros((48, 3))),
+                                ("graph_id", numpy.repeat(numpy.arange(1, 25), 2))):
+                numpy.save(path / f"train_{name}.npy", array)
+        PPIDataset.download = write
+        data = PPIDataset("train", raw_dir=str(folder))
+        assert len(data) == 20 and data[0].num_edges() == 1, (len(data), data[0])
+    """,
+    "0007": """
+        import dgl, torch
+        import dgl.nn.pytorch as nn
+        warnings.simplefilter("error")
+        graph = dgl.add_self_loop(dgl.rand_graph(6, 20))
+        features = torch.randn(6, 4)
+        # What a CUDA autocast region sets, without a GPU.
+        torch.set_autocast_enabled("cuda", True)
+        out = dgl.ops.copy_u_sum(graph, features)
+        assert torch.is_autocast_enabled("cuda") and out.dtype == torch.float32
+        torch.set_autocast_enabled("cuda", False)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = nn.GATConv(4, 3, 2)(graph, features)
+            assert torch.is_autocast_enabled("cpu")
+        assert out.dtype == torch.bfloat16
+        out.float().sum().backward()
+    """,
+    "0008": """
+        import dgl
+        warnings.simplefilter("error")
+        dgl.graph(([0, 1], [1, 2])).adj_external()
+    """,
+    "0009": """
+        import dgl
+        try:
+            dgl.graph(([0, 1], [1, 2])).adj()
+        except ImportError as error:
+            assert "adj_external()" in str(error), error
+    """,
+    "0010": """
+        import dgl, torch
+        import dgl.nn.pytorch as nn
+        warnings.simplefilter("error")
+        class Conv(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.GraphConv(4, 4)
+            def forward(self, graph, x):
+                return self.conv(graph, x)
+        graph = dgl.add_self_loop(dgl.rand_graph(6, 20)).to("cpu")
+        x = torch.randn(6, 8, dtype=torch.float64, requires_grad=True)
+        model = nn.GroupRevRes(Conv().double(), 2)
+        inputs = x * 1.0
+        model(graph, inputs).square().sum().backward()
+        plain = x.detach().clone().requires_grad_()
+        ys, carry = [], plain[:, 4:]
+        for i in (0, 1):
+            carry = plain[:, 4 * i : 4 * i + 4] + model.gnn_modules[i](graph, carry)
+            ys.append(carry)
+        torch.cat(ys, 1).square().sum().backward()
+        torch.testing.assert_close(x.grad, plain.grad)
+    """,
+}
+
+FIXES = {fix.name[:4]: fix for fix in load_fixes()}
+
+
+@pytest.fixture(scope="module")
+def run_program():
+    """Runs the program of one fix with some fixes left out; remembers nothing."""
+
+    def run(number: str, skip: str = ""):
+        return run_python(PRELUDE + textwrap.dedent(PROGRAMS[number]), skip)
+
+    return run
+
+
+@pytest.mark.parametrize("number", sorted(PROGRAMS))
+def test_fix_is_needed(number: str, run_program) -> None:
+    """Ends well with all fixes; fails when this one, and no other, is left out."""
+    mended = run_program(number)
+    assert mended.returncode == 0, mended.stderr[-2000:]
+    as_released = run_program(number, skip=number)
+    assert as_released.returncode != 0, f"{FIXES[number].name} mends nothing any more: remove it, or sharpen its test"
+
+
+def test_every_fix_names_a_test_that_exists() -> None:
+    """The headers' `Test:` lines and the programs above do not drift apart."""
+    assert sorted(PROGRAMS) == sorted(FIXES)
+    for number, fix in FIXES.items():
+        assert fix.test == f"tests/compat/test_fixes.py::test_fix_is_needed[{number}]"
+        assert fix.summary.endswith(".")
+        assert fix.upstream

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: DGL is mended before anything imports it, and tests name what they lack when they are skipped."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import dgl_hybrid  # noqa: F401  first of all imports, so that DGL can be imported
+import pytest
+
+DATA_VARIABLE = "DGL_HYBRID_DATA"
+
+
+def data_folder() -> Path | None:
+    """Returns the folder of the real graphs: the one the variable names, else `data` in a `shared` folder beside the checkout."""
+    named = os.environ.get(DATA_VARIABLE)
+    folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
+    return folder if folder.is_dir() else None
+
+
+def why_no_data() -> str | None:
+    return None if data_folder() else f"no real graphs here: set {DATA_VARIABLE} to a folder of .npz graphs"
+
+
+def why_no_cuda() -> str | None:
+    import torch
+
+    if torch.version.cuda is None:
+        return f"no CUDA in this PyTorch ({torch.__version__})"
+    return None if torch.cuda.is_available() else "no CUDA GPU here"
+
+
+def why_no_netns() -> str | None:
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return None if shutil.which("ip") else "network namespaces need the program ip (package iproute2)"
+
+
+WHY_NOT = {"data": why_no_data, "cuda": why_no_cuda, "netns": why_no_netns}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests whose marker names something that is not here, and says what."""
+    reasons = {
+        marker: why_not() for marker, why_not in WHY_NOT.items() if any(i.get_closest_marker(marker) for i in items)
+    }
+    for item in items:
+        for marker, reason in reasons.items():
+            if reason is not None and item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder of the real graphs; the test is marked `data` (skipped by name without it)."""
+    folder = data_folder()
+    if folder is None:
+        pytest.skip(why_no_data() or "")
+    return folder

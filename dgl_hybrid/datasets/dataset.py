@@ -50,8 +50,7 @@ def check_features(name: str, tensor: Tensor) -> None:
     shown = ", ".join(str(row) for row in rows[:5].tolist())
     raise DatasetError(
         f"{name} must be finite (got NaN or infinity in {rows.numel()} of {tensor.shape[0]} rows, "
-        f"first rows: {shown}). Clean "
-        " the features before partitioning or training."
+        f"first rows: {shown}). Clean the features before partitioning or training."
     )
 
 

@@ -158,7 +158,7 @@ def _load_dgl_graph(path: Path) -> dgl.DGLGraph:
         missing = [name for name in ("inner_node", dgl.NID) if name not in graph.ndata]
         missing += [name for name in ("inner_edge", dgl.EID) if name not in graph.edata]
     except (dgl.DGLError, RuntimeError, IndexError, KeyError) as error:
-        raise PartitionError(f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}") from error
+        raise PartitionError(f"{path} cannot be read by DGL ({_reason(error)}). {_REMEDY}") from error
     if missing:
         raise PartitionError(f"{path} lacks the fields {missing} of a DistDGL part. {_REMEDY}")
     return graph
@@ -244,11 +244,23 @@ def _degrees_from_owners(summary: PartitionSummary, part_id: int, halo: Tensor) 
     return degrees
 
 
+def _reason(error: Exception) -> str:
+    """The line of a DGL error that says something; the rest is a C++ stack trace."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return next((line for line in lines if "Check failed" in line), lines[0] if lines else type(error).__name__)
+
+
 def _read_data(path: Path, num_rows: int, kind: str, sidecar: Sidecar | None) -> dict[str, Tensor]:
     try:
         stored = load_tensors(str(path))
     except (dgl.DGLError, RuntimeError) as error:
-        raise PartitionError(f"{path} cannot be read by DGL ({str(error).splitlines()[-1]}). {_REMEDY}") from error
+        raise PartitionError(f"{path} cannot be read by DGL ({_reason(error)}). {_REMEDY}") from error
+    # DGL fills what a truncated file lacks with whatever the memory held. These are the sizes its format takes.
+    expected = 24 + sum(48 + len(key) + 8 * data.ndim + data.nbytes for key, data in stored.items())
+    if path.stat().st_size < expected:
+        raise PartitionError(
+            f"{path} is truncated: its tensors take {expected} bytes (got {path.stat().st_size}). {_REMEDY}"
+        )
     data: dict[str, Tensor] = {}
     for key, tensor in stored.items():
         # "_N/feat" and "_N:_E:_N/weight"; folders of old DGL versions have no prefix.

@@ -134,8 +134,7 @@ def partition_graph(
                     graph_formats=graph_formats,
                 )
         if use_graphbolt:
-            with captured_output("dgl_partition_to_graphbolt"):
-                dgl_partition.dgl_partition_to_graphbolt(str(staging / f"{graph_name}.json"), **kwargs)
+            _add_graphbolt(staging / f"{graph_name}.json", kwargs)
         files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
         write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
         sync_tree(staging)
@@ -145,6 +144,15 @@ def partition_graph(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return mapping if return_mapping else None
+
+
+def _add_graphbolt(part_config: Path, options: Mapping[str, bool]) -> None:
+    try:
+        with captured_output("dgl_partition_to_graphbolt"):
+            dgl_partition.dgl_partition_to_graphbolt(str(part_config), **options)
+    except ImportError as error:
+        # DGL ships GraphBolt as a library per PyTorch version, and none for current ones.
+        raise PartitionError(f"use_graphbolt=True needs DGL's GraphBolt library: {error}") from error
 
 
 def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype: str) -> None:

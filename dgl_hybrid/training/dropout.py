@@ -6,19 +6,19 @@ No generator state is involved, so row order, number of ranks and chunking canno
 draws the mask again instead of storing it, which costs less than writing and reading one (measured on CPU).
 
 [Note: the mask function]
-Counter-based generators are from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); we take cheaper
-mixers, as there are far more rows than there is need for cryptographic strength:
+Counter-based generators are from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); we take
+cheaper mixers than theirs, as dropout needs no cryptographic strength:
 
 1. per call, two 64-bit keys from (seed, step, call index) by the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast
    splittable pseudorandom number generators", OOPSLA 2014; constants of its variant 13 by Stafford);
 2. per row, a 64-bit word from the id and the keys by two rounds of it, split into 32-bit halves `a` (low), `b` (high);
 3. per element, `a + c[column]` is mixed by the 32-bit permutation "lowbias32" (Wellons, "Prospecting for hash
-   functions", 2018), `b` is xored in, and half a round more follows. `b` makes it a function of all 64 bits: with `a` alone,
-   two of 100,000 rows would share a mask in every other call;
+   functions", 2018), `b` is xored in, and half a round more follows. `b` makes it a function of all 64 bits: with `a`
+   alone, about one pair of 100,000 rows would share its mask;
 4. the element is kept if the word, as a signed number, is at least `p * 2**32 - 2**31`.
 
-Most time goes into step 3, so it uses int32, where a vector instruction holds twice as many lanes, and works on chunks of
-rows whose buffers stay in cache. PyTorch shifts right arithmetically; a mask after the shift makes it logical.
+Most time goes into step 3, so it uses int32, where a vector instruction holds twice as many lanes, and works on chunks
+of rows whose buffers stay in cache. PyTorch shifts right arithmetically; a mask after the shift makes it logical.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def replicated_dropout(
         raise ValueError(f"dropout needs one key per row: x {tuple(x.shape)}, keys {tuple(keys_global.shape)}")
     if not training or p == 0.0 or x.numel() == 0:
         return x
-    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, _call_keys(seed, step, call_index))
+    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, _call_keys(seed, step, call_index))  # type: ignore[no-untyped-call]
     return out
 
 
@@ -87,7 +87,7 @@ class _ReplicatedDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys_global,) = ctx.saved_tensors
-        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.call_keys)
+        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.call_keys)  # type: ignore[no-untyped-call]
         return dx, None, None, None
 
 
@@ -122,7 +122,7 @@ def _apply_mask(x: Tensor, p: float, keys_global: Tensor, call_keys: tuple[int, 
 
 
 def _element_words(row_words: Tensor, column_words: Tensor, *, out: Tensor, scratch: Tensor) -> None:
-    """Step 3 of the note: (n, 2) and (F,) int32 to (n, F) int32, uniform. In place in `out`; `scratch` has its shape."""
+    """Step 3 of the note: (n, 2) and (F,) int32 to (n, F) int32, uniform, in `out`; `scratch` has the same shape."""
     torch.add(row_words[:, :1], column_words, out=out)
     _xor_shift_multiply(out, 16, 0x7FEB352D, scratch)
     _xor_shift_multiply(out, 15, 0x846CA68B, scratch)

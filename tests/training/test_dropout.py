@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicated dropout: one mask per vertex wherever its row is held, and masks that are independent where they should be.
+"""Replicated dropout: one mask per vertex wherever its row is held; independent masks where they should be.
 
-Statistical bounds are on fixed seeds, so a test passes or fails for good; they are 5 sigma wide (one chance in 1.7 million
-per comparison if the masks were truly random), so a failure means a pattern and not bad luck.
+Statistical bounds are on fixed seeds, so a test passes or fails for good; they are 5 sigma wide (one chance in 1.7
+million per comparison if the masks were truly random), so a failure means a pattern and not bad luck.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def as_hex(mask: Tensor) -> list[str]:
 
 @pytest.mark.parametrize("case", KNOWN_MASKS)
 def test_masks_never_change(case: tuple[float, int, int, int]) -> None:
-    """Loss curves of released versions depend on these bits: a change of them is a change of results, to be announced."""
+    """Loss curves of released versions depend on these bits; changing them changes results."""
     p, seed, step, call_index = case
     mask = keep_mask(KNOWN_IDS, 32, p, seed=seed, step=step, call_index=call_index)
     assert as_hex(mask) == KNOWN_MASKS[case]
@@ -117,7 +117,7 @@ def test_keep_rate_overall_and_per_column_and_row(p: float, stride: int) -> None
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("what", ["ids", "ids 64", "columns", "columns 8", "steps", "calls", "seeds", "swapped"])
 def test_neighbours_are_independent(what: str, p: float) -> None:
-    """Chi-square of the 2 x 2 table of (this element kept, its neighbour kept), the rate known: 3 degrees of freedom."""
+    """Chi-square of the 2 x 2 table (this element kept, its neighbour kept); rate known: 3 degrees of freedom."""
     ids, columns = torch.arange(20_000), 64
     base = keep_mask(ids, columns, p, seed=1, step=2, call_index=3)
     other = {
@@ -147,7 +147,7 @@ def test_no_pattern_over_two_rows_and_two_columns(shift: int) -> None:
 def test_masks_of_rows_and_columns_are_all_distinct() -> None:
     mask = keep_mask(torch.arange(100_000), 64)
     words = (mask.long() << torch.arange(64)).sum(1)
-    assert len(words.unique()) == 100_000  # a 32-bit row key would make about one pair equal
+    assert len(set(words.tolist())) == 100_000  # a 32-bit row key would make about one pair equal
     assert len({tuple(column) for column in mask[:200].T.tolist()}) == 64
 
 

@@ -9,7 +9,7 @@ itself, and a round costs one pass over the edges whatever the number of moves.
 Two kinds of round follow each other until neither gains:
 1. raise each vertex to the level that gains most by itself;
 2. raise a coalition that pays for shared inputs together: each input's price is split among its readers in the
-   coalition, members with a loss leave, the rest split again, until all gain.
+   coalition by what they gain, members with a loss leave, the rest split again, until all gain.
 Nothing taken is ever worth giving back, see the next note.
 
 [Note: persistence]
@@ -53,129 +53,183 @@ def greedy_choice(items: Items, costs: ItemCosts) -> Bools:
     return grow(items, Prices.of(items, costs), np.zeros((items.num_layers, items.num_halo), dtype=np.bool_))
 
 
-def grow(items: Items, prices: Prices, computed: Bools) -> Bools:
-    """Raises vertices, alone and in coalitions, until none gains; returns the new (L, H) choice."""
-    computed = computed.copy()
-    for _ in range(MAX_ROUNDS):
-        gains = _gains(items, prices, computed, _unpaid(items, prices, computed))
-        target, gain = _best_targets(items, computed, gains)
+def grow(items: Items, prices: Prices, computed: Bools, *, max_rounds: int = MAX_ROUNDS, alone: bool = False) -> Bools:
+    """Raises vertices until none gains, or for `max_rounds` rounds; returns the new (L, H) choice.
+
+    With `alone`, without coalitions. Wherever it stops, [Note: persistence] holds.
+    """
+    state = _State(items, prices, computed)
+    for _ in range(max_rounds):
+        target, gain = state.best_targets(state.gains(state.unpaid()))
         take = gain > prices.tolerance
         if not take.any():
-            take, target = _coalition(items, prices, computed)
+            if not alone:
+                take, target = _coalition(state)
             if not take.any():
                 break
-        computed |= _raised(items, computed, take, target)
-    return computed
+        state.take(state.raised(take, target))
+    return state.computed
 
 
 def fill_budget(items: Items, costs: ItemCosts, prices: Prices, computed: Bools, budget_bytes: float) -> Bools:
     """Raises single vertices by gain per byte while they fit into `budget_bytes`; returns the new (L, H) choice."""
-    computed = computed.copy()
-    receive_bytes = np.array(costs.receive_bytes)[:, None] + np.zeros(items.num_halo)
-    held: Floats = np.array(costs.row_held_bytes)[:, None] + np.array(costs.edge_held_bytes)[:, None] * items.in_degree
-    byte_prices = Prices(receive=receive_bytes, compute=held, tolerance=0.0)
+    state = _State(items, prices, computed)
+    receive_bytes: Floats = np.array(costs.receive_bytes)[:, None] + np.zeros(items.num_halo)
+    held_bytes: Floats = np.array(costs.row_held_bytes)[:, None] + np.zeros(items.num_halo)
+    held_bytes += np.array(costs.edge_held_bytes)[:, None] * items.in_degree
     for _ in range(MAX_ROUNDS):
-        gains = _gains(items, prices, computed, _unpaid(items, prices, computed))
-        target, gain = _best_targets(items, computed, gains)
-        # An input that is bought is received, so it costs the bytes of a received row; a level-0 input may be held instead.
-        byte_gains = _gains(items, byte_prices, computed, _unpaid_bytes(items, prices, byte_prices, computed))
-        extra = -_gain_at(byte_gains, target)
+        # Inputs are bought received here, level-0 ones received or held: what a move brings in is then known to the byte.
+        target, gain = state.best_targets(state.gains(state.unpaid(received=True)))
         candidates = np.flatnonzero(gain > prices.tolerance)
         if not candidates.size:
             break
-        worth = gain[candidates] / np.maximum(extra[candidates], 1e-9)
-        order = candidates[np.argsort(-worth, kind="stable")]
-        left = budget_bytes - items.held_bytes(costs, computed)
+        input_bytes = receive_bytes.copy()
+        input_bytes[0] = np.maximum(input_bytes[0], held_bytes[0])
+        input_bytes[state.present] = 0.0
+        added = -state.gains(input_bytes, receive=receive_bytes, compute=held_bytes)
+        extra = np.cumsum(np.where(np.isinf(added), 0.0, added), axis=0)[target, np.arange(items.num_halo)]
+        order = candidates[np.argsort(-gain[candidates] / np.maximum(extra[candidates], 1e-9), kind="stable")]
+        left = budget_bytes - items.held_bytes(costs, state.computed)
         # Bytes of moves taken together are at most their sum, for the reason in [Note: rounds instead of a heap].
         order = order[extra[order] <= left]
         order = order[np.cumsum(np.maximum(extra[order], 0.0)) <= left]
-        if not order.size:
-            break
         take = np.zeros(items.num_halo, dtype=np.bool_)
         take[order] = True
-        raised = computed | _raised(items, computed, take, target)
-        if items.held_bytes(costs, raised) > budget_bytes:
+        raised = state.raised(take, target)
+        if not order.size or items.held_bytes(costs, state.computed | raised) > budget_bytes:
             break
-        computed = raised
-    return computed
+        state.take(raised)
+    return state.computed
 
 
-def _unpaid(items: Items, prices: Prices, computed: Bools) -> Floats:
-    """Returns (L, H): what bringing each absent row here costs; at level 0 holding it may be cheaper than receiving."""
-    price = prices.receive.copy()
-    price[0] = np.minimum(price[0], prices.compute[0])
-    price[items.present(computed)] = 0.0
-    return price
+class _State:
+    """A choice under construction: what is computed, what is present, and the edges that can still matter."""
+
+    def __init__(self, items: Items, prices: Prices, computed: Bools) -> None:
+        self.items = items
+        self.prices = prices
+        self.computed = computed.copy()
+        self.present = items.present(computed)
+        self.reader = items.reader
+        self.source = items.source
+        self._drop_settled_edges()
+
+    def take(self, raised: Bools) -> None:
+        """Computes `raised` (L, H) too and marks what that brings here."""
+        self.computed |= raised
+        self.present |= raised
+        for level in range(1, self.items.num_layers):
+            self.present[level - 1, self.source[raised[level][self.reader]]] = True
+        self._drop_settled_edges()
+
+    def _drop_settled_edges(self) -> None:
+        """Drops edges from rows present at all levels that are read, and to vertices computed at all levels or at none."""
+        if self.items.num_layers < 2:
+            return
+        absent = ~self.present[:-1].all(axis=0)
+        open_ = (self.items.allowed & ~self.computed)[1:].any(axis=0)
+        keep = absent[self.source] & open_[self.reader]
+        if np.count_nonzero(keep) < 0.8 * keep.size:
+            self.reader, self.source = self.reader[keep], self.source[keep]
+
+    def unpaid(self, *, received: bool = False) -> Floats:
+        """Returns (L, H): at most what bringing each absent row here costs: receiving it, or computing it with its inputs.
+
+        Computing counts in full what several inputs share, so it may cost less, never more. A row bought at the price
+        of computing it is computed by a later round, since that then gains by itself.
+        With `received`, only level-0 rows are bought other than by receiving.
+        """
+        items, prices = self.items, self.prices
+        price = prices.receive.copy()
+        chain = np.zeros(items.num_halo)
+        for level in range(1 if received else items.num_layers):
+            own = prices.compute[level] - np.where(self.present[level], prices.receive[level], 0.0)
+            if level:
+                own += self._sum_over_inputs(price[level - 1])
+            # What gains by itself is another move's gain, not a discount for this one.
+            chain = np.maximum(np.where(self.computed[level], 0.0, own + chain), 0.0)
+            chain[~items.allowed[level]] = np.inf
+            price[level] = np.where(self.present[level], 0.0, np.minimum(price[level], chain))
+        price[self.present] = 0.0
+        return price
+
+    def gains(
+        self,
+        unpaid: Floats,
+        *,
+        power: Floats | None = None,
+        total_power: Floats | None = None,
+        receive: Floats | None = None,
+        compute: Floats | None = None,
+    ) -> Floats:
+        """Returns (L, H): what computing each item saves, its absent inputs paid; -inf where it is not allowed.
+
+        Args:
+            unpaid: (L, H) prices of absent inputs.
+            power: (H,) if given, a reader pays the share `power[reader] / total_power[level, input]` of an input.
+            total_power: (L, H) sums of `power` over the readers of each input.
+            receive: (L, H) other prices than this state's.
+            compute: (L, H) other prices than this state's.
+        """
+        receive = self.prices.receive if receive is None else receive
+        compute = self.prices.compute if compute is None else compute
+        gains = np.where(self.present, receive, 0.0) - compute
+        for level in range(1, self.items.num_layers):
+            if power is None or total_power is None:
+                gains[level] -= self._sum_over_inputs(unpaid[level - 1])
+            else:
+                total = total_power[level - 1]
+                gains[level] -= power * self._sum_over_inputs(unpaid[level - 1] / np.where(total > 0, total, 1.0))
+        gains[self.computed] = 0.0
+        gains[~self.items.allowed] = -np.inf
+        return gains
+
+    def best_targets(self, gains: Floats) -> tuple[Ints, Floats]:
+        """Returns per vertex the level to raise it to, and the gain: levels between are computed too, so gains add up."""
+        total = np.cumsum(gains, axis=0)
+        total[self.computed] = 0.0
+        target = total.argmax(axis=0)
+        return target, total[target, np.arange(self.items.num_halo)]
+
+    def raised(self, take: Bools, target: Ints) -> Bools:
+        """Returns (L, H): the items that raising the vertices `take` to `target` adds."""
+        levels = np.arange(self.items.num_layers)[:, None]
+        result: Bools = take[None, :] & (levels <= target[None, :]) & ~self.computed
+        return result
+
+    def _sum_over_inputs(self, price: Floats) -> Floats:
+        if not price.any():
+            return np.zeros(self.items.num_halo)
+        return np.bincount(self.reader, weights=price[self.source], minlength=self.items.num_halo)
 
 
-def _unpaid_bytes(items: Items, prices: Prices, byte_prices: Prices, computed: Bools) -> Floats:
-    price = byte_prices.receive.copy()
-    price[0] = np.maximum(price[0], byte_prices.compute[0])
-    price[items.present(computed)] = 0.0
-    return price
-
-
-def _gains(items: Items, prices: Prices, computed: Bools, unpaid: Floats, split: Ints | None = None) -> Floats:
-    """Returns (L, H): what computing each item adds, its absent inputs included; -inf where it is not allowed.
-
-    `unpaid` are prices of absent inputs, `split` (L, H) by how many readers each is shared.
-    """
-    present = items.present(computed)
-    gains = np.where(present, prices.receive, 0.0) - prices.compute
-    for level in range(1, items.num_layers):
-        price = unpaid[level - 1]
-        if split is not None:
-            price = price / np.maximum(split[level - 1], 1)
-        if price.any():
-            gains[level] -= np.bincount(items.reader, weights=price[items.source], minlength=items.num_halo)
-    gains[computed] = 0.0
-    gains[~items.allowed] = -np.inf
-    return gains
-
-
-def _best_targets(items: Items, computed: Bools, gains: Floats) -> tuple[Ints, Floats]:
-    """Returns per vertex the level to raise it to, and the gain: levels between are computed too, so gains add up."""
-    total = np.cumsum(gains, axis=0)
-    total[computed] = 0.0
-    target = total.argmax(axis=0)
-    return target, total[target, np.arange(items.num_halo)]
-
-
-def _gain_at(gains: Floats, target: Ints) -> Floats:
-    gains = np.where(np.isneginf(gains), 0.0, gains)
-    result: Floats = np.cumsum(gains, axis=0)[target, np.arange(gains.shape[1])]
-    return result
-
-
-def _raised(items: Items, computed: Bools, take: Bools, target: Ints) -> Bools:
-    levels = np.arange(items.num_layers)[:, None]
-    result: Bools = take[None, :] & (levels <= target[None, :]) & ~computed
-    return result
-
-
-def _coalition(items: Items, prices: Prices, computed: Bools) -> tuple[Bools, Ints]:
+def _coalition(state: _State) -> tuple[Bools, Ints]:
     """Finds vertices that gain together by sharing the price of inputs; nobody if the splitting does not settle.
 
-    Conservative: a member that serves as another's input is still charged as if it were absent.
+    Shares are proportional to what a member gains before inputs are paid: split evenly, the weak leave first and the
+    rest cannot pay. Conservative: a member that serves as another's input is still charged as if it were absent.
     """
-    unpaid = _unpaid(items, prices, computed)
-    target, gain = _best_targets(items, computed, _gains(items, prices, computed, np.zeros_like(unpaid)))
-    take = gain > prices.tolerance
+    num_layers, num_halo = state.items.num_layers, state.items.num_halo
+    tolerance = state.prices.tolerance
+    unpaid = state.unpaid()
+    target, gain = state.best_targets(state.gains(np.zeros_like(unpaid)))
+    take = gain > tolerance
+    power = np.where(take, gain, 0.0)
     for _ in range(MAX_COALITION_ROUNDS):
         if not take.any():
             break
-        raised = _raised(items, computed, take, target)
-        split = np.zeros((items.num_layers, items.num_halo), dtype=np.int64)
-        for level in range(1, items.num_layers):
-            active = raised[level][items.reader]
-            split[level - 1] = np.bincount(items.source[active], minlength=items.num_halo)
-        shared = _gains(items, prices, computed, unpaid, split)
+        raised = state.raised(take, target)
+        total = np.zeros((num_layers, num_halo))
+        for level in range(1, num_layers):
+            weights = np.where(raised[level], power, 0.0)
+            total[level - 1] = np.bincount(state.source, weights=weights[state.reader], minlength=num_halo)
+        shared = state.gains(unpaid, power=power, total_power=total)
         # Levels above the coalition's may not come back: their readers were not counted in the split.
-        shared[~(raised | computed)] = -np.inf
-        new_target, gain = _best_targets(items, computed, shared)
-        new_take = take & (gain > prices.tolerance)
+        shared[~(raised | state.computed)] = -np.inf
+        new_target, gain = state.best_targets(shared)
+        new_take = take & (gain > tolerance)
         settled = bool((new_take == take).all() and (new_target[take] == target[take]).all())
         take, target = new_take, new_target
         if settled:
             return take, target
-    return np.zeros(items.num_halo, dtype=np.bool_), target
+    return np.zeros(num_halo, dtype=np.bool_), target

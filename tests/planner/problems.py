@@ -54,7 +54,7 @@ def make_problem(
 def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int) -> PlanProblem:
     """Draws a directed halo graph with self-loops, duplicates, unexpandable and undemanded vertices."""
     rng = np.random.default_rng([seed, num_layers, num_halo, world_size])
-    density = rng.choice([0.15, 0.35, 0.6])
+    density = rng.choice([1.0, 1.5, 2.5, 4.0]) / num_halo
     lists = [
         [w for w in range(num_halo) for _ in range(rng.integers(1, 3)) if rng.random() < density]
         for _ in range(num_halo)
@@ -63,12 +63,12 @@ def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int
     others = [q for q in range(world_size) if q != rank]
     return make_problem(
         in_neighbours=lists,
-        demand=rng.random((num_layers, num_halo)) < rng.choice([0.3, 0.6, 1.0], size=(num_layers, 1)),
+        demand=rng.random((num_layers, num_halo)) < rng.choice([0.2, 0.5, 0.9], size=(num_layers, 1)),
         owner=rng.choice(others, size=num_halo),
         world_size=world_size,
         rank=rank,
         in_degree=[len(x) + int(rng.integers(0, 3)) for x in lists],
-        expandable=rng.random(num_halo) < rng.choice([0.7, 1.0]),
+        expandable=rng.random(num_halo) < rng.choice([0.8, 1.0]),
     )
 
 
@@ -85,7 +85,7 @@ def random_costs(seed: int, *, num_layers: int, world_size: int, whole: bool = T
             tuple(draw(0, 6) if level == 0 else draw(2, 14) for _ in range(world_size)) for level in range(num_layers)
         ),
         row_s=tuple(draw(0, 4) for _ in range(num_layers)),
-        edge_s=zeros + tuple(draw(0, 2) for _ in range(num_layers - 1)),
+        edge_s=zeros + tuple(draw(0, 1) for _ in range(num_layers - 1)),
         receive_bytes=tuple(draw(1, 8) for _ in range(num_layers)),
         row_held_bytes=tuple(draw(4, 12) for _ in range(num_layers)),
         edge_held_bytes=zeros + tuple(draw(0, 2) for _ in range(num_layers - 1)),

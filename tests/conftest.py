@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every test shares: DGL is mended before anything imports it, and tests name what they lack when they are skipped."""
+"""What every test shares: DGL is mended before anything imports it; a skipped test names what it lacks."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
-import dgl_hybrid  # noqa: F401  first of all imports, so that DGL can be imported
 import pytest
+
+import dgl_hybrid  # noqa: F401  before anything imports DGL
 
 DATA_VARIABLE = "DGL_HYBRID_DATA"
 
 
 def data_folder() -> Path | None:
-    """Returns the folder of the real graphs: the one the variable names, else `data` in a `shared` folder beside the checkout."""
+    """Returns the folder of the real graphs: the one the variable names, else `../shared/data` of the checkout."""
     named = os.environ.get(DATA_VARIABLE)
     folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
     return folder if folder.is_dir() else None
@@ -43,9 +44,8 @@ WHY_NOT = {"data": why_no_data, "cuda": why_no_cuda, "netns": why_no_netns}
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the tests whose marker names something that is not here, and says what."""
-    reasons = {
-        marker: why_not() for marker, why_not in WHY_NOT.items() if any(i.get_closest_marker(marker) for i in items)
-    }
+    wanted = [marker for marker in WHY_NOT if any(item.get_closest_marker(marker) for item in items)]
+    reasons = {marker: WHY_NOT[marker]() for marker in wanted}
     for item in items:
         for marker, reason in reasons.items():
             if reason is not None and item.get_closest_marker(marker):

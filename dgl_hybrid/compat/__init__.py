@@ -2,9 +2,9 @@
 """Makes DGL 2.1 import and work under current PyTorch, NumPy and setuptools.
 
 `import dgl_hybrid` installs an import hook; when a module of DGL that has a fix in `patches/` is loaded, it gets the
-mended source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served by
-`dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where `import dgl`
-would fail.
+mended source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served
+by `dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where
+`import dgl` would fail.
 """
 
 from __future__ import annotations

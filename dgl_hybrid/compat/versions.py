@@ -52,6 +52,6 @@ def unsupported_message(version: str | None) -> str:
     if version is None:
         return f"expected DGL {SUPPORTED_DGL} (got none). Install it: pip install 'dgl==2.1.*'"
     return (
-        f"expected DGL {SUPPORTED_DGL} (got {version}): dgl_hybrid applies none of its fixes to this version, and it is "
+        f"expected DGL {SUPPORTED_DGL} (got {version}): dgl_hybrid has no fixes for this version, and it is "
         "untested. Install a supported one: pip install 'dgl==2.1.*'"
     )

@@ -4,11 +4,13 @@
 from .config import STRATEGIES, PlannerConfig
 from .costs import ItemCosts, cost_model
 from .estimate import EpochEstimate, RankEstimate, choose_plan
+from .explain import explain_vertex
 from .forced import random_plan
 from .make import Candidate, make_plan, propose_plans
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .plan import DependencyPlan, check_plan, plan_objective
 from .problem import PlanProblem
+from .report import ReportRow, report, summarize_plan
 from .topology import Topology, uniform_topology
 
 __all__ = [
@@ -23,14 +25,18 @@ __all__ = [
     "PlanProblem",
     "PlannerConfig",
     "RankEstimate",
+    "ReportRow",
     "Topology",
     "check_plan",
     "choose_plan",
     "cost_model",
+    "explain_vertex",
     "make_plan",
     "plan_objective",
     "propose_plans",
     "random_plan",
+    "report",
+    "summarize_plan",
     "synthetic_trace",
     "uniform_topology",
 ]

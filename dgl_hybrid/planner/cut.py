@@ -1,18 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exact plan: a minimum-weight closure, found as one minimum s-t cut (Picard 1976).
 
-Variables are `c` (computed) and `a` (present) per item; every constraint says "this one implies that one", so the choice of
-least cost is the source side of a minimum cut in this network:
+Variables are `c` (computed) and `a` (present) per item; every constraint says "this one implies that one", so the
+choice of least cost is the source side of a minimum cut in this network:
 
     source --gain-->  c(u, l)                          gain = r - p, what computing saves once the row has to be present
     c(u, l) --inf-->  a(u, l), c(u, l - 1)             and a(w, l - 1) for every halo in-neighbour w
     a(w, l) --r---->  sink                             a row owned vertices do not read is brought here for this alone
     c(u, l) --loss->  sink                             where r < p
 
-Only what is undecided enters: what the greedy took is in every optimum ([Note: persistence] in greedy.py), so its rows are
-paid for; rows that are present anyway have no node; level 0 needs no structure, so `c(u, 0)` is folded into `a(u, 0)`.
-The source side that OR-tools returns is what the source reaches in the residual graph: the smallest minimum cut, the same
-whatever maximum flow was found. So ties go to receiving and the plan is deterministic.
+Only what is undecided enters: what the greedy took is in every optimum ([Note: persistence] in greedy.py), so its rows
+are paid for; rows that are present anyway have no node; level 0 needs no structure, so `c(u, 0)` is folded into
+`a(u, 0)`.
+The source side that OR-tools returns is what the source reaches in the residual graph: the smallest minimum cut, the
+same whatever maximum flow was found. So ties go to receiving and the plan is deterministic.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def cut_choice(items: Items, prices: Prices, *, max_arcs: int) -> Bools | None:
 
 
 def settle_inputs(items: Items, prices: Prices, computed: Bools) -> Bools:
-    """Decides level 0, where holding a row needs nothing else: hold what is present and cheaper held, and what nests."""
+    """Decides level 0, where holding a row needs nothing else: holds what is cheaper held, and what nests."""
     result = computed.copy()
     if items.num_layers > 1:
         result[0] |= result[1]

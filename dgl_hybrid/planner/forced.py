@@ -17,7 +17,7 @@ def depcomm_choice(items: Items) -> Bools:
 
 
 def depcache_choice(items: Items) -> Bools:
-    """Returns the (L, H) choice that computes all that is needed and can be: receives only rows with unknown in-edges."""
+    """Returns the (L, H) choice that computes all that is needed and can be; unknown in-edges mean receiving."""
     return _fill(items, items.allowed)
 
 

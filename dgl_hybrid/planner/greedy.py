@@ -13,9 +13,9 @@ Two kinds of round follow each other until neither gains:
 Nothing taken is ever worth giving back, see the next note.
 
 [Note: persistence]
-From nothing and without a budget, every move of 1 and 2 lies in *every* optimal choice: a single move gains more than any
-of its parts, and for a coalition S and an optimum O, the members outside O would gain together on top of O, since inputs
-they share with members inside O are paid already. The minimum cut therefore starts from `grow`'s result.
+From nothing and without a budget, every move of 1 and 2 lies in *every* optimal choice: a single move gains more than
+any of its parts, and for a coalition S and an optimum O, the members outside O would gain together on top of O, since
+inputs they share with members inside O are paid already. The minimum cut therefore starts from `grow`'s result.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def fill_budget(items: Items, costs: ItemCosts, prices: Prices, computed: Bools,
     held_bytes: Floats = np.array(costs.row_held_bytes)[:, None] + np.zeros(items.num_halo)
     held_bytes += np.array(costs.edge_held_bytes)[:, None] * items.in_degree
     for _ in range(MAX_ROUNDS):
-        # Inputs are bought received here, level-0 ones received or held: what a move brings in is then known to the byte.
+        # Inputs are bought received, level-0 ones received or held: then it is known what bytes a move brings in.
         target, gain = state.best_targets(state.gains(state.unpaid(received=True)))
         candidates = np.flatnonzero(gain > prices.tolerance)
         if not candidates.size:
@@ -123,17 +123,18 @@ class _State:
         self._drop_settled_edges()
 
     def _drop_settled_edges(self) -> None:
-        """Drops edges from rows present at all levels that are read, and to vertices computed at all levels or at none."""
+        """Drops edges from rows present at all levels, and to vertices that cannot be raised any more."""
         if self.items.num_layers < 2:
             return
-        absent = ~self.present[:-1].all(axis=0)
-        open_ = (self.items.allowed & ~self.computed)[1:].any(axis=0)
+        absent: Bools = ~np.asarray(self.present[:-1].all(axis=0))
+        raisable: Bools = self.items.allowed & ~self.computed
+        open_ = raisable[1:].any(axis=0)
         keep = absent[self.source] & open_[self.reader]
         if np.count_nonzero(keep) < 0.8 * keep.size:
             self.reader, self.source = self.reader[keep], self.source[keep]
 
     def unpaid(self, *, received: bool = False) -> Floats:
-        """Returns (L, H): at most what bringing each absent row here costs: receiving it, or computing it with its inputs.
+        """Returns (L, H): at most what bringing each absent row here costs: receiving, or computing with inputs.
 
         Computing counts in full what several inputs share, so it may cost less, never more. A row bought at the price
         of computing it is computed by a later round, since that then gains by itself.
@@ -185,7 +186,7 @@ class _State:
         return gains
 
     def best_targets(self, gains: Floats) -> tuple[Ints, Floats]:
-        """Returns per vertex the level to raise it to, and the gain: levels between are computed too, so gains add up."""
+        """Returns per vertex the level to raise it to, and the gain, that of levels between included."""
         total = np.cumsum(gains, axis=0)
         total[self.computed] = 0.0
         target = total.argmax(axis=0)
@@ -200,7 +201,10 @@ class _State:
     def _sum_over_inputs(self, price: Floats) -> Floats:
         if not price.any():
             return np.zeros(self.items.num_halo)
-        return np.bincount(self.reader, weights=price[self.source], minlength=self.items.num_halo)
+        result: Floats = np.bincount(self.reader, weights=price[self.source], minlength=self.items.num_halo).astype(
+            float
+        )
+        return result
 
 
 def _coalition(state: _State) -> tuple[Bools, Ints]:

@@ -76,10 +76,10 @@ def choose_items(items: Items, costs: ItemCosts, config: PlannerConfig) -> Bools
 def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig) -> list[Candidate]:
     """Makes the candidates of one rank: the same number in the same order on every rank, whatever its problem. Pure.
 
-    For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that lets
-    the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy, depcache and
-    depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one alone. Candidates over
-    the budget are marked by `estimate.fits`, not left out.
+    For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
+    lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
+    depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one alone.
+    Candidates over the budget are marked by `estimate.fits`, not left out.
 
     Raises:
         PlanError: the problem is malformed or the costs are for another model or world size.

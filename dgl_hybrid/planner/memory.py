@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans within a memory budget: a price on bytes, found by bisection, then a greedy fill of what is left.
 
-The price on a byte held is a Lagrange multiplier. A dearer byte never gives a plan that holds more, so the least price that
-fits can be bisected; plans of that kind lie on the convex hull of (bytes, seconds) only, hence the fill.
+The price on a byte held is a Lagrange multiplier. A dearer byte never gives a plan that holds more, so the least price
+that fits can be bisected; plans of that kind lie on the convex hull of (bytes, seconds) only, hence the fill.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def choose_within(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: 
 
 
 def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: float) -> Bools:
-    """Returns the (L, H) choice of least predicted cost found within `budget_bytes`; if none fits, the one that holds least.
+    """Returns the (L, H) choice of least cost found within `budget_bytes`; if none fits, the one that holds least.
 
     Args:
         items: of the problem.

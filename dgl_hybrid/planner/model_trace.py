@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one epoch of the user's model costs, per row and per edge, before it is known on which machine.
 
-The tracing itself lives in `dgl_hybrid.graph` (it needs a block to run the model on); here are only the numbers it yields.
+The tracing itself lives in `dgl_hybrid.graph` (it needs a block to run the model on); here are the numbers it yields.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class LevelTrace:
     """Work whose leading dimension is the number of rows of one level, forward and backward together."""
 
     row_flops: float
-    """Dense FLOPs per row: destination side of the layer that makes the level, source side of the layer that reads it."""
+    """Dense FLOPs per row: destination side of the layer that makes the level, source side of the one that reads it."""
     row_bytes: float
     """Elementwise and copy traffic per row, in bytes."""
     held_bytes: float = 0.0

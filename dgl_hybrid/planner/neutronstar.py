@@ -6,9 +6,9 @@ Per layer l = 1..L, a heap of remote dependencies by the cost of their subtree,
     t_r(u, l) = sum over k < l of (|V^k(u) not replicated| * T_v + |E^k(u) not replicated| * T_e) * d(k)
     t_c(u, l) = T_c * d(l - 1)
 
-with V^k(u) the subtree's remote vertices at level k and E^k(u) their in-edges. The cheapest is popped, measured again without
-what is replicated by now, and replicated with its whole subtree while t_r < t_c; the first that is not, or that would
-exceed the memory S, ends the layer. Its cost form is linear in the width d, so the constants T are fitted to our prices.
+with V^k(u) the subtree's remote vertices at level k and E^k(u) their in-edges. The cheapest is popped, measured again
+without what is replicated by now, and replicated with its whole subtree while t_r < t_c; the first that is not, or that
+would exceed the memory S, ends the layer. Its cost form is linear in the width d, so the T are fitted to our prices.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ class PlanProblem:
     owned_edges: Tensor
     """(L,) int64: in-edges of the rows of level l + 1 it owns."""
     owned_interior_edges: Tensor | None = None
-    """(L,) int64: those of rows without any halo source, if the engine overlaps them with the exchange; None: no overlap."""
+    """(L,) int64: those of rows without any halo source, if the engine overlaps them with the exchange; None: it does
+    not."""
 
     @property
     def num_halo(self) -> int:

@@ -21,7 +21,7 @@ SIZES = {1: 8, 2: 8, 3: 6, 4: 5}
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("warm", [True, False], ids=["greedy first", "cut alone"])
 def test_cut_equals_brute_force(num_layers: int, world_size: int, warm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """14 instances each, 336 in all; "cut alone" keeps the greedy from deciding the easy part, which is most of it when small."""
+    """14 instances each, 336 in all; "cut alone" keeps the greedy from deciding the easy part first."""
     if not warm:
         monkeypatch.setattr(cut_module, "grow", lambda items, prices, computed, **_: computed)
     for seed in range(14):
@@ -47,7 +47,7 @@ def test_cut_is_never_worse(num_layers: int) -> None:
 
 
 def test_cut_buys_a_shared_input_that_no_single_reader_would() -> None:
-    """Vertices 0 and 1 both read 2, which costs 6; each gains 4 by being computed: alone neither pays, together they do."""
+    """Vertices 0 and 1 read 2, which costs 6; each gains 4 by being computed: alone neither pays, together both do."""
     demand = np.array([[1, 1, 0], [1, 1, 0]], dtype=bool)
     problem = make_problem(in_neighbours=[[2], [2], []], demand=demand, owner=[1, 1, 1], world_size=2)
     costs = random_costs(0, num_layers=2, world_size=2)
@@ -118,14 +118,14 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
     wrong = 0
     for seed in range(40):
-        problem = random_problem(seed, num_layers=2, num_halo=8, world_size=2)
-        costs = random_costs(seed, num_layers=2, world_size=2)
+        problem = random_problem(seed, num_layers=3, num_halo=6, world_size=2)
+        costs = random_costs(seed, num_layers=3, world_size=2)
         least, _, _ = brute_force(problem, costs)
         with monkeypatch.context() as patch:
             patch.setattr(Items, "reads", forgets)
             plan = make_plan(problem, costs, PlannerConfig())
         wrong += plan_objective(problem, costs, plan.cached) != pytest.approx(least, rel=1e-12)
-    assert wrong >= 2
+    assert wrong > 3
 
 
 def test_whole_graph_in_three_parts() -> None:

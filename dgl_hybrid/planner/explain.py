@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Why a plan does what it does with one vertex: both prices with their parts, and the decision, level by level."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..errors import PlanError
+from .costs import ItemCosts
+from .items import Bools, Items, build_items, require_match
+from .plan import DependencyPlan, check_plan, choice_from_plan
+from .problem import PlanProblem
+
+
+def explain_vertex(problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan, vertex_global: int) -> str:
+    """Says what the plan does with a halo vertex at each level and what the other way would have cost.
+
+    Args:
+        problem: of this rank.
+        costs: the plan was made with.
+        plan: of this rank.
+        vertex_global: a halo vertex of this rank.
+
+    Returns:
+        Several lines, times in microseconds per epoch.
+
+    Raises:
+        PlanError: the vertex is no halo vertex of this rank, or plan, problem and costs do not belong together.
+    """
+    require_match(problem, costs)
+    check_plan(problem, plan)
+    at = int(torch.searchsorted(problem.halo_global, vertex_global))
+    where = f"rank {problem.rank} of {problem.world_size}"
+    if at >= problem.num_halo or int(problem.halo_global[at]) != vertex_global:
+        raise PlanError(
+            f"vertex {vertex_global} is no halo vertex of {where}, so there is nothing to decide about it: "
+            "this rank owns it or never reads it"
+        )
+    items = build_items(problem)
+    computed = choice_from_plan(problem, plan.cached)
+    known = "known" if problem.expandable[at] else "not known"
+    lines = [
+        f"vertex {vertex_global} on {where}, plan {plan.strategy}: owned by rank {int(items.owner[at])}, "
+        f"{int(items.in_degree[at])} in-edges, {known} here"
+    ]
+    present = items.present(computed)
+    for level in range(problem.num_layers):
+        lines += _explain_level(items, costs, computed, present, at, level)
+    return "\n".join(lines)
+
+
+def _explain_level(items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int) -> list[str]:
+    head = f"level {level} (read by layer {level + 1}): "
+    if not items.reach[level, at]:
+        return [head + "the loss does not depend on it"]
+    if not present[level, at]:
+        return [head + "not needed here"]
+    owner, degree = int(items.owner[at]), int(items.in_degree[at])
+    receive = costs.receive_s[level][owner]
+    row, edges = costs.row_s[level], costs.edge_s[level] * degree
+    if items.demand[level, at]:
+        reason = "vertices of this rank read it"
+    else:
+        reason = "only rows computed here need it"
+    decision = "received"
+    if computed[level, at]:
+        decision = "computed here" if level else "held here"
+    pack = min(costs.pack_s[level], receive)
+    lines = [
+        head + f"{decision}; {reason}",
+        f"  receive: {_us(receive)} = wire {_us(receive - pack)} + pack {_us(pack)}",
+    ]
+    if not items.allowed[level, at]:
+        return [*lines, "  compute: not possible, its in-edges are not known here; partition with more halo hops"]
+    text = f"  compute: {_us(row + edges)} = row {_us(row)}"
+    if level:
+        text += f" + {degree} in-edges {_us(edges)}"
+    lines.append(text)
+    compute = row + edges
+    if level:
+        inputs, price = _missing_inputs(items, costs, computed, at, level)
+        lines.append(
+            f"  its inputs: {inputs[0]} halo rows of level {level - 1}, {inputs[1]} of them here anyway, "
+            f"{inputs[2]} to be received for it alone: {_us(price)}"
+        )
+        compute += price
+        if not computed[level - 1, at]:
+            nest = costs.row_s[level - 1] + costs.edge_s[level - 1] * degree
+            below = costs.receive_s[level - 1][owner] if present[level - 1, at] else 0.0
+            lines.append(f"  its own row of level {level - 1} would have to be computed too: {_us(nest - below)} more")
+            compute += nest - below
+    difference = compute - receive
+    verdict = "saves" if (difference < 0) == bool(computed[level, at]) else "loses"
+    other = "receiving" if computed[level, at] else "computing"
+    note = "" if verdict == "saves" else " by itself; it pays together with other rows" if computed[level, at] else ""
+    lines.append(f"  {decision} {verdict} {_us(abs(difference))} against {other} it{note}")
+    return lines
+
+
+def _missing_inputs(
+    items: Items, costs: ItemCosts, computed: Bools, at: int, level: int
+) -> tuple[tuple[int, int, int], float]:
+    """Returns (all, here anyway, for it alone) halo inputs of one computed row, and the price of the last, received."""
+    span = slice(*np.searchsorted(items.reader, [at, at + 1]))
+    inputs = items.source[span]
+    without = computed.copy()
+    without[level:, at] = False
+    here = items.present(without)[level - 1, inputs]
+    alone = inputs[~here]
+    price = np.array(costs.receive_s[level - 1])[items.owner[alone]]
+    if level == 1:
+        price = np.where(items.allowed[0, alone], np.minimum(price, costs.row_s[0]), price)
+    return (inputs.size, int(here.sum()), alone.size), float(price.sum())
+
+
+def _us(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"

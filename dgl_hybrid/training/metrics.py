@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics over the rows of all ranks: the same number on every rank, whatever the partition.
+
+Each `global_*` function is collective over its group and runs a fixed number of collectives, rows or none. A row counts
+with its `weight`; a row a rank merely borrowed (to have something to compute) has weight 0, and a row without label (-1
+in integer labels, NaN in floating ones) never counts. Where nothing counts on any rank, the result is NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dgl_hybrid.training.reduction import gather_rows, sum_over_ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class F1Scores:
+    """`micro` from the counts of all classes together; `macro` the mean over classes that are labelled or predicted."""
+
+    micro: float
+    macro: float
+
+
+def count_correct(logits: Tensor, labels: Tensor, weight: Tensor | None = None) -> Tensor:
+    """Counts rows whose largest logit is their label. Not collective; counts of ranks and batches may be added.
+
+    Args:
+        logits: (n, C) floating; with C = 1, or (n,), the class is 1 where the logit is positive.
+        labels: (n,) integer, -1 for none.
+        weight: (n,) or None.
+    Returns:
+        (2,) float64: weight of the correct rows, weight of all labelled rows.
+    """
+    _check_rows(logits, labels, weight, labels_dim=1)
+    weight_N = _effective_weight(labels, weight)
+    correct = (_predicted_class(logits) == labels).double()
+    return torch.stack([(correct * weight_N).sum(), weight_N.sum()])
+
+
+def global_accuracy(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+) -> float:
+    """The share of labelled rows that are classified correctly, over all ranks. One collective; see `count_correct`."""
+    correct, total = sum_over_ranks(count_correct(logits, labels, weight), group).tolist()
+    return correct / total if total else math.nan
+
+
+def global_mean(values: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None) -> float:
+    """The mean over the rows of all ranks, for instance of a loss with `reduction="none"`. One collective.
+
+    Args:
+        values: (n,) floating. What has weight 0 may be NaN.
+        weight: (n,) or None.
+    """
+    if values.dim() != 1:
+        raise ValueError(f"the mean takes one value per row (got shape {tuple(values.shape)})")
+    if weight is not None and weight.shape != values.shape:
+        raise ValueError(f"weight must be ({len(values)},) (got {tuple(weight.shape)})")
+    weight_N = torch.ones_like(values, dtype=torch.float64) if weight is None else weight.double()
+    products = torch.where(weight_N != 0, values.detach().double() * weight_N, 0.0)
+    total, weights = sum_over_ranks(torch.stack([products.sum(), weight_N.sum()]), group).tolist()
+    return total / weights if weights else math.nan
+
+
+def global_f1(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+) -> F1Scores:
+    """F1 over the rows of all ranks. One collective.
+
+    Args:
+        logits: (n, C) floating, C the same on every rank.
+        labels: (n,) integer class, -1 for none; or (n, C) of 0 and 1, several classes per row: a class is then
+            predicted where its logit is positive, and NaN or -1 leaves out one class of one row.
+        weight: (n,) or None.
+    """
+    _check_rows(logits, labels, weight, labels_dim=labels.dim())
+    if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
+        raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
+    num_classes = logits.shape[1]
+    if labels.dim() == 1:
+        weight_NC = _effective_weight(labels, weight).unsqueeze(1)
+        classes = torch.arange(num_classes, device=logits.device)
+        actual_NC, predicted_NC = labels.unsqueeze(1) == classes, _predicted_class(logits).unsqueeze(1) == classes
+    else:
+        weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
+        actual_NC, predicted_NC = labels > 0, logits > 0
+    counts = [
+        (pairs.double() * weight_NC).sum(0)
+        for pairs in (actual_NC & predicted_NC, ~actual_NC & predicted_NC, actual_NC & ~predicted_NC)
+    ]
+    hits, false_alarms, misses = sum_over_ranks(torch.stack(counts), group)
+    denominators = 2 * hits + false_alarms + misses
+    seen = denominators > 0
+    if not bool(seen.any()):
+        return F1Scores(micro=math.nan, macro=math.nan)
+    return F1Scores(
+        micro=float(2 * hits.sum() / denominators.sum()), macro=float((2 * hits[seen] / denominators[seen]).mean())
+    )
+
+
+def global_roc_auc(
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+) -> float:
+    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Two collectives.
+
+    With several columns, the mean over those that have both positive and negative rows.
+
+    Args:
+        scores: (n,) or (n, C) floating; with (n,) labels also (n, 2), class logits, whose difference is the score.
+        labels: 0 or 1, -1 or NaN for none; (n,), or (n, C) for several binary tasks.
+        weight: (n,) or None.
+    Raises:
+        ValueError: on every rank, if any score that counts is NaN.
+    """
+    _check_rows(scores, labels, weight, labels_dim=labels.dim())
+    if labels.dim() == 1:
+        labels = labels.unsqueeze(1)
+        if scores.dim() == 2 and scores.shape[1] == 2:
+            scores = scores[:, 1] - scores[:, 0]
+    scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
+    weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
+    packed = gather_rows(torch.cat([scores_NC, labels.double(), weight_NC], dim=1), group)
+    scores_NC, labels_NC, weight_NC = packed.chunk(3, dim=1)
+    if bool((scores_NC.isnan() & (weight_NC > 0)).any()):
+        raise ValueError("ROC AUC needs comparable scores (got NaN)")
+    areas = [_roc_auc(*columns) for columns in zip(scores_NC.T, labels_NC.T, weight_NC.T, strict=True)]
+    defined = [area for area in areas if not math.isnan(area)]
+    return sum(defined) / len(defined) if defined else math.nan
+
+
+def _roc_auc(scores: Tensor, labels: Tensor, weight: Tensor) -> float:
+    """The chance that a positive row scores higher than a negative one, a tie counting one half; (n,) each."""
+    counts = weight > 0
+    scores, labels, weight = scores[counts], labels[counts], weight[counts]
+    levels, level_of_row = torch.unique(scores, return_inverse=True)
+    zeros = torch.zeros(len(levels), dtype=torch.float64, device=scores.device)
+    positive = zeros.index_add(0, level_of_row, weight * (labels > 0))
+    negative = zeros.index_add(0, level_of_row, weight * (labels <= 0))
+    pairs = positive.sum() * negative.sum()
+    if not float(pairs):
+        return math.nan
+    below = negative.cumsum(0) - negative / 2
+    return float((positive * below).sum() / pairs)
+
+
+def _predicted_class(logits: Tensor) -> Tensor:
+    if logits.dim() == 2 and logits.shape[1] > 1:
+        return logits.argmax(1)
+    return (logits.reshape(len(logits)) > 0).long()
+
+
+def _effective_weight(labels: Tensor, weight: Tensor | None) -> Tensor:
+    """The weight of each label as float64, 0 where there is none; `weight` must broadcast to `labels`."""
+    labelled = (labels >= 0).double()  # False for -1 and for NaN
+    return labelled if weight is None else labelled * weight.double()
+
+
+def _check_rows(logits: Tensor, labels: Tensor, weight: Tensor | None, *, labels_dim: int) -> None:
+    rows = labels.shape[:1]
+    if labels.dim() != labels_dim or labels.dim() not in (1, 2) or logits.shape[:1] != rows:
+        raise ValueError(f"expected one label per row (got rows {tuple(logits.shape)}, labels {tuple(labels.shape)})")
+    if weight is not None and weight.shape != rows:
+        raise ValueError(f"weight must be ({len(labels)},) (got {tuple(weight.shape)})")

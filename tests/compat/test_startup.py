@@ -130,7 +130,7 @@ def pip(environment: Path, *args: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_install_use_and_uninstall(bare_venv: Path, source: Path, kind: str) -> None:
-    """Either way of installing brings the file; `import dgl` works in a script and its children; uninstalling undoes it."""
+    """Either way of installing brings the file; `import dgl` works in scripts and children; uninstalling undoes it."""
     python = str(bare_venv / "bin" / "python")
     as_released = run_python("import dgl", python=python)
     needs_help = as_released.returncode != 0

@@ -98,7 +98,7 @@ def test_workers_are_shared_by_world_sizes_and_each_call_starts_clean() -> None:
         assert draw == first[0][4]
 
 
-@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("failing", [0, 2])
 def test_the_failing_rank_is_named_and_its_peers_are_ended(failing: int) -> None:
     run_ranks(3, sum_of_ranks)
     before = worker_pids()

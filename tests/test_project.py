@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds the project together: pinned versions, commands, settings."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_every_dependency_is_pinned_within_its_range() -> None:
+    lines = (ROOT / ".constraints.txt").read_text().splitlines()
+    pins = dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
+    setup = (ROOT / "setup.py").read_text()
+    runtime = re.search(r"install_requires=\[(.*?)\]", setup, re.DOTALL)
+    develop = re.search(r'"dev": \[(.*?)\]', setup)
+    assert runtime is not None
+    assert develop is not None
+    for text in re.findall(r'"([^"]+)"', runtime[1] + develop[1]) + ["setuptools"]:
+        requirement = Requirement(text)
+        assert requirement.name in pins, f"{requirement.name} is not in .constraints.txt"
+        assert requirement.specifier.contains(pins[requirement.name]), text
+
+
+def test_ci_script_is_executable_and_parses() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
+
+
+def test_readme_commands_are_make_targets() -> None:
+    """The commands that the README gives exist, and CI runs the README's test command."""
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    readme = (ROOT / "README.md").read_text()
+    named = set(
+        re.findall(r"\bmake ([a-z]+)\b", "\n".join(re.findall(r"^(?: {4}|\$ |make ).*$", readme, re.MULTILINE)))
+    )
+    assert {"demo", "test"} <= named
+    assert named <= targets
+    assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_version_is_in_the_changelog() -> None:
+    import dgl_hybrid
+
+    assert f"## [{dgl_hybrid.__version__}]" in (ROOT / "CHANGELOG.md").read_text()

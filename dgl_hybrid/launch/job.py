@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a launcher tells its ranks and what they tell it, as JSON files in a folder of the job's own."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dgl_hybrid.errors import HybridError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One task on all ranks."""
+
+    task: str
+    """A key of `launch.tasks.TASKS`."""
+    payload: dict[str, Any]
+    """The task's arguments."""
+    threads: int
+    """Of each rank."""
+    launcher_pid: int
+    verbose: bool = False
+    show_progress: bool = False
+
+    def write(self, folder: Path) -> None:
+        write_json(folder / "job.json", asdict(self))
+
+    @classmethod
+    def read(cls, folder: Path) -> Job:
+        return cls(**json.loads((folder / "job.json").read_text(encoding="utf-8")))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankError:
+    """Why one rank ended."""
+
+    rank: int
+    kind: str
+    """Name of the exception's class."""
+    message: str
+    is_expected: bool
+    """A fault we describe, not a bug: its message is enough."""
+    traceback: str
+    time_s: float
+    """`time.monotonic()`: one clock for all processes of a machine."""
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int, trace: str) -> RankError:
+        return cls(
+            rank=rank,
+            kind=type(error).__name__,
+            message=str(error),
+            is_expected=isinstance(error, (HybridError, ValueError)),
+            traceback=trace,
+            time_s=time.monotonic(),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes aside and renames: whoever finds the file finds all of it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside.write_text(json.dumps(value), encoding="utf-8")
+    aside.rename(path)

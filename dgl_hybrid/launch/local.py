@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a task on ranks of this machine through PyTorch's elastic launcher, over the loopback interface only.
+
+When one rank fails all are ended at once, and the caller gets that rank's error. Ranks end as well when the launcher
+itself is killed (`launch.rank`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.launch.job import Job, RankError
+
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+
+
+class RankFailure(LaunchError):
+    """A rank failed; the message is the one line to show."""
+
+    def __init__(self, message: str, details: str) -> None:
+        super().__init__(message)
+        self.details = details
+        """The rank's traceback."""
+
+
+def threads_per_rank(ranks: int) -> int:
+    """Returns how many threads each of `ranks` local ranks gets, so that together they do not exceed the cores."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks)
+
+
+def run_local(
+    task: str,
+    payload: Mapping[str, Any],
+    *,
+    ranks: int,
+    threads: int | None = None,
+    verbose: bool = False,
+    show_progress: bool = False,
+) -> Any:
+    """Starts `ranks` processes, runs the task on each, and returns rank 0's result.
+
+    Args:
+        task: A key of `launch.tasks.TASKS`.
+        payload: The task's arguments, JSON-serialisable.
+        ranks: Number of processes.
+        threads: Of each; None: cores / ranks.
+        verbose: Ranks log what they do to stderr.
+        show_progress: Rank 0 shows a progress bar on stderr.
+    Raises:
+        RankFailure: A rank failed; all have ended.
+        LaunchError: The ranks could not be started.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import elastic_launch
+
+    threads = threads_per_rank(ranks) if threads is None else threads
+    with tempfile.TemporaryDirectory(prefix="dgl_hybrid_job_") as name:
+        folder = Path(name)
+        job = Job(
+            task=task,
+            payload=dict(payload),
+            threads=threads,
+            launcher_pid=os.getpid(),
+            verbose=verbose,
+            show_progress=show_progress,
+        )
+        job.write(folder)
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
+        try:
+            with _environment(environment), _quiet_launcher():
+                elastic_launch(_launch_config(ranks, folder), sys.executable)(
+                    "-m", "dgl_hybrid.launch.rank", str(folder)
+                )
+        except ChildFailedError as error:
+            raise explain_failure(
+                read_errors(folder), {rank: failure.exitcode for rank, failure in error.failures.items()}, ranks
+            ) from None
+        except OSError as error:
+            raise LaunchError(f"{ranks} ranks could not be started: {error}") from error
+        result = folder / "result.json"
+        if not result.is_file():
+            raise LaunchError(f"the {ranks} ranks ended without a result")
+        return json.loads(result.read_text(encoding="utf-8"))
+
+
+def read_errors(folder: Path) -> list[RankError]:
+    """Returns the errors that ranks left in a job's folder, the earliest first."""
+    errors = [RankError(**json.loads(path.read_text(encoding="utf-8"))) for path in folder.glob("error_*.json")]
+    return sorted(errors, key=lambda error: error.time_s)
+
+
+def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], ranks: int) -> RankFailure:
+    """Finds the failure that came first among those that followed from it, and puts it into one line.
+
+    Args:
+        errors: What ranks reported, the earliest first.
+        exit_codes: Of ranks that ended by themselves; negative: by that signal.
+        ranks: Number of ranks.
+    """
+    reporting = {error.rank for error in errors}
+    killed = {
+        rank: -code
+        for rank, code in sorted(exit_codes.items())
+        if code < 0 and rank not in reporting and -code != signal.SIGTERM
+    }
+    # A rank whose peer is gone raises ExchangeError: a consequence, unless nothing else is known.
+    causes = [error for error in errors if error.kind != "ExchangeError"]
+    if not causes and killed:
+        rank, number = next(iter(killed.items()))
+        hint = " (out of memory?)" if number == signal.SIGKILL else ""
+        return RankFailure(f"rank {rank} of {ranks} was killed by {signal.Signals(number).name}{hint}", "")
+    if not causes and not errors:
+        codes = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
+        return RankFailure(f"a rank of {ranks} ended without a word ({codes or 'exit codes unknown'})", "")
+    # Every rank raises what was agreed; the one whose fault it is says it in its own words.
+    candidates = causes or errors
+    own = [error for error in candidates if not error.message.startswith("rank ")] or candidates
+    chosen = own[0]
+    message = " ".join(chosen.message.split())
+    if not chosen.is_expected:
+        message = f"unexpected {chosen.kind}: {message} (--debug shows the traceback)"
+    said_by_all = len(own) == ranks and len({error.message for error in own}) == 1
+    if ranks > 1 and not said_by_all and not message.startswith("rank "):
+        message = f"rank {chosen.rank} of {ranks}: {message}"
+    return RankFailure(message, chosen.traceback)
+
+
+def _launch_config(ranks: int, folder: Path) -> Any:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.launcher.api import LaunchConfig
+
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        local_addr="127.0.0.1",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+    )
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _quiet_launcher() -> Iterator[None]:
+    """The elastic agent reports a failed rank on several lines; ours is one. Its loggers have levels of their own."""
+    names = [name for name in logging.root.manager.loggerDict if name.startswith("torch.distributed")]
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)

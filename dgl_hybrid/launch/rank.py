@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The life of one rank's process: join the others, do the job's task, leave the result or the error in the job's folder.
+
+Started by `launch.local` as `python -m dgl_hybrid.launch.rank FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any, NoReturn
+
+import dgl_hybrid  # noqa: F401  mends DGL before anything imports it
+from dgl_hybrid.launch.job import Job, RankError, write_json
+
+
+def main(folder: Path) -> NoReturn:
+    """Runs the task of the job in `folder`, then ends this process."""
+    job = Job.read(folder)
+    _exit_with(job.launcher_pid)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if job.verbose else logging.WARNING,
+        format=f"[{rank}/{world_size}] %(levelname)s %(name)s: %(message)s",
+    )
+    code = 0
+    try:
+        result = _run(job, rank)
+        if rank == 0:
+            write_json(folder / "result.json", result)
+    except BaseException as error:  # also SystemExit: a rank that leaves early has failed
+        write_json(folder / f"error_{rank}.json", RankError.of(error, rank, traceback.format_exc()).to_json())
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: after a failure, threads of gloo may wait for peers that will never come.
+    os._exit(code)
+
+
+def _run(job: Job, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    from dgl_hybrid.launch.tasks import TASKS
+
+    torch.set_num_threads(job.threads)
+    dist.init_process_group("gloo")
+    result = TASKS[job.task](job.payload, show_progress=rank == 0 and job.show_progress)
+    dist.barrier()
+    return result
+
+
+def _exit_with(launcher_pid: int) -> None:
+    """Ends this process when its launcher is gone, however that ended: ranks are never left behind."""
+
+    def watch() -> None:
+        while os.getppid() == launcher_pid:
+            time.sleep(0.5)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="launcher-watch").start()
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except (OSError, json.JSONDecodeError, IndexError) as error:
+        print(f"dgl_hybrid.launch.rank: cannot read its job: {error}", file=sys.stderr)  # noqa: T201
+        sys.exit(1)

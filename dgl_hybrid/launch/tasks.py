@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks can be told to do, by name. Each task is collective; its result is the same on every rank, or rank 0's."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.planner.explain import explain_vertex
+from dgl_hybrid.planner.report import report
+from dgl_hybrid.training.config import TrainJob
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.reference import train_reference
+from dgl_hybrid.training.report import Accuracy, EpochReport
+from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, partition_fingerprint, train
+
+
+def train_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
+    """Trains each of `payload["jobs"]`, one after another, and returns their reports."""
+    reports = []
+    for record in payload["jobs"]:
+        job = TrainJob.from_json(record)
+        with progress_bar(job, show_progress) as advance:
+            reports.append(train(job, on_epoch=advance).to_json())
+    return reports
+
+
+def reference_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
+    """The same with plain DGL on one process and the whole graph."""
+    return [
+        train_reference(TrainJob.from_json(record), payload["data"]).to_json() for record in payload["jobs"]
+    ]
+
+
+def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dict[str, Any]:
+    """Plans without training, saves every rank's plan in `payload["out"]` and explains `payload["explain"]`.
+
+    Raises:
+        PlanError: On every rank: nothing fits, or a vertex to explain is out of range.
+    """
+    from dataclasses import asdict, replace
+
+    job = TrainJob.from_json(payload["job"])
+    g = open_graph(job)
+    communicator = g.communicator
+    loader, plan = make_loader(job, g, build(job, g))
+    outcome = loader.outcome
+    assert outcome is not None
+    if payload["out"] is not None:
+        with communicator.agreed():
+            replace(plan, partition_fingerprint=partition_fingerprint(job.part_config)).save(payload["out"])
+    rows = [asdict(row) for row in report(outcome.problem, outcome.costs, [plan])]
+    counts = count_dependencies(loader)
+    explanations: list[str] = []
+    if payload["explain"] is not None:
+        vertex = find_vertex(g, int(payload["explain"]), is_global=payload["explain_is_global"])
+        text = None
+        if bool((outcome.problem.halo_global == vertex).any()):
+            with communicator.agreed():
+                text = explain_vertex(outcome.problem, outcome.costs, plan, vertex)
+        else:
+            with communicator.agreed():
+                pass
+        explanations = [line for line in communicator.gather_json(text) if line is not None]
+        owner = int(g.nodes.owner_of(torch.tensor([vertex]))[0])
+        original = payload["explain"] if not payload["explain_is_global"] else None
+        head = f"vertex {vertex} (global id), owned by rank {owner}"
+        if original is not None:
+            head = f"original id {original} is global id {vertex}, owned by rank {owner}"
+        if not explanations:
+            head += ": no other rank reads it, so there is nothing to decide"
+        explanations = [head, *explanations]
+    return {
+        "strategy": job.strategy.strategy,
+        "chosen_plan": plan.strategy,
+        "ranks": communicator.world_size,
+        "model": job.model.model,
+        "dataset": job.dataset,
+        "predicted_epoch_s": plan.estimate.epoch_s if plan.estimate is not None else None,
+        "plan": [
+            {"layer": layer + 1, "cached": cached, "communicated": communicated}
+            for layer, (cached, communicated) in enumerate(counts)
+        ],
+        "by_rank": [row for rank_rows in communicator.gather_json(rows) for row in rank_rows],
+        "topology": plan.topology.to_json() if plan.topology is not None else None,
+        "explanations": explanations,
+    }
+
+
+def find_vertex(g: PartitionedGraph, vertex: int, *, is_global: bool) -> int:
+    """Returns the global id of a vertex given by its global or its original id. Collective.
+
+    Raises:
+        PlanError: On every rank: no such vertex, or the folder does not know original ids.
+    """
+    position = -1
+    with g.communicator.agreed():
+        if not 0 <= vertex < g.num_nodes():
+            raise PlanError(f"the vertex to explain must lie in 0..{g.num_nodes() - 1} (got {vertex})")
+        if not is_global:
+            ids = g.partition.orig_node_ids
+            if ids is None:
+                raise PlanError("this partition does not know original ids; give a global id with --explain-global")
+            at = torch.nonzero(ids == vertex).flatten()
+            position = g.nodes.start + int(at[0]) if len(at) else -1
+    if is_global:
+        return vertex
+    return max(row[0] for row in g.communicator.gather_ints([position]))
+
+
+class progress_bar:  # noqa: N801 - used as a function
+    """A bar on stderr, where that is a terminal and this is the rank that shows it."""
+
+    def __init__(self, job: TrainJob, show: bool) -> None:
+        self._bar = tqdm(
+            total=job.training.epochs,
+            desc=f"{job.strategy.strategy} {job.model.model}",
+            unit="epoch",
+            file=sys.stderr,
+            disable=not (show and sys.stderr.isatty()),
+            leave=False,
+        )
+
+    def __enter__(self) -> Callable[[int, EpochReport, Accuracy | None], None]:
+        return self._advance
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def _advance(self, epoch: int, report: EpochReport, accuracy: Accuracy | None) -> None:
+        self._bar.update()
+        shown = {"loss": f"{report.loss:.4f}"}
+        if accuracy is not None:
+            shown["val"] = f"{accuracy.val:.3f}"
+        self._bar.set_postfix(shown, refresh=False)
+
+
+TASKS: dict[str, Callable[..., Any]] = {"train": train_task, "plan": plan_task, "reference": reference_task}

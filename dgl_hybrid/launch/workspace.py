@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a dataset's name to a partition folder: written once into the workspace, keyed by content, verified when reused."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
+
+_logger = logging.getLogger(__name__)
+
+PART_METHODS = ("metis", "random", "contiguous")
+_DATASET_FILE = "dataset.json"
+_FORMAT = 1
+"""Part of every key: raised when datasets or partitions come out differently."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """The graph."""
+
+    data: str = "powerlaw"
+    """Name of a graph (powerlaw, powerlaw:nodes=50000,degree=20, dgl:cora, ogb:ogbn-arxiv), or path of an .npz file."""
+    symmetric: bool = False
+    """Add the reverse of every arc."""
+    self_loops: bool = False
+    """Give every vertex one self-loop."""
+    normalize_features: bool = False
+    """Divide each row of features by its sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionConfig:
+    """How the graph is split among ranks."""
+
+    ranks: int | None = None
+    """Number of ranks, and of parts; without it the parts of an existing partition, else 2."""
+    part_method: str = "metis"
+    """metis, random or contiguous."""
+    num_hops: int = 1
+    """Hops of halo stored with each part; what is missing for caching is fetched at the start."""
+    partition: str | None = None
+    """Existing partition to train on, a folder or its JSON file, instead of partitioning the graph."""
+    workspace: str | None = None
+    """Folder that keeps partitions for later runs; ~/.cache/dgl_hybrid if not given."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.ranks is not None and self.ranks < 1:
+            raise ValueError(f"ranks must be at least 1 (got {self.ranks})")
+        if self.part_method not in PART_METHODS:
+            raise ValueError(f"unknown part_method (got {self.part_method!r}); choose one of {', '.join(PART_METHODS)}")
+        if self.num_hops < 1:
+            raise ValueError(f"num_hops must be at least 1 (got {self.num_hops})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparedGraph:
+    """A partition that ranks can open."""
+
+    part_config: Path
+    dataset: str
+    num_classes: int | None
+    num_parts: int
+
+
+def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedGraph:
+    """Finds the partition that is asked for, or loads the graph and writes it. Not collective: one process calls it.
+
+    Raises:
+        DatasetError: Unknown, malformed, NaN features, ….
+        PartitionError: The given partition is not one, or has another number of parts than `ranks`.
+    """
+    if partition.partition is not None:
+        return _existing(partition.partition, partition.ranks)
+    num_parts = partition.ranks or 2
+    root = Path(partition.workspace) if partition.workspace else default_workspace()
+    description = describe(data, partition, num_parts)
+    digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+    with _locked(root, digest[:16]):
+        found = _reusable(root, digest[:16])
+        if found is not None:
+            return found
+        return _write(data, partition, num_parts, root, digest[:16], description)
+
+
+def default_workspace() -> Path:
+    """Returns the folder for partitions: `dgl_hybrid` in the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid"
+
+
+def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> dict[str, object]:
+    """Returns what a partition's content follows from; a file counts by its content, not its name."""
+    description: dict[str, object] = {
+        "format": _FORMAT,
+        **asdict(data),
+        "num_parts": num_parts,
+        "part_method": partition.part_method,
+        "num_hops": partition.num_hops,
+    }
+    path, _, options = data.data.partition(".npz")
+    file = Path(path + ".npz")
+    if data.data.startswith(path + ".npz") and file.is_file():
+        with file.open("rb") as stream:
+            description["data"] = [hashlib.file_digest(stream, "sha256").hexdigest(), options]
+    return description
+
+
+def find_part_config(location: str | Path) -> Path:
+    """Returns the JSON file of a partition, given it or its folder.
+
+    Raises:
+        PartitionError: There is none, or more than one.
+    """
+    path = Path(location)
+    if not path.is_dir():
+        if not path.exists():
+            raise PartitionError(f"{path} does not exist. Give a partition folder or its <graph name>.json.")
+        return path
+    found = []
+    for candidate in sorted(path.glob("*.json")):
+        try:
+            content = json.loads(candidate.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            found.append(candidate)  # a truncated one: reading it will say so
+            continue
+        if isinstance(content, dict) and "part_method" in content and "num_parts" in content:
+            found.append(candidate)
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found) or "none"
+        raise PartitionError(f"{path} must hold one partition's <graph name>.json (got {names}). Name the file itself.")
+    return found[0]
+
+
+def _existing(location: str, ranks: int | None) -> PreparedGraph:
+    part_config = find_part_config(location)
+    summary = read_partition_summary(part_config)
+    if ranks is not None and ranks != summary.num_parts:
+        raise PartitionError(
+            f"{part_config} has {summary.num_parts} parts, but --ranks is {ranks}. Start {summary.num_parts} ranks, or "
+            f"partition the graph into {ranks} parts."
+        )
+    dataset, num_classes = _read_description(part_config.parent) or (summary.graph_name, None)
+    return PreparedGraph(
+        part_config=part_config, dataset=dataset, num_classes=num_classes, num_parts=summary.num_parts
+    )
+
+
+def _read_description(folder: Path) -> tuple[str, int] | None:
+    try:
+        content = json.loads((folder / _DATASET_FILE).read_text(encoding="utf-8"))
+        return str(content["name"]), int(content["num_classes"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _reusable(root: Path, key: str) -> PreparedGraph | None:
+    for folder in sorted(root.glob(f"*-{key}")):
+        if _read_description(folder) is None:
+            continue  # interrupted before it was complete
+        try:
+            prepared = _existing(str(folder), None)
+            verify_partition(prepared.part_config)
+        except PartitionError as error:
+            _logger.warning("partitioning again, the kept partition is damaged: %s", error)
+            continue
+        _logger.info("using the partition in %s", folder)
+        return prepared
+    return None
+
+
+def _write(
+    data: DataConfig,
+    partition: PartitionConfig,
+    num_parts: int,
+    root: Path,
+    key: str,
+    description: dict[str, object],
+) -> PreparedGraph:
+    from dgl_hybrid.datasets import load_dataset
+
+    dataset = load_dataset(
+        data.data,
+        symmetric=data.symmetric,
+        self_loops=data.self_loops,
+        normalize_features=data.normalize_features,
+    )
+    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
+    folder = root / f"{name}-{num_parts}-{key}"
+    write_partition(dataset.graph, name, num_parts, folder, partition, dataset.num_classes, dataset.name, description)
+    return PreparedGraph(
+        part_config=folder / f"{name}.json",
+        dataset=dataset.name,
+        num_classes=dataset.num_classes,
+        num_parts=num_parts,
+    )
+
+
+def write_partition(
+    graph: object,
+    graph_name: str,
+    num_parts: int,
+    folder: Path,
+    partition: PartitionConfig,
+    num_classes: int,
+    dataset_name: str,
+    description: dict[str, object],
+) -> None:
+    """Writes a partition folder and, last, what it was made from."""
+    (folder / _DATASET_FILE).unlink(missing_ok=True)
+    partition_graph(
+        graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
+    )
+    record = {"name": dataset_name, "num_classes": num_classes, "made_from": description}
+    aside = folder / f".{_DATASET_FILE}.writing"
+    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    aside.rename(folder / _DATASET_FILE)
+
+
+@contextmanager
+def _locked(root: Path, key: str) -> Iterator[None]:
+    """One process at a time writes a partition; a second run of the same waits and then reuses it."""
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / f".{key}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

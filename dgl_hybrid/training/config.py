@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is trained, how its dependencies are treated, and for how long: the options of one training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from dgl_hybrid.planner import STRATEGIES, PlannerConfig
+
+MODELS = ("gcn", "sage", "gat", "gatv2", "gin")
+DTYPES = ("float32", "float64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """A stack of one kind of `dgl.nn` layer."""
+
+    model: str = "gcn"
+    """Kind of layer: gcn, sage, gat, gatv2 or gin."""
+    num_layers: int = 2
+    """Number of layers L."""
+    hidden: int = 64
+    """Width of the hidden layers, all heads together."""
+    heads: int = 4
+    """Attention heads of hidden layers (gat, gatv2); the last layer has one."""
+    dropout: float = 0.5
+    """Dropout before every layer, and on attention; 0 turns it off."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.model not in MODELS:
+            raise ValueError(f"unknown model (got {self.model!r}); choose one of {', '.join(MODELS)}")
+        for name in ("num_layers", "hidden", "heads"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1 (got {getattr(self, name)})")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must lie in 0..1, 1 excluded (got {self.dropout})")
+        if self.model in ("gat", "gatv2") and self.hidden % self.heads:
+            raise ValueError(f"hidden must be a multiple of heads={self.heads} for {self.model} (got {self.hidden})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StrategyConfig:
+    """What becomes of dependencies: computed here (cached), or received (communicated)."""
+
+    strategy: str = "hybrid"
+    """hybrid, depcache, depcomm, neutronstar, greedy or ratio."""
+    cache_ratio: float = 0.5
+    """Strategy ratio only: share of the dependencies of each layer to cache."""
+    memory_budget: float | None = None
+    """Bytes the halo rows of one rank may hold, e.g. 200e6 or 200MB; without it there is no limit."""
+    plan: str | None = None
+    """Folder of plans that `dgl-hybrid plan` saved; nothing is planned then."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
+        self.planner_config()
+
+    def planner_config(self) -> PlannerConfig:
+        """Returns the planner's options."""
+        return PlannerConfig(
+            strategy=self.strategy, cache_ratio=self.cache_ratio, memory_budget_bytes=self.memory_budget
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """How long and in which arithmetic; one optimizer step (Adam) an epoch."""
+
+    epochs: int = 100
+    """Number of epochs."""
+    lr: float = 0.01
+    """Learning rate of Adam."""
+    weight_decay: float = 5e-4
+    """Weight decay of Adam, on all parameters."""
+    eval_every: int = 5
+    """Epochs between evaluations; 0: only after the last."""
+    dtype: str = "float32"
+    """float32, or float64 to compare runs digit by digit."""
+    seed: int = 0
+    """Of initial weights and dropout. (A generated graph has its own: powerlaw:seed=1.)"""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.epochs < 1:
+            raise ValueError(f"epochs must be at least 1 (got {self.epochs})")
+        if self.eval_every < 0:
+            raise ValueError(f"eval_every must not be negative (got {self.eval_every})")
+        if not self.lr > 0 or not self.weight_decay >= 0:
+            raise ValueError(
+                f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay})"
+            )
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype (got {self.dtype!r}); choose one of {', '.join(DTYPES)}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must lie in 0..2**32-1 (got {self.seed})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainJob:
+    """Everything a rank needs to train; travels to rank processes as JSON."""
+
+    part_config: str
+    """Path of the partition's JSON file."""
+    dataset: str
+    """What results call the graph."""
+    num_classes: int | None = None
+    """None: the largest label of any rank, plus one."""
+    model: ModelConfig
+    strategy: StrategyConfig
+    training: TrainConfig
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns a dictionary that `json.dumps` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> TrainJob:
+        """Reads what `to_json` wrote."""
+        return cls(
+            part_config=str(Path(data["part_config"])),
+            dataset=data["dataset"],
+            num_classes=data["num_classes"],
+            model=ModelConfig(**data["model"]),
+            strategy=StrategyConfig(**data["strategy"]),
+            training=TrainConfig(**data["training"]),
+        )

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one epoch on all ranks: time of the slowest, bytes by layer, and the split into compute, exchange and wait."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from dgl_hybrid.exchange.clock import split_wait
+from dgl_hybrid.exchange.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochTimes:
+    """All ranks together: times of the slowest or mean rank, bytes summed."""
+
+    time_s: float
+    compute_s: float
+    exchange_s: float
+    wait_s: float
+    forward_bytes: tuple[int, ...]
+    """(L,) by layer."""
+    backward_bytes: tuple[int, ...]
+
+
+class EpochClock:
+    """`start()` before an epoch, `stop()` after it; both collective, the time between them is not disturbed."""
+
+    def __init__(self, communicator: Communicator, num_layers: int) -> None:
+        self._communicator = communicator
+        self._num_layers = num_layers
+        self._start_s = 0.0
+        communicator.common_time_s(0.0)  # collective the first time: not inside an epoch
+
+    def start(self) -> None:
+        """Waits for all ranks and begins to measure. Collective."""
+        self._communicator.barrier()
+        self._communicator.clock.drain()
+        self._start_s = time.perf_counter()
+
+    def stop(self) -> EpochTimes:
+        """Returns the same on every rank. Collective."""
+        elapsed_s = time.perf_counter() - self._start_s
+        communicator, num_layers = self._communicator, self._num_layers
+        # Layer 0 is static data: features and labels fetched once, in the first epoch.
+        events = [event for event in communicator.clock.drain() if event.layer > 0]
+        entered = [communicator.common_time_s(event.start_s) for event in events]
+        wait_s, exchange_s = split_wait(
+            communicator.gather_floats(entered) if entered else [[] for _ in range(communicator.world_size)],
+            [event.elapsed_s for event in events],
+            communicator.rank,
+        )
+        sent = [0] * (2 * num_layers)
+        for event in events:
+            sent[event.layer - 1 + num_layers * event.backward] += event.bytes_sent
+        times = communicator.gather_floats([elapsed_s, exchange_s, wait_s])
+        by_rank = communicator.gather_ints(sent)
+        total = [sum(row[k] for row in by_rank) for k in range(2 * num_layers)]
+        world_size = communicator.world_size
+        mean_exchange_s = sum(row[1] for row in times) / world_size
+        mean_wait_s = sum(row[2] for row in times) / world_size
+        time_s = max(row[0] for row in times)
+        return EpochTimes(
+            time_s=time_s,
+            compute_s=max(time_s - mean_exchange_s - mean_wait_s, 0.0),
+            exchange_s=mean_exchange_s,
+            wait_s=mean_wait_s,
+            forward_bytes=tuple(total[:num_layers]),
+            backward_bytes=tuple(total[num_layers:]),
+        )

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run reports: per epoch, per layer, per rank. Plain data that goes to JSON and back."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochReport:
+    """One epoch; times are of the slowest rank, the split is a mean over ranks."""
+
+    loss: float
+    """Global mean over the train nodes."""
+    time_s: float
+    """Forward, backward and optimizer step, from a barrier to the end of the slowest rank."""
+    bytes_sent: int
+    """Rows handed to other ranks, forward and backward, all ranks together."""
+    compute_s: float
+    """Time outside exchanges; the gradients' all-reduce is in here."""
+    exchange_s: float
+    """Time inside exchanges once the last rank had come."""
+    wait_s: float
+    """Time inside exchanges until the last rank had come."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerReport:
+    """One layer, all ranks together."""
+
+    layer: int
+    """From 1; it reads the rows of the level below."""
+    cached: int
+    """Rows read here that their reader computes (layer 1: holds) itself though another rank owns them."""
+    communicated: int
+    """Rows received each epoch."""
+    forward_bytes: int
+    """Bytes sent in one epoch's forward."""
+    backward_bytes: int
+    """Bytes sent in one epoch's backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Accuracy:
+    """Shares of the nodes of each split that are predicted right."""
+
+    epoch: int
+    """Epochs done, from 1, when it was measured."""
+    train: float
+    val: float
+    test: float
+    """NaN for a split without nodes; null in JSON."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainReport:
+    """One run."""
+
+    strategy: str
+    ranks: int
+    model: str
+    dataset: str
+    dtype: str
+    epochs: tuple[EpochReport, ...]
+    layers: tuple[LayerReport, ...]
+    best: Accuracy
+    """At the best validation accuracy, the earliest of equals."""
+    final: Accuracy
+    """After the last epoch."""
+    peak_rss_bytes: tuple[int, ...]
+    """By rank: the most memory the process held, interpreter and libraries included."""
+    base_rss_bytes: tuple[int, ...]
+    """By rank: what it held before the graph was opened."""
+    gradient_bytes: int
+    """Bytes of weight gradients that each rank gives to the all-reduce of one epoch; not part of `bytes_sent`."""
+    predicted_epoch_s: float | None
+    chosen_plan: str
+    """Which candidate was taken: "hybrid@1", "depcomm", …"""
+
+    @property
+    def epoch_time_s(self) -> float:
+        """Median; the first epoch, which also fetches features, is left out if there are others."""
+        return statistics.median(epoch.time_s for epoch in self.steady_epochs())
+
+    def steady_epochs(self) -> Sequence[EpochReport]:
+        """Returns all epochs but the first, or the only one."""
+        return self.epochs[1:] or self.epochs
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the object that `--json` prints."""
+        return {
+            "strategy": self.strategy,
+            "ranks": self.ranks,
+            "model": self.model,
+            "dataset": self.dataset,
+            "dtype": self.dtype,
+            "epochs": [asdict(epoch) for epoch in self.epochs],
+            "epoch_time_s": self.epoch_time_s,
+            "train_accuracy": _or_none(self.best.train),
+            "val_accuracy": _or_none(self.best.val),
+            "test_accuracy": _or_none(self.best.test),
+            "best_epoch": self.best.epoch,
+            "final_accuracy": {name: _or_none(value) for name, value in asdict(self.final).items()},
+            "peak_rss_bytes": list(self.peak_rss_bytes),
+            "base_rss_bytes": list(self.base_rss_bytes),
+            "plan": [asdict(layer) for layer in self.layers],
+            "chosen_plan": self.chosen_plan,
+            "predicted_epoch_s": self.predicted_epoch_s,
+            "gradient_bytes": self.gradient_bytes,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> TrainReport:
+        """Reads what `to_json` wrote."""
+        return cls(
+            strategy=data["strategy"],
+            ranks=data["ranks"],
+            model=data["model"],
+            dataset=data["dataset"],
+            dtype=data["dtype"],
+            epochs=tuple(EpochReport(**epoch) for epoch in data["epochs"]),
+            layers=tuple(LayerReport(**layer) for layer in data["plan"]),
+            best=Accuracy(
+                epoch=data["best_epoch"],
+                train=_or_nan(data["train_accuracy"]),
+                val=_or_nan(data["val_accuracy"]),
+                test=_or_nan(data["test_accuracy"]),
+            ),
+            final=Accuracy(**{name: _or_nan(value) for name, value in data["final_accuracy"].items()}),
+            peak_rss_bytes=tuple(data["peak_rss_bytes"]),
+            base_rss_bytes=tuple(data["base_rss_bytes"]),
+            gradient_bytes=data["gradient_bytes"],
+            predicted_epoch_s=data["predicted_epoch_s"],
+            chosen_plan=data["chosen_plan"],
+        )
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
+
+
+def _or_nan(value: Any) -> Any:
+    return math.nan if value is None else value

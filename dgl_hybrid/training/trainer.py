@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's part in a training run: open, plan, train, evaluate exactly, report."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid.datasets import check_features
+from dgl_hybrid.errors import DatasetError
+from dgl_hybrid.partition.manifest import MANIFEST_NAME
+from dgl_hybrid.planner import DependencyPlan
+from dgl_hybrid.training.config import TrainJob
+from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
+from dgl_hybrid.training.loader import FullGraphLoader
+from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
+from dgl_hybrid.training.metrics import count_correct
+from dgl_hybrid.training.models import build_model
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
+
+SPLITS = ("train_mask", "val_mask", "test_mask")
+
+OnEpoch = Callable[[int, EpochReport, Accuracy | None], None]
+"""Called on every rank after each epoch: epochs done, its report, and the accuracy if it was just measured."""
+
+
+def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
+    """Trains on the graph of a partition folder. Collective: every rank calls it with the same job.
+
+    Initial weights depend on the seed and the model alone, so that runs of any strategy and number of ranks compare.
+
+    Returns:
+        The report of the whole run, the same on every rank.
+    Raises:
+        PartitionError, DatasetError, PlanError, BlockError, ValueError: On every rank, whichever found the fault.
+    """
+    torch.manual_seed(job.training.seed)
+    base_rss = current_rss_bytes()
+    g = open_graph(job)
+    model = build(job, g)
+    loader, plan = make_loader(job, g, model)
+    evaluator = Evaluator(g, job.model.num_layers)
+    config, communicator = job.training, g.communicator
+    wrapped: nn.Module = model
+    if communicator.group is not None:
+        # Buffers are batch norm's statistics, which are those of the whole graph on every rank already.
+        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    clock = EpochClock(communicator, job.model.num_layers)
+    epochs: list[EpochReport] = []
+    measured: list[Accuracy] = []
+    times: EpochTimes | None = None
+    for epoch in range(1, config.epochs + 1):
+        wrapped.train()
+        clock.start()
+        loss = _step(g, loader, wrapped, optimizer)
+        times = clock.stop()
+        epochs.append(_epoch_report(g, loss, times))
+        last = epoch == config.epochs
+        accuracy = None
+        if last or (config.eval_every and epoch % config.eval_every == 0):
+            accuracy = evaluator.measure(model, epoch)
+            measured.append(accuracy)
+        if on_epoch is not None:
+            on_epoch(epoch, epochs[-1], accuracy)
+    assert times is not None
+    rss = communicator.gather_ints([peak_rss_bytes(), base_rss])
+    return TrainReport(
+        strategy=job.strategy.strategy,
+        ranks=communicator.world_size,
+        model=job.model.model,
+        dataset=job.dataset,
+        dtype=config.dtype,
+        epochs=tuple(epochs),
+        layers=_layer_reports(loader, times),
+        best=_best(measured),
+        final=measured[-1],
+        peak_rss_bytes=tuple(row[0] for row in rss),
+        base_rss_bytes=tuple(row[1] for row in rss),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+        predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
+        chosen_plan=plan.strategy,
+    )
+
+
+def open_graph(job: TrainJob) -> PartitionedGraph:
+    """Opens this rank's part in the job's dtype and checks what training relies on. Collective.
+
+    Raises:
+        PartitionError: Missing or damaged folder, or a number of ranks other than its parts.
+        DatasetError: On every rank: fields missing, NaN features, or labels out of range.
+    """
+    g = PartitionedGraph.open(job.part_config)
+    dtype = getattr(torch, job.training.dtype)
+    with g.communicator.agreed():
+        missing = [name for name in ("feat", "label", *SPLITS) if name not in g.ndata]
+        if missing:
+            raise DatasetError(
+                f"{job.part_config} has no node field {', '.join(missing)} (got {sorted(g.ndata)}); training needs "
+                f"feat, label, {', '.join(SPLITS)}"
+            )
+        check_features(f"feat of part {g.rank()} of {Path(job.part_config).name}", g.ndata["feat"].local)
+        label = g.ndata["label"].local
+        for split in SPLITS:
+            chosen = label[g.ndata[split].local.bool()]
+            if len(chosen) and int(chosen.min()) < 0:
+                raise DatasetError(f"{split} of part {g.rank()} selects vertices without a label")
+            if job.num_classes is not None and len(chosen) and int(chosen.max()) >= job.num_classes:
+                raise DatasetError(f"labels must be below num_classes={job.num_classes} (got {int(chosen.max())})")
+    g.ndata["feat"] = g.ndata["feat"].local.to(dtype)
+    return g
+
+
+def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
+    """Builds the job's model for the graph's widths. Collective."""
+    num_classes = job.num_classes
+    if num_classes is None:
+        label = g.ndata["label"].local
+        num_classes = 1 + max(
+            row[0] for row in g.communicator.gather_ints([int(label.max()) if len(label) else -1])
+        )
+    return build_model(
+        job.model.model,
+        int(g.ndata["feat"].shape[1]),
+        job.model.hidden,
+        max(num_classes, 1),
+        job.model.num_layers,
+        dropout=job.model.dropout,
+        heads=job.model.heads,
+        seed=job.training.seed,
+        dtype=getattr(torch, job.training.dtype),
+    )
+
+
+def make_loader(
+    job: TrainJob, g: PartitionedGraph, model: nn.Module
+) -> tuple[FullGraphLoader, DependencyPlan]:
+    """Makes the train loader and the plan it follows: made now, or read from the job's folder of plans. Collective.
+
+    Raises:
+        PlanError: On every rank: no plan fits, or the saved one is damaged or for another model or partition.
+    """
+    plan: DependencyPlan | None = None
+    if job.strategy.plan is not None:
+        with g.communicator.agreed():
+            plan = DependencyPlan.load(
+                job.strategy.plan,
+                g.rank(),
+                world_size=g.communicator.world_size,
+                num_layers=job.model.num_layers,
+                partition_fingerprint=partition_fingerprint(job.part_config),
+            )
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        job.model.num_layers,
+        model=None if plan is not None else model,
+        planner=job.strategy.planner_config(),
+        plan=plan,
+        seed=job.training.seed,
+    )
+    if plan is None:
+        assert loader.outcome is not None
+        plan = loader.outcome.plan
+    return loader, plan
+
+
+def partition_fingerprint(part_config: str | Path) -> str:
+    """Returns a digest that changes when the partition does: of its checksums, or of its JSON where it has none."""
+    manifest = Path(part_config).parent / MANIFEST_NAME
+    source = manifest if manifest.is_file() else Path(part_config)
+    return hashlib.sha256(source.read_bytes()).hexdigest()
+
+
+class Evaluator:
+    """Measures the accuracy on all labelled nodes, exactly, whatever the train loader's plan.
+
+    Its loader lives beside the train loader; everything is communicated in it.
+    """
+
+    def __init__(self, g: PartitionedGraph, num_layers: int) -> None:
+        self._graph = g
+        masks = torch.stack([g.ndata[split].local.bool() for split in SPLITS])
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._loader = FullGraphLoader(
+            g, g.nodes.owned()[masks.any(0)], num_layers, plan=[nothing] * num_layers, seed=0
+        )
+        own = self._loader.num_seeds
+        self._labels = g.ndata["label"][self._loader.seeds][:own]
+        self._splits = torch.zeros(len(SPLITS), own, dtype=torch.bool)
+        if own:
+            self._splits = masks[:, self._loader.seeds[:own] - g.nodes.start]
+
+    def measure(self, model: nn.Module, epoch: int) -> Accuracy:
+        """Returns the same on every rank; leaves the model in the mode it was in. Collective."""
+        was_training = model.training
+        model.eval()
+        with torch.no_grad():
+            for input_nodes, _, blocks in self._loader:
+                logits = model(blocks, self._graph.ndata["feat"][input_nodes])
+        model.train(was_training)
+        rows = logits[: len(self._labels)]
+        counts = torch.stack([count_correct(rows, self._labels, split) for split in self._splits])
+        right, total = self._graph.communicator.sum_(counts).unbind(1)
+        shares = (right / total).tolist()  # 0 / 0 is NaN: a split without nodes
+        return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2])
+
+
+def _step(g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
+    for input_nodes, seeds, blocks in loader:
+        logits = model(blocks, g.ndata["feat"][input_nodes])
+        loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    # This rank's share of the global mean; a borrowed seed weighs nothing.
+    return loss.detach() * (loader.loss_weight / g.communicator.world_size)
+
+
+def _best(measured: Sequence[Accuracy]) -> Accuracy:
+    """The earliest of the best by validation; the last where there are no validation nodes."""
+    if any(math.isnan(accuracy.val) for accuracy in measured):
+        return measured[-1]
+    return max(measured, key=lambda accuracy: (accuracy.val, -accuracy.epoch))
+
+
+def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes) -> EpochReport:
+    shares = [row[0] for row in g.communicator.gather_floats([float(loss)])]
+    return EpochReport(
+        loss=math.fsum(shares),
+        time_s=times.time_s,
+        bytes_sent=sum(times.forward_bytes) + sum(times.backward_bytes),
+        compute_s=times.compute_s,
+        exchange_s=times.exchange_s,
+        wait_s=times.wait_s,
+    )
+
+
+def _layer_reports(loader: FullGraphLoader, times: EpochTimes) -> tuple[LayerReport, ...]:
+    counts = count_dependencies(loader)
+    return tuple(
+        LayerReport(
+            layer=layer + 1,
+            cached=counts[layer][0],
+            communicated=counts[layer][1],
+            forward_bytes=times.forward_bytes[layer],
+            backward_bytes=times.backward_bytes[layer],
+        )
+        for layer in range(loader.num_layers)
+    )
+
+
+def count_dependencies(loader: FullGraphLoader) -> Sequence[tuple[int, int]]:
+    """Returns `(cached, communicated)` rows for every layer, all ranks together. Collective."""
+    here = []
+    for layer, structure in enumerate(loader.sets.layers):
+        here += [loader.sets.num_recomputed(layer), structure.exchange.num_received]
+    by_rank = loader.communicator.gather_ints(here)
+    total = [sum(row[k] for row in by_rank) for k in range(len(here))]
+    return list(zip(total[::2], total[1::2], strict=True))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from dgl_hybrid.training.reduction import sum_over_ranks
 
-_CHUNK_ELEMENTS_CPU = 1 << 18
+_CHUNK_ELEMENTS_CPU = 1 << 19
 _CHUNK_ELEMENTS_CUDA = 1 << 26
 
 

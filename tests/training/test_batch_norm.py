@@ -254,7 +254,8 @@ def test_evaluation_uses_the_running_statistics_and_communicates_nothing() -> No
     before = mean.clone(), var.clone()
     y = distributed_batch_norm(x, torch.zeros(7, dtype=torch.bool), mean, var, training=False)
     assert torch.equal(y, F.batch_norm(x, mean, var))
-    assert torch.equal(mean, before[0]) and torch.equal(var, before[1])
+    assert torch.equal(mean, before[0])
+    assert torch.equal(var, before[1])
     with pytest.raises(ValueError, match="evaluation needs running_mean and running_var"):
         distributed_batch_norm(x, torch.zeros(7, dtype=torch.bool), None, None, training=False)
 

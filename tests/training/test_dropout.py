@@ -159,7 +159,8 @@ def test_values_are_scaled_or_zero(dtype: torch.dtype, p: float) -> None:
     y = replicated_dropout(x, p, torch.arange(60), seed=0, step=0, call_index=0)
     keep = keep_mask(torch.arange(60), 10, p)
     expected = torch.zeros_like(x) if p == 1.0 else torch.where(keep, x * (1 / (1 - p)), torch.zeros_like(x))
-    assert y.dtype == dtype and y.shape == x.shape
+    assert y.dtype == dtype
+    assert y.shape == x.shape
     assert torch.equal(y, expected)
     assert torch.equal(x, before)
 
@@ -217,7 +218,8 @@ def test_strided_rows_and_strided_gradients() -> None:
 def test_empty_rows(shape: tuple[int, ...]) -> None:
     x = torch.zeros(shape, requires_grad=True)
     y = replicated_dropout(x, 0.5, torch.arange(shape[0]), seed=0, step=0, call_index=0)
-    assert y.shape == shape and y.requires_grad
+    assert y.shape == shape
+    assert y.requires_grad
 
 
 def test_mistakes_are_named() -> None:

@@ -20,7 +20,7 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     develop = re.search(r'"dev": \[(.*?)\]', setup)
     assert runtime is not None
     assert develop is not None
-    for text in re.findall(r'"([^"]+)"', runtime[1] + develop[1]) + ["setuptools"]:
+    for text in [*re.findall(r'"([^"]+)"', runtime[1] + develop[1]), "setuptools"]:
         requirement = Requirement(text)
         assert requirement.name in pins, f"{requirement.name} is not in .constraints.txt"
         assert requirement.specifier.contains(pins[requirement.name]), text

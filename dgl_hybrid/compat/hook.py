@@ -42,15 +42,14 @@ class _MendedLoader(SourceFileLoader):
         return compile(self._mend(record=True), f"{self.path} (mended by dgl_hybrid)", "exec", dont_inherit=True)
 
     def _mend(self, *, record: bool) -> str:
-        from dgl_hybrid.compat.patchfile import apply_patch
+        from dgl_hybrid.compat.patchfile import apply_patches
 
         source = self.get_data(self.path).decode("utf-8").replace("\r\n", "\n")
-        for fix, patch in self._patches:
-            mended = apply_patch(source, patch, fix.name)
-            if record:
+        mended = apply_patches(source, [(fix.name, patch) for fix, patch in self._patches])
+        if record:
+            for fix, _ in self._patches:
                 self._finder.record(fix.name, "in DGL's files already" if mended is source else "applied")
-            source = mended
-        return source
+        return mended
 
 
 class MendingFinder:

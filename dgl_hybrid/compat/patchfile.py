@@ -23,13 +23,14 @@ is worse than none, so nothing is searched for and nothing is fuzzy.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from dgl_hybrid.errors import CompatError
 
 HEADER_KEYS = ("Fix", "DGL", "Reason", "Upstream", "Test")
-_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+(\d+)(?:,(\d+))? @@")
+_HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,6 @@ class Hunk:
 
     old_start: int
     """Line number, from 1; the line after which `new` goes when `old` is empty."""
-    new_start: int
     old: tuple[str, ...]
     new: tuple[str, ...]
 
@@ -136,7 +136,7 @@ def _parse_hunk(name: str, lines: list[str], at: int) -> tuple[Hunk, int]:
     if match is None:
         raise CompatError(f"{name}:{at + 1}: expected '@@ -l,n +l,n @@' (got {lines[at]!r})")
     first = at + 1
-    num_old, num_new = int(match[2] or 1), int(match[4] or 1)
+    num_old, num_new = int(match[2] or 1), int(match[3] or 1)
     old: list[str] = []
     new: list[str] = []
     at += 1
@@ -150,49 +150,56 @@ def _parse_hunk(name: str, lines: list[str], at: int) -> tuple[Hunk, int]:
         if mark != "-":
             new.append(text)
         at += 1
-    hunk = Hunk(old_start=int(match[1]), new_start=int(match[3]), old=tuple(old), new=tuple(new))
+    hunk = Hunk(old_start=int(match[1]), old=tuple(old), new=tuple(new))
     return hunk, at
 
 
-def apply_patch(source: str, patch: FilePatch, fix_name: str) -> str:
-    """Applies all hunks to `source`, each exactly where it says.
+def apply_patches(source: str, patches: Sequence[tuple[str, FilePatch]]) -> str:
+    """Applies the hunks of all fixes for one file, each exactly where it says.
+
+    Every fix is a diff against the released file, so any of them can be left out; their hunks must not overlap.
 
     Args:
         source: The file's text; not modified.
-        patch: The hunks, which never overlap and come in the order of their lines.
-        fix_name: For the message.
+        patches: Name of the fix (for messages) and its hunks.
     Returns:
-        The mended text; `source` itself when the fix is in it already (applied by hand).
+        The mended text; `source` itself when all the fixes are in it already (applied by hand).
     Raises:
-        CompatError: when the text is neither the one the fix was written for nor the mended one.
+        CompatError: when the text is neither the released nor the mended one, or when two fixes overlap.
     """
     lines = source.splitlines()
-    mismatch = _first_mismatch(lines, [(h.old_start, h.old) for h in patch.hunks])
+    named = sorted(
+        ((name, patch.path, h) for name, patch in patches for h in patch.hunks), key=lambda n: n[2].old_start
+    )
+    mismatch: str | None = None
+    by_hand = True
+    mended: list[str] = []
+    done = shift = 0
+    previous = ""
+    for name, path, hunk in named:
+        start = hunk.old_start - 1 if hunk.old else hunk.old_start
+        if start < done and previous != name:
+            raise CompatError(f"{previous} and {name} both change {path}:{start + 1}: make one fix of them")
+        mismatch = mismatch or _mismatch(lines, start, hunk.old, f"{name} does not fit {path}")
+        by_hand = by_hand and _mismatch(lines, start + shift, hunk.new, "") is None
+        mended += lines[done:start]
+        mended += hunk.new
+        done = start + len(hunk.old)
+        shift += len(hunk.new) - len(hunk.old)
+        previous = name
     if mismatch is None:
-        mended: list[str] = []
-        done = 0
-        for hunk in patch.hunks:
-            start = hunk.old_start - 1 if hunk.old else hunk.old_start
-            mended += lines[done:start]
-            mended += hunk.new
-            done = start + len(hunk.old)
-        mended += lines[done:]
-        return "\n".join(mended) + "\n"
-    if _first_mismatch(lines, [(h.new_start, h.new) for h in patch.hunks]) is None:
+        return "\n".join(mended + lines[done:]) + "\n"
+    if by_hand:
         return source
-    line_number, expected, got = mismatch
     raise CompatError(
-        f"{fix_name} does not fit {patch.path}:{line_number}: expected {expected!r} (got {got!r}). "
-        "The file differs from the released DGL: reinstall it (pip install --force-reinstall --no-deps 'dgl==2.1.*'), "
-        "or apply the fix to your version by hand."
+        f"{mismatch}. The file differs from the released DGL: reinstall it "
+        "(pip install --force-reinstall --no-deps 'dgl==2.1.*'), or apply all fixes to your version by hand."
     )
 
 
-def _first_mismatch(lines: list[str], pieces: list[tuple[int, tuple[str, ...]]]) -> tuple[int, str, str] | None:
-    for start, expected in pieces:
-        for offset, want in enumerate(expected):
-            index = start - 1 + offset
-            got = lines[index] if index < len(lines) else "end of file"
-            if got != want:
-                return index + 1, want, got
+def _mismatch(lines: list[str], start: int, expected: tuple[str, ...], what: str) -> str | None:
+    for index, want in enumerate(expected, start):
+        got = lines[index] if index < len(lines) else "end of file"
+        if got != want:
+            return f"{what}:{index + 1}: expected {want!r} (got {got!r})"
     return None

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dgl_hybrid.compat.fixes import load_fixes, patches_folder
-from dgl_hybrid.compat.patchfile import apply_patch, read_fix
+from dgl_hybrid.compat.patchfile import FilePatch, apply_patches, read_fix
 from dgl_hybrid.compat.versions import SUPPORTED_DGL, dgl_version, find_dgl, is_in
 from dgl_hybrid.errors import CompatError
 
@@ -55,8 +55,24 @@ def test_reads_header_and_hunks(tmp_path: Path) -> None:
 
 def test_applies_in_memory_and_knows_its_own_result(tmp_path: Path) -> None:
     fix = read_fix(write(tmp_path, HEADER + DIFF))
-    assert apply_patch(SOURCE, fix.files[0], fix.name) == MENDED
-    assert apply_patch(MENDED, fix.files[0], fix.name) is MENDED
+    assert apply_patches(SOURCE, [(fix.name, fix.files[0])]) == MENDED
+    assert apply_patches(MENDED, [(fix.name, fix.files[0])]) is MENDED
+
+
+def test_two_fixes_for_one_file(tmp_path: Path) -> None:
+    """Each is a diff against the released file: both apply, either can be left out, by hand or in memory."""
+    one = read_fix(write(tmp_path, HEADER + DIFF)).files[0]
+    diff = "--- a/dgl/counting/__init__.py\n+++ b/dgl/counting/__init__.py\n@@ -4,2 +4,3 @@\n fourth\n+4.5\n fifth\n"
+    two = read_fix(write(tmp_path, HEADER + diff)).files[0]
+    both = MENDED.replace("fourth\n", "fourth\n4.5\n")
+    assert apply_patches(SOURCE, [("two", two)]) == SOURCE.replace("fourth\n", "fourth\n4.5\n")
+    assert apply_patches(SOURCE, [("one", one), ("two", two)]) == both
+    assert apply_patches(both, [("two", two), ("one", one)]) is both
+    with pytest.raises(CompatError, match=r"one does not fit dgl/counting/__init__\.py:2"):
+        apply_patches(MENDED, [("one", one), ("two", two)])
+    clash = read_fix(write(tmp_path, HEADER + diff.replace("-4,2 +4,3", "-3,2 +3,3").replace("fifth", "x"))).files[0]
+    with pytest.raises(CompatError, match=r"one and two both change dgl/counting/__init__\.py:3: make one fix"):
+        apply_patches(SOURCE, [("one", one), ("two", clash)])
 
 
 @pytest.mark.parametrize(
@@ -73,7 +89,7 @@ def test_refuses_another_file(tmp_path: Path, source: str, at: int) -> None:
     with pytest.raises(
         CompatError, match=rf"0042-counting does not fit dgl/counting/__init__\.py:{at}: expected .* \(got"
     ):
-        apply_patch(source, fix.files[0], fix.name)
+        apply_patches(source, [(fix.name, fix.files[0])])
 
 
 @pytest.mark.parametrize(
@@ -103,8 +119,6 @@ def test_shipped_fixes_are_numbered_and_in_range() -> None:
     assert [fix.name[:4] for fix in fixes] == [f"{i:04d}" for i in range(1, len(fixes) + 1)]
     files = {path.name for path in patches_folder().iterdir()} - {"README.md"}
     assert all(re.fullmatch(r"\d{4}-[a-z0-9-]+\.patch", name) for name in files), files
-    touched = [patch.path for fix in fixes for patch in fix.files]
-    assert len(touched) == len(set(touched)), "two fixes for one file: neither can be left out alone"
     version = dgl_version()
     assert version is not None
     assert is_in(version, SUPPORTED_DGL)
@@ -118,15 +132,17 @@ def test_by_hand_gives_the_same_files(tmp_path: Path, tool: str) -> None:
         pytest.skip(f"no program {tool} here")
     dgl = find_dgl()
     assert dgl is not None
+    by_path: dict[str, list[tuple[str, FilePatch]]] = {}
     for fix in load_fixes():
-        sources = {}
         for patch in fix.files:
+            by_path.setdefault(patch.path, []).append((fix.name, patch))
             target = tmp_path / patch.path
             if not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(dgl.parent / patch.path, target)
-            sources[patch.path] = target.read_text("utf-8")
-        by_hook = {patch.path: apply_patch(sources[patch.path], patch, fix.name) for patch in fix.files}
         command = ["patch", "-p1", "--fuzz=0", "-i"] if tool == "patch" else ["git", "apply"]
         subprocess.run([*command, str(patches_folder() / f"{fix.name}.patch")], cwd=tmp_path, check=True, timeout=60)
-        assert by_hook == {path: (tmp_path / path).read_text("utf-8") for path in by_hook}
+    for path, patches in by_path.items():
+        by_hand = (tmp_path / path).read_text("utf-8")
+        assert apply_patches((dgl.parent / path).read_text("utf-8"), patches) == by_hand
+        assert apply_patches(by_hand, patches) is by_hand

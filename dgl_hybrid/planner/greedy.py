@@ -126,9 +126,9 @@ class _State:
         """Drops edges from rows present at all levels, and to vertices that cannot be raised any more."""
         if self.items.num_layers < 2:
             return
-        absent: Bools = ~np.asarray(self.present[:-1].all(axis=0))
-        raisable: Bools = self.items.allowed & ~self.computed
-        open_ = raisable[1:].any(axis=0)
+        absent = ~np.asarray(self.present[:-1].all(axis=0))
+        raisable = np.logical_and(self.items.allowed, np.logical_not(self.computed))
+        open_ = np.asarray(raisable[1:].any(axis=0))
         keep = absent[self.source] & open_[self.reader]
         if np.count_nonzero(keep) < 0.8 * keep.size:
             self.reader, self.source = self.reader[keep], self.source[keep]

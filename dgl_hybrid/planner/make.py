@@ -78,7 +78,7 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
 
     For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
     lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
-    depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one alone.
+    depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one.
     Candidates over the budget are marked by `estimate.fits`, not left out.
 
     Raises:

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from .topology import Topology
 
 GATHER_WIDTHS = (16, 64, 256)
-LINK_BYTES = 1 << 20
-REPEATS = 3
+SMALL_BYTES = 64
+LINK_BYTES = 1 << 21
+REPEATS = 4
+MACHINE_CHARS = 64
 
 
 def probe(group: dist.ProcessGroup | None = None, *, device: str | torch.device = "cpu") -> Topology:
@@ -40,32 +42,30 @@ def probe(group: dist.ProcessGroup | None = None, *, device: str | torch.device 
         dist.barrier(group)
     rates = [_gemm_rate(device), _row_rate(device), *(_gather_rate(device, width) for width in GATHER_WIDTHS)]
     if not grouped or world_size == 1:
-        return _topology(rates, [[0.0]], [[1e12]], 0.0, 1e12, device)
+        return _topology(rates, [[0.0]], [[1e12]], 0.0, 1e12, device, time.time(), _machine(device))
     link_device = device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
     latency_s, bandwidth = _links(group, world_size, link_device)
-    small = torch.zeros(1, device=link_device)
-    large = torch.zeros(LINK_BYTES // 4, device=link_device)
-    reduce_s = _best(lambda: dist.all_reduce(small, group=group), link_device)
-    reduce_large_s = _best(lambda: dist.all_reduce(large, group=group), link_device)
-    reduce_rate = LINK_BYTES / max(reduce_large_s - reduce_s, 1e-9)
-    mine = torch.tensor([*rates, reduce_s, reduce_rate, *latency_s, *bandwidth], dtype=torch.float64)
-    gathered = [torch.zeros_like(mine, device=link_device) for _ in range(world_size)]
-    dist.all_gather(gathered, mine.to(link_device), group=group)
+    tensors = [torch.zeros(num_bytes // 4, device=link_device) for num_bytes in (SMALL_BYTES, LINK_BYTES)]
+    small_s, large_s = (_best(partial(dist.all_reduce, x, group=group), link_device) for x in tensors)
+    mine = [*rates, small_s, _rate(small_s, large_s), *latency_s, *bandwidth, time.time(), *_encode(_machine(device))]
+    row = torch.tensor(mine, dtype=torch.float64, device=link_device)
+    gathered = [torch.zeros_like(row) for _ in range(world_size)]
+    dist.all_gather(gathered, row, group=group)
     table = torch.stack(gathered)
-    # Every rank has the same table by now; a broadcast makes that true whatever the backend does with rounding.
+    # Every rank has the same table by now; a broadcast makes that true whatever the backend does.
     dist.broadcast(table, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-    table = table.cpu()
-    num_rates = len(rates)
-    # Row q holds what rank q measured as the receiver, so `[from][to]` is the transpose.
-    received_latency = table[:, num_rates + 2 : num_rates + 2 + world_size]
-    received_rate = table[:, num_rates + 2 + world_size :]
+    sizes = [len(rates), 1, 1, world_size, world_size, 1, MACHINE_CHARS]
+    device_rates, reduce_s, reduce_rate, received_latency, received_rate, now, name = table.cpu().split(sizes, dim=1)
     return _topology(
-        table[:, :num_rates].min(dim=0).values.tolist(),
+        device_rates.min(dim=0).values.tolist(),
+        # Row q holds what rank q measured as the receiver, so `[from][to]` is the transpose.
         received_latency.t().tolist(),
         received_rate.t().tolist(),
-        float(table[:, num_rates].max()),
-        float(table[:, num_rates + 1].min()),
+        float(reduce_s.max()),
+        float(reduce_rate.min()),
         device,
+        float(now[0]),
+        bytes(int(x) for x in name[0]).rstrip(b"\0").decode(errors="replace"),
     )
 
 
@@ -76,8 +76,9 @@ def _topology(
     reduce_s: float,
     reduce_rate: float,
     device: torch.device,
+    now: float,
+    machine: str,
 ) -> Topology:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return Topology(
         dense_flops_per_s=rates[0],
         row_bytes_per_s=rates[1],
@@ -86,10 +87,26 @@ def _topology(
         bandwidth_bytes_per_s=tuple(tuple(row) for row in bandwidth),
         allreduce_latency_s=reduce_s,
         allreduce_bytes_per_s=reduce_rate,
-        device=str(device),
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        machine=name,
+        device=device.type,
+        date=datetime.datetime.fromtimestamp(now, datetime.UTC).isoformat(timespec="seconds"),
+        machine=machine,
     )
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()
+
+
+def _encode(name: str) -> list[float]:
+    """Returns a name as numbers of fixed count, so that it travels in the same tensor as the measurements."""
+    return [float(x) for x in name.encode()[:MACHINE_CHARS].ljust(MACHINE_CHARS, b"\0")]
+
+
+def _rate(small_s: float, large_s: float) -> float:
+    """Returns bytes/s of a transfer of LINK_BYTES, less the latency, which noise must not make a larger part of it."""
+    return LINK_BYTES / max(large_s - small_s, large_s / 2)
 
 
 def _links(group: dist.ProcessGroup | None, world_size: int, device: torch.device) -> tuple[list[float], list[float]]:
@@ -103,14 +120,14 @@ def _links(group: dist.ProcessGroup | None, world_size: int, device: torch.devic
     for step in range(1, world_size):
         source, target = (rank - step) % world_size, (rank + step) % world_size
         seconds = []
-        for num_bytes in (0, LINK_BYTES):
+        for num_bytes in (SMALL_BYTES, LINK_BYTES):
             send_counts, recv_counts = [0] * world_size, [0] * world_size
             send_counts[target] = recv_counts[source] = num_bytes // 4
             sent, received = torch.zeros(num_bytes // 4, device=device), torch.zeros(num_bytes // 4, device=device)
             exchange = partial(dist.all_to_all_single, received, sent, recv_counts, send_counts, group=group)
             seconds.append(_best(exchange, device))
         latency_s[source] = seconds[0]
-        rate[source] = LINK_BYTES / max(seconds[1] - seconds[0], 1e-9)
+        rate[source] = _rate(*seconds)
     return latency_s, rate
 
 
@@ -120,13 +137,14 @@ def _gemm_rate(device: torch.device) -> float:
 
 
 def _row_rate(device: torch.device) -> float:
-    rows, out = torch.ones(1 << 20, device=device), torch.ones(1 << 20, device=device)
+    # Larger than caches: rows of a level are.
+    rows, out = torch.ones(1 << 23, device=device), torch.ones(1 << 23, device=device)
     return 2.0 * rows.numel() * 4 / _best(lambda: torch.add(rows, 1.0, out=out), device)
 
 
 def _gather_rate(device: torch.device, width: int) -> float:
     """Bytes gathered per second by a sum over in-edges of random rows, the inner loop of every layer."""
-    num_rows, degree = (1 << 22) // (4 * width), 8
+    num_rows, degree = (1 << 24) // (4 * width), 4
     generator = torch.Generator().manual_seed(0)
     num_edges = num_rows * degree
     sources = torch.randint(0, num_rows, (num_edges,), generator=generator)

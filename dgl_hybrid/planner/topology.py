@@ -25,7 +25,7 @@ class Topology:
     gather_bytes_per_s: tuple[tuple[int, float], ...]
     """Gather-aggregate rate over in-edges as (row width in bytes, bytes gathered per second), widths ascending."""
     latency_s: Matrix
-    """(P, P): time of one empty all-to-all."""
+    """(P, P): time of an all-to-all that carries next to nothing."""
     bandwidth_bytes_per_s: Matrix
     """(P, P): rate of each pair while all pairs transfer at once, as in training."""
     allreduce_latency_s: float = 0.0

@@ -54,7 +54,7 @@ def make_problem(
 def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int) -> PlanProblem:
     """Draws a directed halo graph with self-loops, duplicates, unexpandable and undemanded vertices."""
     rng = np.random.default_rng([seed, num_layers, num_halo, world_size])
-    density = rng.choice([1.0, 1.5, 2.5, 4.0]) / num_halo
+    density = rng.choice([1.0, 1.5, 2.5, 4.0]) / max(num_halo, 1)
     lists = [
         [w for w in range(num_halo) for _ in range(rng.integers(1, 3)) if rng.random() < density]
         for _ in range(num_halo)

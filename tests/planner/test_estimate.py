@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predicted epochs: formula by hand, candidates in step on all ranks, the choice."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.planner import (
+    EpochEstimate,
+    ItemCosts,
+    PlannerConfig,
+    PlanProblem,
+    RankEstimate,
+    choose_plan,
+    make_plan,
+    propose_plans,
+    report,
+    summarize_plan,
+)
+
+from .problems import make_problem, random_costs, random_problem
+
+
+def estimate(comm: float, interior: float, boundary: float, fits: bool = True, held: float = 1.0) -> RankEstimate:
+    return RankEstimate(
+        comm_s=(comm,),
+        interior_s=(interior,),
+        boundary_s=(boundary,),
+        fixed_s=0.0,
+        objective_s=0.0,
+        held_bytes=held,
+        fits=fits,
+    )
+
+
+COSTS = ItemCosts(
+    receive_s=((0.0, 5.0), (0.0, 11.0)),
+    row_s=(0.5, 2.0),
+    edge_s=(0.0, 0.25),
+    receive_bytes=(4.0, 8.0),
+    row_held_bytes=(4.0, 16.0),
+    edge_held_bytes=(0.0, 1.0),
+    pack_s=(1.0, 2.0),
+    latency_s=(0.125, 0.25),
+    output_row_s=3.0,
+    output_edge_s=0.5,
+    epoch_s=7.0,
+)
+
+
+def hand_problem(interior: list[int] | None) -> PlanProblem:
+    demand = np.array([[1, 1, 0], [1, 1, 0]], dtype=bool)
+    problem = make_problem(
+        in_neighbours=[[2], [2], []], demand=demand, owner=[1] * 3, world_size=2, in_degree=[4, 4, 0]
+    )
+    return dataclasses.replace(
+        problem,
+        owned_rows=torch.tensor([30, 20, 10]),
+        owned_edges=torch.tensor([100, 60]),
+        owned_interior_edges=None if interior is None else torch.tensor(interior),
+    )
+
+
+def test_epoch_by_hand() -> None:
+    plan = make_plan(hand_problem(None), COSTS, PlannerConfig(strategy="depcomm"))
+    assert plan.estimate is not None
+    rank = plan.estimate.ranks[0]
+    assert rank.comm_s == (2 * 4 + 0.125, 2 * 9 + 0.25)
+    assert rank.interior_s == (0, 0)
+    # Layer 1: level-0 rows, edges into level 1, packing; layer 2 likewise.
+    assert rank.boundary_s == (30 * 0.5 + 100 * 0.25 + 2 * 1, 20 * 2.0 + 60 * 0.5 + 2 * 2)
+    assert rank.fixed_s == 10 * 3.0 + 7.0
+    assert rank.epoch_s == pytest.approx(rank.fixed_s + 8.125 + 42 + 18.25 + 74)
+    assert rank.held_bytes == 2 * 4 + 2 * 8
+    assert rank.compute_s == pytest.approx(rank.fixed_s + 42 + 74)
+
+
+def test_interior_edges_hide_the_wire() -> None:
+    problem = hand_problem([40, 20])
+    plan = make_plan(problem, COSTS, PlannerConfig(strategy="depcomm"))
+    assert plan.estimate is not None
+    rank = plan.estimate.ranks[0]
+    assert rank.interior_s == (40 * 0.25, 20 * 0.5)
+    assert rank.epoch_s == pytest.approx(rank.fixed_s + 10 + (42 - 10) + 18.25 + (74 - 10))
+    cached = make_plan(problem, COSTS, PlannerConfig(strategy="depcache"))
+    assert cached.estimate is not None
+    rank = cached.estimate.ranks[0]
+    assert rank.comm_s == (0, 0)
+    assert rank.interior_s == ((100 + 8) * 0.25, 60 * 0.5)
+
+
+def test_choice_is_the_fastest_slowest_rank() -> None:
+    balanced, lopsided = [estimate(5, 0, 1), estimate(5, 0, 1)], [estimate(0, 0, 1), estimate(9, 0, 1)]
+    assert choose_plan([[lopsided[0], balanced[0]], [lopsided[1], balanced[1]]]) == 1
+    assert choose_plan([[balanced[0], balanced[0]]]) == 0
+    hidden, shown = estimate(5, 5, 1), estimate(4, 0, 3)
+    assert choose_plan([[shown, hidden]]) == 1
+    assert choose_plan([[estimate(1, 0, 0, fits=False), shown], [estimate(1, 0, 0), shown]]) == 1
+    epoch = EpochEstimate(ranks=(shown, hidden))
+    assert (epoch.epoch_s, epoch.slowest_rank) == (7, 0)
+    with pytest.raises(ValueError, match=r"same number of candidates, at least one \(got \[2, 1\]\)"):
+        choose_plan([[shown, shown], [shown]])
+    with pytest.raises(PlanError, match=r"no plan fits .* rank 1 of 2 needs at least 9 bytes .* solutions: 1\)"):
+        choose_plan([[shown], [estimate(1, 1, 1, fits=False, held=9.0)]])
+
+
+def test_candidates_are_in_step_on_every_rank() -> None:
+    names = []
+    for seed in range(4):
+        problem = random_problem(seed, num_layers=3, num_halo=10 * seed, world_size=3)
+        costs = random_costs(seed, num_layers=3, world_size=3)
+        candidates = propose_plans(problem, costs, PlannerConfig())
+        names.append([candidate.plan.strategy for candidate in candidates])
+        by_name = dict(zip(names[-1], candidates, strict=True))
+        best = make_plan(problem, costs, PlannerConfig()).objective_s
+        assert by_name["hybrid@1"].plan.objective_s == best
+        assert all(candidate.plan.objective_s >= best * (1 - 1e-12) for candidate in candidates)
+        # Dearer communication, less of it.
+        sweep = [by_name[f"hybrid@{price:g}"].plan for price in PlannerConfig().prices]
+        spent = [report(problem, costs, [plan]) for plan in sweep]
+        comm = [sum(row.comm_ms for row in rows) for rows in spent]
+        assert all(a >= b - 1e-9 for a, b in pairwise(comm))
+    assert all(n == names[0] for n in names)
+    assert names[0][-3:] == ["greedy", "depcache", "depcomm"]
+    one = propose_plans(problem, costs, PlannerConfig(strategy="neutronstar"))
+    assert [candidate.plan.strategy for candidate in one] == ["neutronstar"]
+    budgeted = propose_plans(problem, costs, PlannerConfig(memory_budget_bytes=1e9))
+    assert [c.plan.strategy for c in budgeted] == ["hybrid", *names[0]]
+
+
+def test_report_rows_add_up() -> None:
+    problem = hand_problem(None)
+    plan = make_plan(problem, COSTS, PlannerConfig())
+    rows = report(problem, COSTS, [plan])
+    assert sum(row.compute_ms + row.comm_ms for row in rows) == pytest.approx(1e3 * plan.objective_s)
+    assert plan.estimate is not None
+    assert sum(row.held_bytes for row in rows) == pytest.approx(plan.estimate.ranks[0].held_bytes)
+    assert [(row.layer, row.cached, row.communicated) for row in rows] == [
+        (entry["layer"], entry["cached"], entry["communicated"]) for entry in summarize_plan(plan)
+    ]

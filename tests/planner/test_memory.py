@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory budgets are kept, used, and refused with remedies when nothing fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.planner import PlannerConfig, check_plan, make_plan, propose_plans
+from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.planner.plan import choice_from_plan
+
+from .problems import brute_force, random_costs, random_problem
+
+
+@pytest.mark.parametrize("num_layers", [2, 3])
+@pytest.mark.parametrize("strategy", ["hybrid", "greedy"])
+def test_budget_is_kept_and_used(num_layers: int, strategy: str) -> None:
+    """Against brute force: never over the budget, refused only where nothing fits, and near the best on the whole."""
+    ratios = []
+    for seed in range(12):
+        problem = random_problem(seed, num_layers=num_layers, num_halo=6, world_size=3)
+        costs = random_costs(seed, num_layers=num_layers, world_size=3, whole=False)
+        _, seconds, held = brute_force(problem, costs)
+        free = held[seconds.argmin()]
+        for share in (0.0, 0.2, 0.6, 1.0):
+            budget = held.min() + share * (free - held.min()) + 1e-6
+            plan = make_plan(problem, costs, PlannerConfig(strategy=strategy, memory_budget_bytes=budget))
+            check_plan(problem, plan)
+            assert plan.estimate is not None
+            assert plan.estimate.ranks[0].held_bytes <= budget
+            assert build_items(problem).held_bytes(costs, choice_from_plan(problem, plan.cached)) <= budget
+            best = seconds[held <= budget].min()
+            ratios.append(plan.objective_s / best if best else 1.0)
+    assert min(ratios) > 1 - 1e-9
+    assert sum(ratios) / len(ratios) < 1.05
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "depcache", "depcomm", "ratio"])
+def test_nothing_fits(strategy: str) -> None:
+    problem = random_problem(1, num_layers=2, num_halo=20, world_size=2)
+    costs = random_costs(1, num_layers=2, world_size=2)
+    config = PlannerConfig(strategy=strategy, memory_budget_bytes=3)
+    with pytest.raises(PlanError, match=r"needs at least \d+ bytes .* is 3 .*solutions: 1\) raise .* 2\) .* 3\)"):
+        make_plan(problem, costs, config)
+    assert not any(candidate.estimate.fits for candidate in propose_plans(problem, costs, config))
+
+
+def test_neutronstar_stops_at_its_memory() -> None:
+    problem = random_problem(5, num_layers=2, num_halo=60, world_size=3)
+    costs = random_costs(5, num_layers=2, world_size=3, whole=False)
+    free = make_plan(problem, costs, PlannerConfig(strategy="neutronstar"))
+    received = make_plan(problem, costs, PlannerConfig(strategy="depcomm"))
+    assert free.estimate is not None
+    assert received.estimate is not None
+    low, high = received.estimate.ranks[0].held_bytes, free.estimate.ranks[0].held_bytes
+    assert sum(free.num_cached) > 0
+    assert low < high
+    budget = (low + high) / 2
+    tight = make_plan(problem, costs, PlannerConfig(strategy="neutronstar", memory_budget_bytes=budget))
+    assert tight.estimate is not None
+    assert tight.estimate.ranks[0].held_bytes <= budget
+    assert 0 < sum(tight.num_cached) < sum(free.num_cached)

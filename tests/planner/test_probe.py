@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The probe gives every rank the same usable numbers, quickly."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from dgl_hybrid.planner import Topology, cost_model, synthetic_trace
+from dgl_hybrid.planner.probe import probe
+from tests.helpers.world import run_ranks
+
+
+def probe_rank(rank: int, world_size: int) -> tuple[Topology, float]:
+    start = time.perf_counter()
+    return probe(), time.perf_counter() - start
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_probe_is_the_same_on_every_rank(world_size: int) -> None:
+    results = run_ranks(world_size, probe_rank)
+    first = results[0][0]
+    assert all(topology == first for topology, _ in results)
+    assert first.world_size == world_size
+    assert 1e8 < first.dense_flops_per_s < 1e14
+    assert first.date
+    assert first.machine
+    if world_size > 1:
+        assert 0 < first.latency_s[0][1] < 1
+        assert 1e5 < first.bandwidth_bytes_per_s[1][0] < 1e12
+        assert first.latency_s[1][1] == 0
+    # 2 s is what it may take on cores of its own; a loaded machine gets more before this is called slow.
+    assert max(seconds for _, seconds in results) < 10
+    assert Topology.from_json(first.to_json()) == first
+    cost_model(synthetic_trace([8, 8, 8]), first, world_size - 1)
+
+
+def test_probe_without_torch_distributed() -> None:
+    topology = probe()
+    assert topology.world_size == 1
+    assert topology.allreduce_latency_s == 0

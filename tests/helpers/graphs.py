@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import dgl_hybrid  # noqa: F401, I001 - before dgl, which it makes importable
+import dgl_hybrid  # noqa: F401 - before dgl, which it makes importable
+
+# isort: split
 import dgl
 import numpy as np
 import torch

@@ -45,7 +45,7 @@ def assign_nodes(
         balance_ntypes: (N_total,) integer classes that METIS spreads evenly over the parts.
         balance_edges: Balance in-edges as well (METIS) or instead of vertices (contiguous).
         objtype: "cut" or "vol", METIS only.
-        seed: For "random"; METIS is deterministic.
+        seed: For "random". METIS takes none, and two calls may differ (see `partition_graph`).
     Returns:
         (N_total,) int64 in 0..P-1.
     Raises:
@@ -102,9 +102,14 @@ def _contiguous(graph: dgl.DGLGraph, num_parts: int, balance_edges: bool) -> Ten
     num_nodes = int(graph.num_nodes())
     if not balance_edges:
         return torch.arange(num_nodes) * num_parts // num_nodes
-    # One is added per vertex so that a run of vertices without in-edges does not collapse into one part.
-    weight = torch.cumsum(graph.in_degrees().to(torch.int64) + 1, 0)
-    return torch.clamp((weight - 1) * num_parts // int(weight[-1]), max=num_parts - 1)
+    # One is added per vertex so that runs of vertices without in-edges count as well. A vertex goes where its middle lies.
+    weight = graph.in_degrees().to(torch.int64) + 1
+    middle = torch.cumsum(weight, 0) * 2 - weight
+    bounds = torch.searchsorted(middle, torch.arange(1, num_parts) * 2 * int(weight.sum()) // num_parts)
+    # A hub may span several shares: every part keeps at least one vertex, and the ranges stay in order.
+    step = torch.arange(1, num_parts)
+    bounds = torch.cummax(bounds - step, 0).values.clamp(min=0, max=num_nodes - num_parts) + step
+    return torch.searchsorted(bounds, torch.arange(num_nodes), right=True)
 
 
 def _metis(

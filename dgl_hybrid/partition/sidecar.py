@@ -42,12 +42,9 @@ class Sidecar:
 def write_sidecar(path: Path, sidecar: Sidecar) -> None:
     """Writes `sidecar` as safetensors to `path`."""
     tensors = {name: getattr(sidecar, name).contiguous() for name in _TENSORS}
-    metadata = {
-        "format_version": str(FORMAT_VERSION),
-        "part_id": str(sidecar.part_id),
-        "bool_data": json.dumps(sidecar.bool_data),
-    }
-    safetensors.torch.save_file(tensors, path, metadata=metadata)
+    # One entry: safetensors writes several in random order, and equal partitions should be equal files.
+    facts = {"format_version": FORMAT_VERSION, "part_id": sidecar.part_id, "bool_data": sidecar.bool_data}
+    safetensors.torch.save_file(tensors, path, metadata={"dgl_hybrid": json.dumps(facts)})
 
 
 def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_edges: int) -> Sidecar:
@@ -58,12 +55,13 @@ def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_ed
     """
     try:
         with safetensors.safe_open(path, framework="pt") as reader:
-            metadata = reader.metadata() or {}
+            metadata = json.loads((reader.metadata() or {}).get("dgl_hybrid", "{}"))
             tensors = {name: reader.get_tensor(name) for name in _TENSORS}
-        bool_data = json.loads(metadata.get("bool_data", "[]"))
     except (OSError, safetensors.SafetensorError, json.JSONDecodeError) as error:
         raise PartitionError(f"{path} cannot be read ({error}). {_REMEDY}") from error
-    if metadata.get("format_version") != str(FORMAT_VERSION) or metadata.get("part_id") != str(part_id):
+    if not isinstance(metadata, dict) or not isinstance(bool_data := metadata.get("bool_data", []), list):
+        raise PartitionError(f"{path}: its metadata must be an object with a list 'bool_data'. {_REMEDY}")
+    if metadata.get("format_version") != FORMAT_VERSION or metadata.get("part_id") != part_id:
         raise PartitionError(
             f"{path} must be of format {FORMAT_VERSION} and part {part_id} (got format "
             f"{metadata.get('format_version')}, part {metadata.get('part_id')}). {_REMEDY}"
@@ -84,9 +82,7 @@ def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_ed
                 f"{path}: {name} must be non-negative int64 of shape ({size},) "
                 f"(got {tensor.dtype} {tuple(tensor.shape)}). {_REMEDY}"
             )
-    if not isinstance(bool_data, list) or not all(isinstance(name, str) for name in bool_data):
-        raise PartitionError(f"{path}: bool_data must be a list of names. {_REMEDY}")
-    return Sidecar(part_id=part_id, bool_data=tuple(bool_data), **tensors)
+    return Sidecar(part_id=part_id, bool_data=tuple(str(name) for name in bool_data), **tensors)
 
 
 _TENSORS = ("in_degrees", "out_degrees", "orig_node_ids", "orig_edge_ids", "halo_global", "halo_in_degrees")

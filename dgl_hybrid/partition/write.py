@@ -76,7 +76,8 @@ def partition_graph(
         objtype: As in DGL: "cut" or "vol".
         graph_formats: As in DGL: sparse formats to store.
         use_graphbolt: As in DGL: store GraphBolt structures as well.
-        seed: For part_method "random"; METIS and contiguous have no randomness.
+        seed: For part_method "random". METIS takes none, and DGL's build of it reads uninitialised memory: two calls may
+            differ, even in one process. Keep the folder where a partition must be the same again.
         **kwargs: As in DGL: options of the GraphBolt conversion.
     Returns:
         None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
@@ -117,22 +118,20 @@ def partition_graph(
         else:
             if part_method == "contiguous":
                 raise ValueError("part_method 'contiguous' is for homogeneous graphs; use 'metis' or 'random'")
-            dgl.seed(seed)
-            with captured_output("dgl.distributed.partition_graph"):
-                mapping = dgl_partition.partition_graph(
-                    g,
-                    graph_name,
-                    num_parts,
-                    str(staging),
-                    num_hops=num_hops,
-                    part_method=part_method,
-                    balance_ntypes=balance_ntypes,
-                    balance_edges=balance_edges,
-                    return_mapping=True,
-                    num_trainers_per_machine=num_trainers_per_machine,
-                    objtype=objtype,
-                    graph_formats=graph_formats,
-                )
+            mapping = _write_heterograph(
+                g,
+                graph_name,
+                num_parts,
+                staging,
+                num_hops=num_hops,
+                part_method=part_method,
+                balance_ntypes=balance_ntypes,
+                balance_edges=balance_edges,
+                num_trainers_per_machine=num_trainers_per_machine,
+                objtype=objtype,
+                graph_formats=graph_formats,
+                seed=seed,
+            )
         if use_graphbolt:
             _add_graphbolt(staging / f"{graph_name}.json", kwargs)
         files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
@@ -144,6 +143,24 @@ def partition_graph(
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return mapping if return_mapping else None
+
+
+def _write_heterograph(
+    g: dgl.DGLGraph, graph_name: str, num_parts: int, folder: Path, *, seed: int, **options: object
+) -> IdMapping | None:
+    """Lets DGL write it: full-graph training does not read heterographs yet, sampled training does."""
+    dgl.seed(seed)
+    try:
+        with captured_output("dgl.distributed.partition_graph"):
+            mapping: IdMapping | None = dgl_partition.partition_graph(
+                g, graph_name, num_parts, str(folder), return_mapping=True, **options
+            )
+    except (IndexError, AssertionError, dgl.DGLError) as error:
+        raise PartitionError(
+            f"DGL cannot write this heterograph in {num_parts} parts ({type(error).__name__}: {error}); it needs vertices and "
+            "edges of every type in every part. Use fewer parts or another part_method."
+        ) from error
+    return mapping
 
 
 def _add_graphbolt(part_config: Path, options: Mapping[str, bool]) -> None:

@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Damaged, moved and plain folders: what loads, and what each refusal says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import dgl
+import dgl.distributed
+import pytest
+import torch
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition import load_partition, partition_graph, read_partition_summary, verify_partition
+from dgl_hybrid.partition.manifest import hash_file
+from tests.helpers.graphs import power_law
+
+FILES = ["graph.dgl", "node_feat.dgl", "edge_feat.dgl", "hybrid.safetensors"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    partition_graph(power_law(), "g", 3, tmp_path / "p", num_hops=2, part_method="random")
+    return tmp_path / "p"
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    dgl.seed(0)
+    dgl.distributed.partition_graph(power_law(), "g", 3, str(tmp_path / "plain"), num_hops=2, part_method="random")
+    return tmp_path / "plain"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_missing_file(name: str, folder: Path) -> None:
+    (folder / "part1" / name).unlink()
+    for call in (lambda: verify_partition(folder / "g.json", 1), lambda: load_partition(folder / "g.json", 1)):
+        with pytest.raises(PartitionError, match=rf"part1/{name} is missing.*Copy the folder again"):
+            call()
+    verify_partition(folder / "g.json", 0)  # another machine's part is whole
+    with pytest.raises(PartitionError, match=f"part1/{name} is missing"):
+        verify_partition(folder / "g.json")
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("keep", [1, 0.5, -1])
+def test_truncated_file(name: str, keep: float, folder: Path) -> None:
+    path = folder / "part1" / name
+    content = path.read_bytes()
+    kept = int(len(content) * keep) if isinstance(keep, float) else keep
+    path.write_bytes(content[:kept])
+    with pytest.raises(PartitionError, match=rf"part1/{name} is truncated: \d+ bytes were written \(got \d+\)"):
+        load_partition(folder / "g.json", 1)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_one_flipped_bit(name: str, folder: Path) -> None:
+    path = folder / "part1" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(PartitionError, match=rf"part1/{name}: checksum mismatch: sha256 [0-9a-f]+\.\.\. was written"):
+        load_partition(folder / "g.json", 1)
+
+
+def test_longer_and_empty_files(folder: Path) -> None:
+    path = folder / "part0" / "edge_feat.dgl"
+    path.write_bytes(path.read_bytes() + b"x")
+    with pytest.raises(PartitionError, match="edge_feat.dgl is longer than written"):
+        verify_partition(folder / "g.json", 0)
+    path.write_bytes(b"")
+    with pytest.raises(PartitionError, match="edge_feat.dgl is empty; g.json names it"):
+        load_partition(folder / "g.json", 0, verify=False)
+
+
+def test_a_changed_json_is_noticed(folder: Path) -> None:
+    config = folder / "g.json"
+    config.write_text(config.read_text().replace('"halo_hops": 2', '"halo_hops": 3'))
+    with pytest.raises(PartitionError, match=r"g\.json: checksum mismatch"):
+        load_partition(config, 0)
+
+
+def test_missing_manifest_and_missing_entry(folder: Path) -> None:
+    manifest = folder / "hybrid_manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["files"]["part0/graph.dgl"]
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(PartitionError, match="part0/graph.dgl is not listed in hybrid_manifest.json"):
+        load_partition(folder / "g.json", 0)
+    manifest.unlink()
+    with pytest.raises(
+        PartitionError, match=r"hybrid_manifest\.json is missing although part0/hybrid\.safetensors is there"
+    ):
+        load_partition(folder / "g.json", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(format_version=99), r"format_version must be 1 \(got 99\)"),
+        (lambda c: c.update(num_parts=2), r"num_parts must equal the 3 of g.json \(got 2\)"),
+        (lambda c: c.update(num_parts=-1), "must be a string and two integers"),
+        (lambda c: c.update(files=[]), "'files' must be a non-empty object"),
+        (lambda c: c["files"].update({"../x": {"sha256": "0" * 64, "bytes": 1}}), "'../x' leaves the partition folder"),
+        (lambda c: c["files"].update({"/etc/x": {"sha256": "0" * 64, "bytes": 1}}), "leaves the partition folder"),
+        (lambda c: c["files"].update({"x": {"sha256": "00", "bytes": 1}}), "must hold 'sha256'"),
+    ],
+)
+def test_malformed_manifest(change: Callable[[dict[str, object]], None], message: str, folder: Path) -> None:
+    path = folder / "hybrid_manifest.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(PartitionError, match=message):
+        load_partition(folder / "g.json", 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(num_parts=0), r"num_parts must be between 1 and num_nodes=60 \(got 0\)"),
+        (lambda c: c.update(num_nodes="60"), "num_nodes must be a count"),
+        (lambda c: c.pop("part-2"), r"'part-2' must be an object"),
+        (lambda c: c["part-0"].update(part_graph="../../etc/passwd"), "leaves the partition folder"),
+        (lambda c: c["part-0"].update(node_feats=7), "must be a relative path"),
+        (lambda c: c.update(node_map="map.npy"), "must hold one range for each of 3 parts"),
+        (lambda c: c["node_map"]["_N"].pop(), "must hold one range for each of 3 parts"),
+        (lambda c: c["node_map"]["_N"][1].__setitem__(0, 0), "ranges of node_map must follow each other"),
+        (lambda c: c["edge_map"]["_N:_E:_N"][2].__setitem__(1, 10**6), "ranges of edge_map must end at"),
+        (lambda c: c.update(graph_name=None), "graph_name must be a string"),
+        (lambda c: c.update(ntypes=[]), "ntypes and etypes must be objects"),
+    ],
+)
+def test_malformed_json(change: Callable[[dict[str, object]], None], message: str, folder: Path) -> None:
+    path = folder / "g.json"
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    with pytest.raises(PartitionError, match=message):
+        read_partition_summary(path)
+
+
+def test_json_missing_truncated_or_not_an_object(folder: Path) -> None:
+    path = folder / "g.json"
+    content = path.read_text()
+    path.write_text(content[: len(content) // 2])
+    with pytest.raises(PartitionError, match=r"g\.json is not valid JSON, it may be truncated"):
+        load_partition(path, 0)
+    path.write_text("[]")
+    with pytest.raises(PartitionError, match=r"must hold a JSON object \(got list\)"):
+        load_partition(path, 0)
+    path.unlink()
+    with pytest.raises(PartitionError, match=r"g\.json does not exist"):
+        load_partition(path, 0)
+    with pytest.raises(PartitionError, match="cannot be read"):
+        load_partition(folder, 0)
+
+
+@pytest.mark.parametrize("part_id", [-1, 3])
+def test_part_id_out_of_range(part_id: int, folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"part_id must be in 0\.\.2 .* \(got {part_id}\)"):
+        load_partition(folder / "g.json", part_id)
+    with pytest.raises(ValueError, match=r"part_id must be in 0\.\.2"):
+        verify_partition(folder / "g.json", part_id)
+
+
+def test_sidecar_of_another_part_even_with_matching_checksums(folder: Path) -> None:
+    """Checksums say the file is what was listed; the contents must still fit the part."""
+    shutil.copy(folder / "part2" / "hybrid.safetensors", folder / "part1" / "hybrid.safetensors")
+    manifest = folder / "hybrid_manifest.json"
+    content = json.loads(manifest.read_text())
+    record = hash_file(folder / "part1" / "hybrid.safetensors")
+    content["files"]["part1/hybrid.safetensors"] = {"sha256": record.sha256, "bytes": record.num_bytes}
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(PartitionError, match="must be of format 1 and part 1 .got format 1, part 2"):
+        load_partition(folder / "g.json", 1)
+
+
+def test_the_folder_can_be_moved(folder: Path, tmp_path: Path) -> None:
+    before = load_partition(folder / "g.json", 1)
+    shutil.move(folder, tmp_path / "elsewhere" / "deep")
+    after = load_partition(tmp_path / "elsewhere" / "deep" / "g.json", 1)
+    assert torch.equal(before.src_global, after.src_global)
+    verify_partition(tmp_path / "elsewhere" / "deep" / "g.json")
+
+
+def test_one_machine_needs_only_its_own_part(folder: Path) -> None:
+    shutil.rmtree(folder / "part0")
+    shutil.rmtree(folder / "part2")
+    assert load_partition(folder / "g.json", 1).halo_global.numel() > 0
+
+
+# --- plain DistDGL folders ---
+
+
+def test_plain_folder_agrees_with_the_graph(plain: Path) -> None:
+    summary = read_partition_summary(plain / "g.json")
+    assert not summary.has_sidecar
+    graph = power_law()
+    total = 0
+    for part_id in range(3):
+        part = load_partition(plain / "g.json", part_id)
+        assert part.out_degrees is None and part.orig_node_ids is None and part.orig_edge_ids is None
+        # The features identify the original vertices: DGL keeps no ids.
+        original = torch.cdist(part.node_data["feat"], graph.ndata["feat"]).argmin(dim=1)
+        assert torch.equal(part.in_degrees, graph.in_degrees()[original])
+        dst = torch.repeat_interleave(torch.arange(part.num_inner), part.in_degrees)
+        weights = torch.zeros(part.num_inner, dtype=torch.float64).index_add(
+            0, dst, part.edge_data["w"][part.eid_global - part.edge_offsets[part_id]]
+        )
+        expected = torch.zeros(graph.num_nodes(), dtype=torch.float64).index_add(0, graph.edges()[1], graph.edata["w"])
+        assert torch.allclose(weights, expected[original], rtol=0, atol=1e-12)  # sums in another order
+        total += part.src_global.numel()
+    assert total == graph.num_edges()
+
+
+def test_plain_halo_lists_need_the_owner_as_witness(plain: Path) -> None:
+    """`halo_hops` is a claim; lists count only where the owner's file confirms their length."""
+    config = plain / "g.json"
+    everything = {p: load_partition(config, p) for p in range(3)}
+    part = everything[0]
+    assert part.halo_global.numel() > 0
+    for row, vertex in enumerate(part.halo_global.tolist()):
+        owner = int(torch.searchsorted(part.node_offsets, vertex, right=True)) - 1
+        k = vertex - int(part.node_offsets[owner])
+        theirs = slice(int(everything[owner].indptr[k]), int(everything[owner].indptr[k + 1]))
+        ours = slice(int(part.halo_indptr[row]), int(part.halo_indptr[row + 1]))
+        assert torch.equal(part.halo_eid_global[ours], everything[owner].eid_global[theirs])
+        assert torch.equal(part.halo_src_global[ours], everything[owner].src_global[theirs])
+    shutil.rmtree(plain / "part2")
+    alone = load_partition(config, 0)
+    assert bool((alone.halo_global < int(part.node_offsets[2])).all())
+    assert 0 < alone.halo_global.numel() < part.halo_global.numel()
+
+
+def test_plain_folder_of_one_hop_claims_nothing(tmp_path: Path) -> None:
+    dgl.distributed.partition_graph(power_law(), "g", 2, str(tmp_path), num_hops=1, part_method="random")
+    assert load_partition(tmp_path / "g.json", 0).halo_global.numel() == 0
+
+
+def test_plain_folder_truncated_features(plain: Path) -> None:
+    """DGL itself loads such a file without complaint and fills the rest with whatever the memory held."""
+    path = plain / "part0" / "node_feat.dgl"
+    path.write_bytes(path.read_bytes()[:-5])
+    dgl.distributed.load_partition(str(plain / "g.json"), 0)
+    with pytest.raises(PartitionError, match=r"node_feat\.dgl is truncated: its tensors take \d+ bytes"):
+        load_partition(plain / "g.json", 0)
+
+
+def test_plain_folder_truncated_structure(plain: Path) -> None:
+    path = plain / "part0" / "graph.dgl"
+    path.write_bytes(path.read_bytes()[:300])
+    with pytest.raises(PartitionError, match=r"graph\.dgl cannot be read by DGL"):
+        load_partition(plain / "g.json", 0)
+
+
+def test_plain_folder_parts_swapped(plain: Path) -> None:
+    shutil.copy(plain / "part1" / "graph.dgl", plain / "part0" / "graph.dgl")
+    with pytest.raises(PartitionError, match=r"graph\.dgl: its inner vertices must be the ids"):
+        load_partition(plain / "g.json", 0)
+
+
+def test_plain_folder_feature_rows_of_another_part(plain: Path) -> None:
+    sizes = [load_partition(plain / "g.json", p).num_inner for p in range(3)]
+    other = next(p for p in (1, 2) if sizes[p] != sizes[0])
+    shutil.copy(plain / f"part{other}" / "node_feat.dgl", plain / "part0" / "node_feat.dgl")
+    with pytest.raises(PartitionError, match=rf"must have {sizes[0]} rows"):
+        load_partition(plain / "g.json", 0)
+
+
+def test_old_map_format_lists_only_ends(plain: Path) -> None:
+    path = plain / "g.json"
+    content = json.loads(path.read_text())
+    expected = read_partition_summary(path).node_offsets
+    content["node_map"] = [end for _, end in content["node_map"]["_N"]]
+    path.write_text(json.dumps(content))
+    assert read_partition_summary(path).node_offsets == expected
+
+
+def test_a_graph_file_without_distdgl_fields(plain: Path) -> None:
+    dgl.save_graphs(str(plain / "part0" / "graph.dgl"), [power_law()])
+    with pytest.raises(PartitionError, match="lacks the fields"):
+        load_partition(plain / "g.json", 0)

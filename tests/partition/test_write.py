@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `partition_graph` writes, read back by us and by plain DGL, against the graph it was given."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import dgl
+import dgl.distributed
+import pytest
+import torch
+from torch import Tensor
+
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition import LocalPartition, load_partition, partition_graph, read_partition_summary
+from tests.helpers.graphs import NAMED, hand_drawn, power_law, with_duplicates
+
+CASES = [(1, 1, "metis"), (2, 1, "random"), (3, 1, "metis"), (3, 2, "random"), (4, 3, "contiguous")]
+
+
+def write(graph: dgl.DGLGraph, folder: Path, num_parts: int, num_hops: int = 1, method: str = "random") -> Path:
+    partition_graph(graph, "g", num_parts, folder, num_hops=num_hops, part_method=method)
+    return folder / "g.json"
+
+
+def in_edges_by_id(graph: dgl.DGLGraph, vertex: int) -> tuple[Tensor, Tensor]:
+    """Sources and ids of the in-edges of a vertex, in edge-id order."""
+    src, dst = graph.edges(order="eid")
+    eid = (dst == vertex).nonzero().flatten()
+    return src[eid], eid
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(("num_parts", "num_hops", "method"), CASES)
+def test_parts_together_are_the_graph(name: str, num_parts: int, num_hops: int, method: str, tmp_path: Path) -> None:
+    graph = NAMED[name]()
+    graph.ndata["flag"] = torch.arange(graph.num_nodes()) % 3 == 0
+    mapping = partition_graph(graph, "g", num_parts, tmp_path / "p", num_hops, method, return_mapping=True)
+    assert mapping is not None
+    orig_nids, orig_eids = mapping
+    assert isinstance(orig_nids, Tensor) and isinstance(orig_eids, Tensor)
+    assert torch.equal(orig_nids.sort().values, graph.nodes())
+    assert torch.equal(orig_eids.sort().values, torch.arange(graph.num_edges()))
+    for part_id in range(num_parts):
+        part = load_partition(tmp_path / "p" / "g.json", part_id)
+        first = int(part.node_offsets[part_id])
+        assert part.orig_node_ids is not None and part.orig_edge_ids is not None and part.out_degrees is not None
+        assert torch.equal(part.orig_node_ids, orig_nids[first : first + part.num_inner])
+        assert torch.equal(part.in_degrees, graph.in_degrees()[part.orig_node_ids])
+        assert torch.equal(part.out_degrees, graph.out_degrees()[part.orig_node_ids])
+        for key, data in part.node_data.items():
+            assert data.dtype == graph.ndata[key].dtype
+            assert torch.equal(data, graph.ndata[key][part.orig_node_ids])
+        for key, data in part.edge_data.items():
+            assert data.dtype == graph.edata[key].dtype
+            assert torch.equal(data, graph.edata[key][part.orig_edge_ids])
+        assert set(part.node_data) == set(graph.ndata) and set(part.edge_data) == set(graph.edata)
+        lists = [(first + k, part.indptr, k, part.src_global, part.eid_global) for k in range(part.num_inner)]
+        lists += [
+            (int(v), part.halo_indptr, k, part.halo_src_global, part.halo_eid_global)
+            for k, v in enumerate(part.halo_global)
+        ]
+        for vertex, indptr, row, src, eid in lists:
+            expected_src, expected_eid = in_edges_by_id(graph, int(orig_nids[vertex]))
+            rows = slice(int(indptr[row]), int(indptr[row + 1]))
+            assert torch.equal(orig_eids[eid[rows]], expected_eid)  # original edge-id order: ties in max depend on it
+            assert torch.equal(orig_nids[src[rows]], expected_src)
+
+
+@pytest.mark.parametrize(("num_parts", "num_hops", "method"), CASES)
+def test_plain_dgl_reads_the_same(num_parts: int, num_hops: int, method: str, tmp_path: Path) -> None:
+    graph = with_duplicates()
+    config = write(graph, tmp_path / "p", num_parts, num_hops, method)
+    for part_id in range(num_parts):
+        ours = load_partition(config, part_id)
+        local, node_feats, edge_feats, book, name, ntypes, etypes = dgl.distributed.load_partition(str(config), part_id)
+        assert (name, ntypes, etypes) == ("g", ["_N"], [("_N", "_E", "_N")])
+        first, last = int(ours.node_offsets[part_id]), int(ours.node_offsets[part_id + 1])
+        assert torch.equal(book.partid2nids(part_id), torch.arange(first, last))
+        first_edge, last_edge = int(ours.edge_offsets[part_id]), int(ours.edge_offsets[part_id + 1])
+        assert torch.equal(book.partid2eids(part_id), torch.arange(first_edge, last_edge))
+        nids, eids = local.ndata[dgl.NID], local.edata[dgl.EID]
+        inner, inner_edge = local.ndata["inner_node"] == 1, local.edata["inner_edge"] == 1
+        # DistGraph's servers rely on both: owned vertices and edges come first, in id order.
+        assert torch.equal(nids[: last - first], torch.arange(first, last)) and int(inner.sum()) == last - first
+        assert torch.equal(eids[: last_edge - first_edge], torch.arange(first_edge, last_edge))
+        assert int(inner_edge.sum()) == last_edge - first_edge
+        src, dst = local.edges(order="eid")
+        assert torch.equal(inner[dst], inner_edge)
+        order = torch.argsort(nids[dst[inner_edge]] * graph.num_edges() + eids[inner_edge])
+        assert torch.equal(nids[src[inner_edge]][order], ours.src_global)
+        assert torch.equal(book.nid2partid(ours.src_global), _owner(ours, ours.src_global))
+        assert torch.equal(node_feats["_N/feat"], ours.node_data["feat"])
+        assert torch.equal(edge_feats["_N:_E:_N/w"], ours.edge_data["w"])
+
+
+def _owner(part: LocalPartition, ids: Tensor) -> Tensor:
+    return torch.searchsorted(part.node_offsets, ids, right=True) - 1
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3])
+def test_halo_is_what_dgl_would_store(num_hops: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same assignment, so the same owned and halo vertices and the same edges as DGL's own writer."""
+    graph = power_law()
+    mapping = partition_graph(graph, "g", 3, tmp_path / "ours", num_hops, "random", return_mapping=True)
+    assert mapping is not None
+    offsets = torch.tensor(read_partition_summary(tmp_path / "ours" / "g.json").node_offsets)
+    assignment = torch.empty(graph.num_nodes(), dtype=torch.int64)
+    assignment[mapping[0]] = torch.repeat_interleave(torch.arange(3), offsets.diff())
+    monkeypatch.setattr(dgl.distributed.partition, "random_choice", lambda *_: assignment)
+    theirs_nids, theirs_eids = dgl.distributed.partition_graph(
+        graph, "g", 3, str(tmp_path / "dgl"), num_hops=num_hops, part_method="random", return_mapping=True
+    )
+    for part_id in range(3):
+        contents = []
+        for folder, nids, eids in (("dgl", theirs_nids, theirs_eids), ("ours", mapping[0], mapping[1])):
+            local = dgl.distributed.load_partition(str(tmp_path / folder / "g.json"), part_id)[0]
+            vertices, inner = nids[local.ndata[dgl.NID]], local.ndata["inner_node"] == 1
+            contents.append((vertices[inner].tolist(), vertices[~inner].tolist(), eids[local.edata[dgl.EID]].tolist()))
+        for theirs, ours in zip(*contents, strict=True):
+            assert sorted(theirs) == sorted(ours)
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3])
+def test_halo_lists_are_complete_where_claimed_and_claimed_where_complete(num_hops: int, tmp_path: Path) -> None:
+    """Every halo vertex at in-distance < num_hops has its list; beyond, only vertices without in-edges have."""
+    graph = NAMED["isolated"]()
+    config = write(graph, tmp_path / "p", 3, num_hops)
+    nids = torch.cat([_original(load_partition(config, p)) for p in range(3)])
+    src, dst = graph.edges(order="eid")
+    for part_id in range(3):
+        part = load_partition(config, part_id)
+        reached = set(_original(part).tolist())
+        owned = set(reached)
+        for _ in range(num_hops - 1):
+            reached |= {int(u) for u, v in zip(src, dst, strict=True) if int(v) in reached}
+        halo = set(nids[part.halo_global].tolist())
+        assert reached - owned <= halo
+        assert all(graph.in_degrees(v) == 0 for v in halo - reached)
+
+
+def _original(part: LocalPartition) -> Tensor:
+    assert part.orig_node_ids is not None
+    return part.orig_node_ids
+
+
+def test_hand_drawn_folder(tmp_path: Path) -> None:
+    config = write(hand_drawn(), tmp_path / "p", 2, 1, "contiguous")
+    part = load_partition(config, 1)  # owns vertices 3, 4, 5
+    assert part.node_offsets.tolist() == [0, 3, 6]
+    assert part.edge_offsets.tolist() == [0, 4, 7]  # edges into 0, 1, 2, 2 come first
+    assert part.indptr.tolist() == [0, 1, 2, 3]
+    assert part.src_global.tolist() == [1, 3, 4]
+    assert part.eid_global.tolist() == [4, 5, 6]
+    assert part.edge_data["w"].tolist() == [3.0, 4.0, 5.0]
+    assert part.in_degrees.tolist() == [1, 1, 1]
+    assert part.out_degrees is not None
+    assert part.out_degrees.tolist() == [1, 2, 1]
+    assert part.halo_global.numel() == 0  # vertex 1 has an in-edge, which one hop does not store
+    assert load_partition(write(hand_drawn(), tmp_path / "q", 2, 2, "contiguous"), 1).halo_global.tolist() == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int8, torch.int32, torch.bool])
+def test_data_keeps_its_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    graph = power_law()
+    graph.ndata["x"] = torch.arange(graph.num_nodes() * 6).reshape(-1, 2, 3).to(dtype)
+    graph.edata["y"] = torch.arange(graph.num_edges()).to(dtype)
+    part = load_partition(write(graph, tmp_path / "p", 2), 0)
+    assert part.orig_edge_ids is not None
+    assert torch.equal(part.node_data["x"], graph.ndata["x"][_original(part)])
+    assert torch.equal(part.edge_data["y"], graph.edata["y"][part.orig_edge_ids])
+
+
+def test_parts_without_edges_and_a_graph_without_edges(tmp_path: Path) -> None:
+    """DGL's own writer fails on both."""
+    chain = dgl.graph(([0], [1]), num_nodes=6)
+    for graph in (chain, dgl.graph(([], []), num_nodes=6)):
+        config = write(graph, tmp_path / "p", 3, 2, "contiguous")
+        for part_id in range(3):
+            part = load_partition(config, part_id)
+            assert part.num_inner == 2
+            assert part.src_global.numel() == (graph.num_edges() if part_id == 0 else 0)
+            assert dgl.distributed.load_partition(str(config), part_id)[0].num_nodes() == 2
+
+
+def test_custom_type_names_int32_ids_and_formats(tmp_path: Path) -> None:
+    graph = dgl.heterograph({("user", "follows", "user"): ([0, 1, 2, 3], [1, 2, 3, 0])}).int()
+    graph.ndata["x"] = torch.arange(4.0)
+    partition_graph(graph, "g", 2, tmp_path, part_method="contiguous", graph_formats=["csc"])
+    assert load_partition(tmp_path / "g.json", 1).node_data["x"].tolist() == [2.0, 3.0]
+    _, node_feats, _, _, _, ntypes, etypes = dgl.distributed.load_partition(str(tmp_path / "g.json"), 1)
+    assert (ntypes, etypes) == (["user"], [("user", "follows", "user")])
+    assert list(node_feats) == ["user/x"]
+
+
+def test_trainer_ids_are_written_and_the_graph_is_left_alone(tmp_path: Path) -> None:
+    graph = power_law()
+    fields = set(graph.ndata), set(graph.edata)
+    partition_graph(graph, "g", 2, tmp_path, num_trainers_per_machine=2, balance_edges=True)
+    assert (set(graph.ndata), set(graph.edata)) == fields
+    for part_id in range(2):
+        part = load_partition(tmp_path / "g.json", part_id)
+        assert set(part.node_data["trainer_id"].tolist()) <= {2 * part_id, 2 * part_id + 1}
+        owner = torch.repeat_interleave(part.node_data["trainer_id"], part.in_degrees)
+        order = part.eid_global - part.edge_offsets[part_id]
+        assert torch.equal(part.edge_data["trainer_id"][order], owner)
+
+
+@pytest.mark.parametrize("method", ["random", "contiguous"])
+def test_the_same_call_writes_the_same_bytes(method: str, tmp_path: Path) -> None:
+    """METIS as DGL builds it reads uninitialised memory, and graph.dgl holds some; everything else repeats."""
+    files = []
+    for name in ("a", "b"):
+        write(power_law(), tmp_path / name, 3, 2, method)
+        content = json.loads((tmp_path / name / "hybrid_manifest.json").read_text())
+        files.append({path: record for path, record in content["files"].items() if not path.endswith("graph.dgl")})
+    assert len(files[0]) == 10
+    assert files[0] == files[1]
+
+
+def test_seed_changes_a_random_partition(tmp_path: Path) -> None:
+    sizes = []
+    for seed in (0, 0, 1):
+        partition_graph(power_law(), "g", 2, tmp_path, part_method="random", seed=seed)
+        sizes.append(_original(load_partition(tmp_path / "g.json", 0)).tolist())
+    assert sizes[0] == sizes[1] != sizes[2]
+
+
+def test_stdout_stays_clean(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write(power_law(), tmp_path / "p", 3, 1, "metis")
+    load_partition(tmp_path / "p" / "g.json", 0)
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert "edge cuts" not in captured.err
+
+
+def test_a_heterograph_is_written_and_refused_by_load(tmp_path: Path) -> None:
+    ring = torch.arange(40)
+    graph = dgl.heterograph({("a", "x", "b"): (ring, ring), ("b", "y", "a"): (ring, ring.roll(1))})
+    graph.nodes["a"].data["h"] = torch.arange(40.0)
+    mapping = partition_graph(graph, "h", 2, tmp_path / "p", part_method="random", return_mapping=True)
+    assert mapping is not None
+    assert set(mapping[0]) == {"a", "b"}
+    config = tmp_path / "p" / "h.json"
+    assert dgl.distributed.load_partition(str(config), 0)[5] == ["a", "b"]
+    summary = read_partition_summary(config)
+    assert (summary.is_homogeneous, summary.has_sidecar, summary.node_offsets) == (False, True, ())
+    with pytest.raises(PartitionError, match="holds a heterograph; full-graph training reads homogeneous graphs only"):
+        load_partition(config, 0)
+    rare = dgl.heterograph({("a", "x", "b"): ([0], [0]), ("b", "y", "a"): ([0], [1])}, {"a": 4, "b": 4})
+    with pytest.raises(PartitionError, match="DGL cannot write this heterograph in 2 parts"):
+        partition_graph(rare, "h", 2, tmp_path / "q", part_method="random")
+    with pytest.raises(ValueError, match="'contiguous' is for homogeneous graphs"):
+        partition_graph(graph, "h", 2, tmp_path / "q", part_method="contiguous")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hops": 0}, r"num_hops must be at least 1 \(got 0\)"),
+        ({"part_method": "kway"}, r"part_method must be one of metis, random, contiguous \(got 'kway'\)"),
+        ({"num_parts": 0}, r"num_parts must be at least 1 \(got 0\)"),
+        ({"num_parts": 7}, r"num_parts must not exceed the number of vertices \(got 7 parts for 6 vertices\)"),
+        ({"objtype": "sum"}, "objtype must be 'cut' or 'vol'"),
+        ({"graph_name": "../g"}, "graph_name must be usable as a file name"),
+        ({"graph_name": "hybrid_manifest"}, "its JSON file would be the manifest"),
+        ({"num_trainers_per_machine": 0}, "num_trainers_per_machine must be at least 1"),
+        ({"balance_ntypes": {"a": torch.zeros(6), "b": torch.zeros(6)}}, "balance_ntypes must name one vertex type"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, object], message: str, tmp_path: Path) -> None:
+    arguments: dict[str, object] = {"graph_name": "g", "num_parts": 2, "out_path": tmp_path / "p", **changes}
+    with pytest.raises(ValueError, match=message):
+        partition_graph(hand_drawn(), **arguments)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []  # no half folder, no staging folder
+
+
+def test_rewriting_replaces_and_another_graph_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("kept")
+    write(power_law(), tmp_path, 4)
+    write(hand_drawn(), tmp_path, 2, 1, "contiguous")
+    assert load_partition(tmp_path / "g.json", 0).num_inner == 3
+    assert (tmp_path / "notes.txt").read_text() == "kept"
+    with pytest.raises(PartitionError, match="holds the partition of graph 'g'; writing 'other' there would overwrite"):
+        partition_graph(hand_drawn(), "other", 2, tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PartitionError, match="exists and is not a folder"):
+        partition_graph(hand_drawn(), "g", 2, tmp_path / "file")
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dgl_hybrid.partition.write.sync_tree", fail)
+    with pytest.raises(PartitionError, match="cannot be written: .*No space left on device"):
+        write(hand_drawn(), tmp_path / "p", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+def test_killed_while_replacing_leaves_nothing_that_loads_or_all(renames: int, tmp_path: Path) -> None:
+    """The process dies before its n-th rename; what is left must be a whole partition or fail to load."""
+    write(power_law(), tmp_path / "p", 2)
+    script = f"""
+import os, signal, pathlib
+import dgl_hybrid
+from dgl_hybrid.partition import partition_graph
+from tests.helpers.graphs import hand_drawn
+left, rename = {renames}, pathlib.Path.rename
+def dying(self, target):
+    global left
+    if left == 0: os.kill(os.getpid(), signal.SIGKILL)
+    left -= 1
+    return rename(self, target)
+pathlib.Path.rename = dying
+partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="contiguous")
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    with pytest.raises(PartitionError, match=r"g\.json does not exist"):
+        load_partition(tmp_path / "p" / "g.json", 0)
+
+
+def test_graphbolt_is_refused_in_one_line_where_it_has_no_library(tmp_path: Path) -> None:
+    try:
+        partition_graph(hand_drawn(), "g", 2, tmp_path / "p", use_graphbolt=True)
+    except PartitionError as error:
+        assert "use_graphbolt=True needs DGL's GraphBolt library" in str(error)  # noqa: PT017 - it may also work
+        assert list(tmp_path.iterdir()) == []
+    else:
+        assert list((tmp_path / "p").rglob("fused_csc_sampling_graph.pt"))

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -32,9 +34,7 @@ def train_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> li
 
 def reference_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
     """The same with plain DGL on one process and the whole graph."""
-    return [
-        train_reference(TrainJob.from_json(record), payload["data"]).to_json() for record in payload["jobs"]
-    ]
+    return [train_reference(TrainJob.from_json(record), payload["data"]).to_json() for record in payload["jobs"]]
 
 
 def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dict[str, Any]:
@@ -43,8 +43,6 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     Raises:
         PlanError: On every rank: nothing fits, or a vertex to explain is out of range.
     """
-    from dataclasses import asdict, replace
-
     job = TrainJob.from_json(payload["job"])
     g = open_graph(job)
     communicator = g.communicator
@@ -113,31 +111,26 @@ def find_vertex(g: PartitionedGraph, vertex: int, *, is_global: bool) -> int:
     return max(row[0] for row in g.communicator.gather_ints([position]))
 
 
-class progress_bar:  # noqa: N801 - used as a function
-    """A bar on stderr, where that is a terminal and this is the rank that shows it."""
+@contextlib.contextmanager
+def progress_bar(job: TrainJob, show: bool) -> Iterator[Callable[[int, EpochReport, Accuracy | None], None]]:
+    """A bar on stderr, where that is a terminal and this is the rank that shows it; yields what advances it."""
+    with tqdm(
+        total=job.training.epochs,
+        desc=f"{job.strategy.strategy} {job.model.model}",
+        unit="epoch",
+        file=sys.stderr,
+        disable=not (show and sys.stderr.isatty()),
+        leave=False,
+    ) as bar:
 
-    def __init__(self, job: TrainJob, show: bool) -> None:
-        self._bar = tqdm(
-            total=job.training.epochs,
-            desc=f"{job.strategy.strategy} {job.model.model}",
-            unit="epoch",
-            file=sys.stderr,
-            disable=not (show and sys.stderr.isatty()),
-            leave=False,
-        )
+        def advance(epoch: int, report: EpochReport, accuracy: Accuracy | None) -> None:
+            shown = {"loss": f"{report.loss:.4f}"}
+            if accuracy is not None:
+                shown["val"] = f"{accuracy.val:.3f}"
+            bar.set_postfix(shown, refresh=False)
+            bar.update()
 
-    def __enter__(self) -> Callable[[int, EpochReport, Accuracy | None], None]:
-        return self._advance
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-
-    def _advance(self, epoch: int, report: EpochReport, accuracy: Accuracy | None) -> None:
-        self._bar.update()
-        shown = {"loss": f"{report.loss:.4f}"}
-        if accuracy is not None:
-            shown["val"] = f"{accuracy.val:.3f}"
-        self._bar.set_postfix(shown, refresh=False)
+        yield advance
 
 
 TASKS: dict[str, Callable[..., Any]] = {"train": train_task, "plan": plan_task, "reference": reference_task}

@@ -150,9 +150,7 @@ def _existing(location: str, ranks: int | None) -> PreparedGraph:
             f"partition the graph into {ranks} parts."
         )
     dataset, num_classes = _read_description(part_config.parent) or (summary.graph_name, None)
-    return PreparedGraph(
-        part_config=part_config, dataset=dataset, num_classes=num_classes, num_parts=summary.num_parts
-    )
+    return PreparedGraph(part_config=part_config, dataset=dataset, num_classes=num_classes, num_parts=summary.num_parts)
 
 
 def _read_description(folder: Path) -> tuple[str, int] | None:

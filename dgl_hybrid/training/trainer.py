@@ -50,8 +50,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
     if communicator.group is not None:
-        # Buffers are batch norm's statistics, which are those of the whole graph on every rank already.
-        wrapped = nn.parallel.DistributedDataParallel(model, broadcast_buffers=False)
+        wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     clock = EpochClock(communicator, job.model.num_layers)
     epochs: list[EpochReport] = []
@@ -123,9 +122,7 @@ def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
     num_classes = job.num_classes
     if num_classes is None:
         label = g.ndata["label"].local
-        num_classes = 1 + max(
-            row[0] for row in g.communicator.gather_ints([int(label.max()) if len(label) else -1])
-        )
+        num_classes = 1 + max(row[0] for row in g.communicator.gather_ints([int(label.max()) if len(label) else -1]))
     return build_model(
         job.model.model,
         int(g.ndata["feat"].shape[1]),
@@ -139,9 +136,7 @@ def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
     )
 
 
-def make_loader(
-    job: TrainJob, g: PartitionedGraph, model: nn.Module
-) -> tuple[FullGraphLoader, DependencyPlan]:
+def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[FullGraphLoader, DependencyPlan]:
     """Makes the train loader and the plan it follows: made now, or read from the job's folder of plans. Collective.
 
     Raises:

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and where their results go."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import dgl_hybrid
+from dgl_hybrid.cli.options import flatten
+from dgl_hybrid.launch.job import write_json
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """How the processes of this run behave."""
+
+    threads: int | None = None
+    """Threads of each rank; cores / ranks if not given."""
+    out: str | None = None
+    """Folder for the complete resolved configuration and the results."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.threads is not None and self.threads < 1:
+            raise ValueError(f"threads must be at least 1 (got {self.threads})")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what every command understands."""
+    group = parser.add_argument_group("general")
+    group.add_argument("--config", metavar="FILE", help="read options from a .toml or .json file")
+    group.add_argument("--print-config", action="store_true", help="print the resolved options and stop")
+    group.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+    group.add_argument("--verbose", action="store_true", help="log what is done to stderr")
+    group.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def print_config(configs: Sequence[Any]) -> int:
+    """Prints the options as `--config` reads them."""
+    print(json.dumps(flatten(configs), indent=2))
+    return 0
+
+
+def write_results(out: str | None, configs: Sequence[Any], result: dict[str, Any]) -> None:
+    """Writes `config.json` and `result.json` into the folder, if one is given."""
+    if out is None:
+        return
+    folder = Path(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "config.json", flatten(configs))
+    write_json(folder / "result.json", {**result, "versions": versions()})
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions a result depends on."""
+    from importlib.metadata import version
+
+    names = ("dgl", "torch", "numpy")
+    return {
+        "dgl_hybrid": dgl_hybrid.__version__,
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+    }

@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid doctor`: versions, active fixes, cores, memory, devices."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+
+import psutil
+
+from dgl_hybrid.cli.common import versions
+from dgl_hybrid.cli.tables import format_bytes, make_console
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    parser.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what is installed and what this machine offers."""
+    import dgl  # noqa: F401  to see that it can be imported
+    import torch
+    from rich.table import Table
+
+    from dgl_hybrid.compat import describe
+    from dgl_hybrid.launch.local import LOOPBACK
+
+    found = describe()
+    facts: dict[str, object] = {
+        **versions(),
+        "dgl_supported": found["dgl_supported"],
+        "startup_hook": found["startup_hook"],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": format_bytes(psutil.virtual_memory().total),
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "backends": [
+            name
+            for name, is_there in (
+                ("gloo", torch.distributed.is_gloo_available()),
+                ("nccl", torch.distributed.is_nccl_available()),
+            )
+            if is_there
+        ],
+        "loopback": LOOPBACK,
+        "fixes": {fix["name"]: fix["state"] for fix in found["fixes"]},  # type: ignore[attr-defined]
+    }
+    table = Table("what", "found", title="dgl_hybrid doctor", title_justify="left")
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            shown = "\n".join(f"{fix}: {state}" for fix, state in value.items())
+        else:
+            shown = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
+        table.add_row(name, shown)
+    make_console().print(table)
+    if args.json:
+        print(json.dumps(facts))
+    return 0

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Entry point: finds the command, and turns every fault into one line on stderr and a non-zero exit."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import dgl_hybrid
+from dgl_hybrid.cli.options import OneLineParser
+from dgl_hybrid.errors import HybridError
+
+# Command -> (module with add_options(parser) and run(args) -> exit code, help). Imported when asked for: `--help` is fast.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("dgl_hybrid.cli.demo", "train one model by every strategy, compare with plain DGL, draw the result"),
+    "partition": ("dgl_hybrid.cli.partition", "split a graph into a folder that DistDGL reads too"),
+    "plan": ("dgl_hybrid.cli.plan", "decide what is cached and what is communicated, and say why"),
+    "train": ("dgl_hybrid.cli.train", "train full-graph on several ranks"),
+    "doctor": ("dgl_hybrid.cli.doctor", "show versions, active fixes and what this machine offers"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code: 0, 1 for a fault, 2 for wrong options."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = _build_parser(argv)
+    args = parser.parse_args(argv)
+    debug = getattr(args, "debug", False)
+    prefix = f"dgl-hybrid {args.command}: error:"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        prefix = f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] {prefix}"
+    logging.basicConfig(
+        stream=sys.stderr,
+        level=logging.INFO if getattr(args, "verbose", False) else logging.WARNING,
+        format="dgl-hybrid: %(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        code: int = import_module(COMMANDS[args.command][0]).run(args)
+        return code
+    except KeyboardInterrupt:
+        print(f"{prefix} interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 1  # whoever read our output has left
+    except (HybridError, ValueError, OSError) as error:
+        if debug:
+            traceback.print_exc()
+            details = getattr(error, "details", "")
+            if details:
+                print(details, file=sys.stderr)
+        print(f"{prefix} {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        words = " ".join(str(error).split())
+        print(f"{prefix} unexpected {type(error).__name__}: {words} (--debug shows the traceback)", file=sys.stderr)
+        return 1
+
+
+def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    parser = OneLineParser(
+        prog="dgl-hybrid", description="Full-graph GNN training on partitioned graphs, beside DGL and DistDGL."
+    )
+    parser.add_argument("--version", action="version", version=f"dgl_hybrid {dgl_hybrid.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, (module, text) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        if name == chosen:
+            import_module(module).add_options(command)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid partition`: writes a partition folder."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
+from dgl_hybrid.cli.options import add_config_options, resolve
+from dgl_hybrid.cli.tables import make_console
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, describe, prepare_partition, write_partition
+
+CONFIGS = (DataConfig, PartitionConfig, RunConfig)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    add_common_options(parser)
+    add_config_options(parser, CONFIGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Writes the partition to --out, or into the workspace, and says where it is."""
+    from dgl_hybrid.partition import read_partition_summary
+
+    configs = resolve(args, CONFIGS)
+    if args.print_config:
+        return print_config(configs)
+    data, partition, options = configs
+    if partition.partition is not None:
+        raise ValueError("--partition names an existing partition; name the new one with --out")
+    if options.out is None:
+        part_config = prepare_partition(data, partition).part_config
+    else:
+        from dgl_hybrid.datasets import load_dataset
+
+        num_parts = partition.ranks or 2
+        dataset = load_dataset(
+            data.data,
+            symmetric=data.symmetric,
+            self_loops=data.self_loops,
+            normalize_features=data.normalize_features,
+        )
+        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
+        folder = Path(options.out)
+        write_partition(
+            dataset.graph,
+            name,
+            num_parts,
+            folder,
+            partition,
+            dataset.num_classes,
+            dataset.name,
+            describe(data, partition, num_parts),
+        )
+        part_config = folder / f"{name}.json"
+    summary = read_partition_summary(part_config)
+    sizes = [end - start for start, end in zip(summary.node_offsets[:-1], summary.node_offsets[1:], strict=True)]
+    edges = [end - start for start, end in zip(summary.edge_offsets[:-1], summary.edge_offsets[1:], strict=True)]
+    make_console().print(
+        f"{summary.part_config}: {summary.num_nodes:,} vertices and {summary.num_edges:,} edges in "
+        f"{summary.num_parts} parts; vertices {', '.join(f'{n:,}' for n in sizes)}; in-edges "
+        f"{', '.join(f'{n:,}' for n in edges)}",
+        soft_wrap=True,
+        markup=False,
+    )
+    if args.json:
+        record = {"part_config": str(summary.part_config), "num_parts": summary.num_parts, "num_nodes": sizes}
+        print(json.dumps({**record, "num_edges": edges}))
+    return 0

@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid plan`: plans without training, saves the plans, and says why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
+from dgl_hybrid.cli.options import add_config_options, resolve
+from dgl_hybrid.cli.tables import make_console, print_plan
+from dgl_hybrid.cli.train import make_job
+from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
+
+CONFIGS = (DataConfig, PartitionConfig, ModelConfig, StrategyConfig, TrainConfig, RunConfig)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    add_common_options(parser)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--explain", type=int, metavar="VERTEX", help="say why, for a vertex by its id in the original graph"
+    )
+    which.add_argument("--explain-global", type=int, metavar="VERTEX", help="the same, by its id after partitioning")
+    add_config_options(parser, CONFIGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plans, saves to --out (by default beside the partition), and prints the report."""
+    configs = resolve(args, CONFIGS)
+    if args.print_config:
+        return print_config(configs)
+    data, partition, model, strategy, training, options = configs
+    if strategy.plan is not None:
+        raise ValueError("--plan names plans to train with; choose where new ones go with --out")
+    prepared = prepare_partition(data, partition)
+    job = make_job(prepared, model, strategy, training)
+    default = f"{model.model}-{model.num_layers}x{model.hidden}-{strategy.strategy}"
+    out = Path(options.out) if options.out is not None else prepared.part_config.parent / "plans" / default
+    explain = args.explain if args.explain is not None else args.explain_global
+    result = run_local(
+        "plan",
+        {
+            "job": job.to_json(),
+            "out": str(out.absolute()),
+            "explain": explain,
+            "explain_is_global": args.explain_global is not None,
+        },
+        ranks=prepared.num_parts,
+        threads=options.threads,
+        verbose=args.verbose,
+    )
+    print_plan(result)
+    make_console().print(f"saved in {out}; train with --plan {out}", soft_wrap=True, markup=False)
+    if args.json:
+        print(json.dumps({**result, "out": str(out)}))
+    return 0

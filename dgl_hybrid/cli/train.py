@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid train`: partitions where needed, trains on local ranks, or on those that torchrun has started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from typing import Any
+
+from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config, write_results
+from dgl_hybrid.cli.options import add_config_options, resolve
+from dgl_hybrid.cli.tables import print_training
+from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, PreparedGraph, prepare_partition
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.report import TrainReport
+
+CONFIGS = (DataConfig, PartitionConfig, ModelConfig, StrategyConfig, TrainConfig, RunConfig)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    add_common_options(parser)
+    add_config_options(parser, CONFIGS)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains and prints the report."""
+    configs = resolve(args, CONFIGS)
+    if args.print_config:
+        return print_config(configs)
+    data, partition, model, strategy, training, options = configs
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        from dgl_hybrid.cli.torchrun import train_under_torchrun
+
+        report = train_under_torchrun(configs)
+        if report is None:
+            return 0
+    else:
+        prepared = prepare_partition(data, partition)
+        job = make_job(prepared, model, strategy, training)
+        reports = run_local(
+            "train",
+            {"jobs": [job.to_json()]},
+            ranks=prepared.num_parts,
+            threads=options.threads,
+            verbose=args.verbose,
+            show_progress=not args.json,
+        )
+        report = TrainReport.from_json(reports[0])
+    result: dict[str, Any] = report.to_json()
+    write_results(options.out, configs, result)
+    print_training(report)
+    if args.json:
+        print(json.dumps(result))
+    return 0
+
+
+def make_job(prepared: PreparedGraph, model: ModelConfig, strategy: StrategyConfig, training: TrainConfig) -> TrainJob:
+    """Returns what ranks are told."""
+    return TrainJob(
+        part_config=str(prepared.part_config),
+        dataset=prepared.dataset,
+        num_classes=prepared.num_classes,
+        model=model,
+        strategy=strategy,
+        training=training,
+    )

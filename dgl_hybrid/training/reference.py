@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same training with plain DGL: one process, the whole graph, nothing of ours. What every other run is held to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid.datasets import load_dataset
+from dgl_hybrid.training.config import TrainJob
+from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
+from dgl_hybrid.training.models import build_model
+from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
+
+
+def train_reference(job: TrainJob, data: Mapping[str, object]) -> TrainReport:
+    """Trains on the whole graph in this process. Dropout, if any, is PyTorch's own: then losses differ from ours.
+
+    Args:
+        job: `part_config` and `strategy` are not used.
+        data: Arguments of `load_dataset`, its `spec` under "data".
+    """
+    base_rss = current_rss_bytes()
+    dataset = load_dataset(
+        str(data["data"]),
+        symmetric=bool(data.get("symmetric")),
+        self_loops=bool(data.get("self_loops")),
+        normalize_features=bool(data.get("normalize_features")),
+    )
+    graph, config = dataset.graph, job.training
+    dtype = getattr(torch, config.dtype)
+    x, label = graph.ndata["feat"].to(dtype), graph.ndata["label"]
+    blocks = [graph] * job.model.num_layers
+    model = build_model(
+        job.model.model,
+        int(x.shape[1]),
+        job.model.hidden,
+        dataset.num_classes,
+        job.model.num_layers,
+        dropout=job.model.dropout,
+        heads=job.model.heads,
+        seed=config.seed,
+        dtype=dtype,
+    )
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    train_mask = graph.ndata["train_mask"]
+    epochs = []
+    for _ in range(config.epochs):
+        model.train()
+        start_s = time.perf_counter()
+        logits = model(blocks, x)
+        loss = F.cross_entropy(logits[train_mask], label[train_mask])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        time_s = time.perf_counter() - start_s
+        epochs.append(
+            EpochReport(loss=loss.item(), time_s=time_s, bytes_sent=0, compute_s=time_s, exchange_s=0.0, wait_s=0.0)
+        )
+    model.eval()
+    with torch.no_grad():
+        right = model(blocks, x).argmax(1) == label
+    final = Accuracy(
+        epoch=config.epochs,
+        train=_share(right, train_mask),
+        val=_share(right, graph.ndata["val_mask"]),
+        test=_share(right, graph.ndata["test_mask"]),
+    )
+    return TrainReport(
+        strategy="plain DGL",
+        ranks=1,
+        model=job.model.model,
+        dataset=dataset.name,
+        dtype=config.dtype,
+        epochs=tuple(epochs),
+        layers=tuple(
+            LayerReport(layer=layer + 1, cached=0, communicated=0, forward_bytes=0, backward_bytes=0)
+            for layer in range(job.model.num_layers)
+        ),
+        best=final,
+        final=final,
+        peak_rss_bytes=(peak_rss_bytes(),),
+        base_rss_bytes=(base_rss,),
+        gradient_bytes=_gradient_bytes(model),
+        predicted_epoch_s=None,
+        chosen_plan="none",
+    )
+
+
+def _share(right: Tensor, mask: Tensor) -> float:
+    return float(right[mask].double().mean())
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)

@@ -12,17 +12,26 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .topology import Topology
 
 GATHER_WIDTHS = (16, 64, 256)
 SMALL_BYTES = 64
 LINK_BYTES = 1 << 21
-REPEATS = 4
+REPEATS = 3
 MACHINE_CHARS = 64
 
+Aggregate = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(indptr (N + 1,), sources (E,), rows (N, F)) -> (N, F): the sum of source rows over each row's in-edges."""
 
-def probe(group: dist.ProcessGroup | None = None, *, device: str | torch.device = "cpu") -> Topology:
+
+def probe(
+    group: dist.ProcessGroup | None = None,
+    *,
+    device: str | torch.device = "cpu",
+    aggregate: Aggregate | None = None,
+) -> Topology:
     """Measures device and link rates. Collective over `group` (or the default group); alone without torch.distributed.
 
     All ranks measure at once: on one host they share memory bandwidth in training too. The slowest rank's device rates
@@ -31,6 +40,7 @@ def probe(group: dist.ProcessGroup | None = None, *, device: str | torch.device 
     Args:
         group: ranks to probe; None: the default group if there is one.
         device: where the model runs; links are probed with tensors there if the backend carries them, else on the CPU.
+        aggregate: sums rows over in-edges as training will; None: a plain torch product, slower than DGL's kernel.
 
     Returns:
         The same topology on every rank.
@@ -40,7 +50,11 @@ def probe(group: dist.ProcessGroup | None = None, *, device: str | torch.device 
     world_size = dist.get_world_size(group) if grouped else 1
     if grouped:
         dist.barrier(group)
-    rates = [_gemm_rate(device), _row_rate(device), *(_gather_rate(device, width) for width in GATHER_WIDTHS)]
+    rates = [
+        _gemm_rate(device),
+        _row_rate(device),
+        *(_gather_rate(device, width, aggregate) for width in GATHER_WIDTHS),
+    ]
     if not grouped or world_size == 1:
         return _topology(rates, [[0.0]], [[1e12]], 0.0, 1e12, device, time.time(), _machine(device))
     link_device = device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
@@ -142,14 +156,17 @@ def _row_rate(device: torch.device) -> float:
     return 2.0 * rows.numel() * 4 / _best(lambda: torch.add(rows, 1.0, out=out), device)
 
 
-def _gather_rate(device: torch.device, width: int) -> float:
+def _gather_rate(device: torch.device, width: int, aggregate: Aggregate | None) -> float:
     """Bytes gathered per second by a sum over in-edges of random rows, the inner loop of every layer."""
-    num_rows, degree = (1 << 24) // (4 * width), 4
+    num_rows, degree = (1 << 23) // (4 * width), 4
     generator = torch.Generator().manual_seed(0)
     num_edges = num_rows * degree
     sources = torch.randint(0, num_rows, (num_edges,), generator=generator)
     indptr = torch.arange(0, num_edges + 1, degree)
     rows = torch.ones(num_rows, width, device=device)
+    if aggregate is not None:
+        run = partial(aggregate, indptr.to(device), sources.to(device), rows)
+        return num_edges * width * 4 / _best(run, device)
     if device.type == "cpu":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls its CSR tensors beta, once

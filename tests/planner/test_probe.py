@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 
 from dgl_hybrid.planner import Topology, cost_model, synthetic_trace
 from dgl_hybrid.planner.probe import probe
@@ -40,3 +41,17 @@ def test_probe_without_torch_distributed() -> None:
     topology = probe()
     assert topology.world_size == 1
     assert topology.allreduce_latency_s == 0
+
+
+def test_probe_measures_the_aggregation_it_is_given() -> None:
+    shapes = []
+
+    def aggregate(indptr: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        shapes.append(rows.shape[1])
+        assert int(indptr[-1]) == sources.numel()
+        time.sleep(0.001)
+        return rows
+
+    topology = probe(aggregate=aggregate)
+    assert sorted(set(shapes)) == [16, 64, 256]
+    assert all(rate < (1 << 25) / 0.001 for _, rate in topology.gather_bytes_per_s)

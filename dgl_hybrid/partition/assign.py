@@ -102,7 +102,7 @@ def _contiguous(graph: dgl.DGLGraph, num_parts: int, balance_edges: bool) -> Ten
     num_nodes = int(graph.num_nodes())
     if not balance_edges:
         return torch.arange(num_nodes) * num_parts // num_nodes
-    # One is added per vertex so that runs of vertices without in-edges count as well. A vertex goes where its middle lies.
+    # One is added per vertex so that runs of vertices without in-edges count too. A vertex goes where its middle is.
     weight = graph.in_degrees().to(torch.int64) + 1
     middle = torch.cumsum(weight, 0) * 2 - weight
     bounds = torch.searchsorted(middle, torch.arange(1, num_parts) * 2 * int(weight.sum()) // num_parts)

@@ -93,14 +93,17 @@ def renumber(src: Tensor, dst: Tensor, node_part: Tensor, num_parts: int) -> Ren
 
 
 def cut_part(ids: Renumbering, part_id: int, num_hops: int) -> PartStructure:
-    """Builds one part: its vertices, their in-edges, and the in-edges of halo vertices at in-distance < num_hops.
+    """Builds one part: owned vertices with all in-edges and out-edges, and in-edges of halo vertices near by.
+
+    As in DGL: in-edges are stored of halo vertices at in-distance < num_hops. Out-edges of owned vertices are stored as
+    well, because `DistGraph.out_degrees` counts them in the owner's part.
 
     Args:
         ids: The renumbering of the whole graph.
         part_id: The part to build.
         num_hops: How far the halo reaches, at least 1.
     Returns:
-        The structure, as DGL's `num_hops` defines it: halo vertices are those at in-distance 1..num_hops.
+        The structure; halo vertices are those at in-distance 1..num_hops and the ends of out-edges.
     """
     first, last = int(ids.node_offsets[part_id]), int(ids.node_offsets[part_id + 1])
     if ids.indptr is None:
@@ -114,27 +117,32 @@ def cut_part(ids: Renumbering, part_id: int, num_hops: int) -> PartStructure:
             src=ids.src,
             dst=ids.dst,
         )
-    held = torch.zeros(ids.orig_node_ids.numel(), dtype=torch.bool)
-    held[first:last] = True
-    edge_lists = [torch.arange(int(ids.indptr[first]), int(ids.indptr[last]))]
-    num_inner_edges = int(edge_lists[0].numel())
-    for _ in range(1, num_hops + 1):
-        sources = ids.src[edge_lists[-1]]
-        frontier = torch.unique(sources[~held[sources]])
-        held[frontier] = True
-        edge_lists.append(expand_ranges(ids.indptr[frontier], ids.indptr[frontier + 1]))
-    # The last frontier is held, its own in-edges are not.
-    outer_edges = torch.sort(torch.cat(edge_lists[1:-1])).values if num_hops > 1 else edge_lists[0][:0]
-    edges = torch.cat([edge_lists[0], outer_edges])
+    num_nodes = ids.orig_node_ids.numel()
+    inner_edges = torch.arange(int(ids.indptr[first]), int(ids.indptr[last]))
+    expanded = torch.zeros(num_nodes, dtype=torch.bool)  # vertices whose in-edges are stored
+    expanded[first:last] = True
+    new_edges = inner_edges
+    for _ in range(1, num_hops):
+        sources = ids.src[new_edges]
+        frontier = torch.unique(sources[~expanded[sources]])
+        expanded[frontier] = True
+        new_edges = expand_ranges(ids.indptr[frontier], ids.indptr[frontier + 1])
+    is_owned_source = (ids.src >= first) & (ids.src < last)
+    is_stored = expanded[ids.dst] | is_owned_source
+    is_stored[inner_edges] = False
+    edges = torch.cat([inner_edges, is_stored.nonzero().flatten()])
+    held = torch.zeros(num_nodes, dtype=torch.bool)
+    held[ids.src[edges]] = True
+    held[ids.dst[edges]] = True
     held[first:last] = False
     nodes = torch.cat([torch.arange(first, last), held.nonzero().flatten()])
-    position = torch.empty(ids.orig_node_ids.numel(), dtype=torch.int64)
+    position = torch.empty(num_nodes, dtype=torch.int64)
     position[nodes] = torch.arange(nodes.numel())
     return PartStructure(
         nodes=nodes,
         num_inner_nodes=last - first,
         edges=edges,
-        num_inner_edges=num_inner_edges,
+        num_inner_edges=inner_edges.numel(),
         src=position[ids.src[edges]],
         dst=position[ids.dst[edges]],
     )

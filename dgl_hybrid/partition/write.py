@@ -76,8 +76,8 @@ def partition_graph(
         objtype: As in DGL: "cut" or "vol".
         graph_formats: As in DGL: sparse formats to store.
         use_graphbolt: As in DGL: store GraphBolt structures as well.
-        seed: For part_method "random". METIS takes none, and DGL's build of it reads uninitialised memory: two calls may
-            differ, even in one process. Keep the folder where a partition must be the same again.
+        seed: For part_method "random". METIS takes none, and DGL's build of it reads uninitialised memory: two calls
+            may differ, even in one process. Keep the folder where a partition must be the same again.
         **kwargs: As in DGL: options of the GraphBolt conversion.
     Returns:
         None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
@@ -157,8 +157,8 @@ def _write_heterograph(
             )
     except (IndexError, AssertionError, dgl.DGLError) as error:
         raise PartitionError(
-            f"DGL cannot write this heterograph in {num_parts} parts ({type(error).__name__}: {error}); it needs vertices and "
-            "edges of every type in every part. Use fewer parts or another part_method."
+            f"DGL cannot write this heterograph in {num_parts} parts ({type(error).__name__}: {error}); it needs "
+            "vertices and edges of every type in every part. Use fewer parts or another part_method."
         ) from error
     return mapping
 

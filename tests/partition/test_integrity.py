@@ -69,10 +69,10 @@ def test_one_flipped_bit(name: str, folder: Path) -> None:
 def test_longer_and_empty_files(folder: Path) -> None:
     path = folder / "part0" / "edge_feat.dgl"
     path.write_bytes(path.read_bytes() + b"x")
-    with pytest.raises(PartitionError, match="edge_feat.dgl is longer than written"):
+    with pytest.raises(PartitionError, match=r"edge_feat.dgl is longer than written"):
         verify_partition(folder / "g.json", 0)
     path.write_bytes(b"")
-    with pytest.raises(PartitionError, match="edge_feat.dgl is empty; g.json names it"):
+    with pytest.raises(PartitionError, match=r"edge_feat.dgl is empty; g.json names it"):
         load_partition(folder / "g.json", 0, verify=False)
 
 
@@ -88,7 +88,7 @@ def test_missing_manifest_and_missing_entry(folder: Path) -> None:
     content = json.loads(manifest.read_text())
     del content["files"]["part0/graph.dgl"]
     manifest.write_text(json.dumps(content))
-    with pytest.raises(PartitionError, match="part0/graph.dgl is not listed in hybrid_manifest.json"):
+    with pytest.raises(PartitionError, match=r"part0/graph.dgl is not listed in hybrid_manifest.json"):
         load_partition(folder / "g.json", 0)
     manifest.unlink()
     with pytest.raises(
@@ -175,7 +175,7 @@ def test_sidecar_of_another_part_even_with_matching_checksums(folder: Path) -> N
     record = hash_file(folder / "part1" / "hybrid.safetensors")
     content["files"]["part1/hybrid.safetensors"] = {"sha256": record.sha256, "bytes": record.num_bytes}
     manifest.write_text(json.dumps(content))
-    with pytest.raises(PartitionError, match="must be of format 1 and part 1 .got format 1, part 2"):
+    with pytest.raises(PartitionError, match=r"must be of format 1 and part 1 .got format 1, part 2"):
         load_partition(folder / "g.json", 1)
 
 
@@ -203,7 +203,9 @@ def test_plain_folder_agrees_with_the_graph(plain: Path) -> None:
     total = 0
     for part_id in range(3):
         part = load_partition(plain / "g.json", part_id)
-        assert part.out_degrees is None and part.orig_node_ids is None and part.orig_edge_ids is None
+        assert part.out_degrees is None
+        assert part.orig_node_ids is None
+        assert part.orig_edge_ids is None
         # The features identify the original vertices: DGL keeps no ids.
         original = torch.cdist(part.node_data["feat"], graph.ndata["feat"]).argmin(dim=1)
         assert torch.equal(part.in_degrees, graph.in_degrees()[original])

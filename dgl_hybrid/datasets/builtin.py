@@ -182,7 +182,7 @@ def _dgl_masks(
 
 
 def _fetch_error(spec: str, library: str, folder: str, error: BaseException) -> DatasetError:
-    reason = (str(error).strip().splitlines() or [""])[-1][:200]
+    reason = (str(error).strip().splitlines() or [""])[-1][:200].rstrip(".")
     return DatasetError(
         f"{spec} cannot be loaded: {type(error).__name__}: {reason}. {library} downloads it into {folder}; without a "
         "network, copy that folder from a machine that has it, or use an .npz file or 'powerlaw'."

@@ -68,18 +68,19 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     try:
-        with np.load(path, allow_pickle=False) as stored:
-            if not isinstance(stored, np.lib.npyio.NpzFile):
-                raise DatasetError(
-                    f"{path} is a single array, not an .npz archive. Save it with numpy.savez_compressed."
-                )
-            return {key: stored[key] for key in stored.files}
+        # The stream is ours, so that a file numpy rejects is closed all the same.
+        with path.open("rb") as stream:
+            stored = np.load(stream, allow_pickle=False)
+            if isinstance(stored, np.lib.npyio.NpzFile):
+                with stored:
+                    return {key: stored[key] for key in stored.files}
     except FileNotFoundError as error:
         raise DatasetError(f"{path} does not exist. Give the path of an .npz graph.") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DatasetError(
             f"{path} cannot be read as .npz ({error}). It may be truncated, or hold pickled objects, which are refused."
         ) from error
+    raise DatasetError(f"{path} is a single array, not an .npz archive. Save it with numpy.savez_compressed.")
 
 
 def _get(arrays: dict[str, Array], key: str, path: Path) -> Array:

@@ -15,7 +15,7 @@ import dgl_hybrid
 from dgl_hybrid.cli.options import OneLineParser
 from dgl_hybrid.errors import HybridError
 
-# Command -> (module with add_options(parser) and run(args) -> exit code, help). Imported when asked for: `--help` is fast.
+# Command -> (module with add_options(parser) and run(args) -> exit code, help); imported when asked for.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dgl_hybrid.cli.demo", "train one model by every strategy, compare with plain DGL, draw the result"),
     "partition": ("dgl_hybrid.cli.partition", "split a graph into a folder that DistDGL reads too"),

@@ -34,15 +34,8 @@ def run(args: argparse.Namespace) -> int:
     if options.out is None:
         part_config = prepare_partition(data, partition).part_config
     else:
-        from dgl_hybrid.datasets import load_dataset
-
         num_parts = partition.ranks or 2
-        dataset = load_dataset(
-            data.data,
-            symmetric=data.symmetric,
-            self_loops=data.self_loops,
-            normalize_features=data.normalize_features,
-        )
+        dataset = data.load()
         name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
         folder = Path(options.out)
         write_partition(

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     data, partition, model, strategy, training, options = configs
     if strategy.plan is not None:
         raise ValueError("--plan names plans to train with; choose where new ones go with --out")
-    prepared = prepare_partition(data, partition)
+    prepared = prepare_partition(data.for_model(model.model), partition)
     job = make_job(prepared, model, strategy, training)
     default = f"{model.model}-{model.num_layers}x{model.hidden}-{strategy.strategy}"
     out = Path(options.out) if options.out is not None else prepared.part_config.parent / "plans" / default

@@ -48,7 +48,7 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         prepared: PreparedGraph | None = None
         with communicator.agreed():
             if communicator.rank == 0:
-                prepared = prepare_partition(data, replace(partition, ranks=world_size))
+                prepared = prepare_partition(data.for_model(model.model), replace(partition, ranks=world_size))
         shared = communicator.broadcast_json(
             None
             if prepared is None

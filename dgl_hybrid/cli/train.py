@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         if report is None:
             return 0
     else:
-        prepared = prepare_partition(data, partition)
+        prepared = prepare_partition(data.for_model(model.model), partition)
         job = make_job(prepared, model, strategy, training)
         reports = run_local(
             "train",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The life of one rank's process: join the others, do the job's task, leave the result or the error in the job's folder.
+"""The life of one rank's process: join the others, do the job's task, leave a result or an error in its folder.
 
 Started by `launch.local` as `python -m dgl_hybrid.launch.rank FOLDER`.
 """

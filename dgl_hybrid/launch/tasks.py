@@ -13,6 +13,7 @@ import torch
 from tqdm import tqdm
 
 from dgl_hybrid.errors import PlanError
+from dgl_hybrid.launch.workspace import DataConfig
 from dgl_hybrid.planner.explain import explain_vertex
 from dgl_hybrid.planner.report import report
 from dgl_hybrid.training.config import TrainJob
@@ -34,7 +35,8 @@ def train_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> li
 
 def reference_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
     """The same with plain DGL on one process and the whole graph."""
-    return [train_reference(TrainJob.from_json(record), payload["data"]).to_json() for record in payload["jobs"]]
+    dataset = DataConfig(**payload["data"]).load()
+    return [train_reference(TrainJob.from_json(record), dataset).to_json() for record in payload["jobs"]]
 
 
 def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a dataset's name to a partition folder: written once into the workspace, keyed by content, verified when reused."""
+"""From a dataset's name to a partition folder: written once into the workspace, keyed by content, verified on reuse."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from dgl_hybrid.datasets import GraphDataset, load_dataset
+from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
 
 _logger = logging.getLogger(__name__)
 
 PART_METHODS = ("metis", "random", "contiguous")
+_WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
 _DATASET_FILE = "dataset.json"
 _FORMAT = 1
 """Part of every key: raised when datasets or partitions come out differently."""
@@ -32,10 +35,28 @@ class DataConfig:
     """Name of a graph (powerlaw, powerlaw:nodes=50000,degree=20, dgl:cora, ogb:ogbn-arxiv), or path of an .npz file."""
     symmetric: bool = False
     """Add the reverse of every arc."""
-    self_loops: bool = False
-    """Give every vertex one self-loop."""
-    normalize_features: bool = False
-    """Divide each row of features by its sum."""
+    self_loops: bool | None = None
+    """Give every vertex one self-loop; by default for the models gcn, gat and gatv2, which are defined with them."""
+    normalize_features: bool | None = None
+    """Divide each row of features by its sum; by default where no feature is negative (counts, bags of words)."""
+
+    def for_model(self, model: str) -> DataConfig:
+        """Returns the config with the model's default for self-loops."""
+        wanted = model in _WITH_SELF_LOOPS if self.self_loops is None else self.self_loops
+        return replace(self, self_loops=wanted)
+
+    def load(self) -> GraphDataset:
+        """Loads the graph.
+
+        Raises:
+            DatasetError: Unknown, malformed, NaN features, ….
+        """
+        dataset = load_dataset(self.data, symmetric=self.symmetric, self_loops=bool(self.self_loops))
+        feat = dataset.graph.ndata["feat"]
+        is_count = feat.numel() > 0 and float(feat.min()) >= 0
+        if is_count if self.normalize_features is None else self.normalize_features:
+            dataset.graph.ndata["feat"] = normalize_rows(feat)
+        return dataset
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,14 +205,7 @@ def _write(
     key: str,
     description: dict[str, object],
 ) -> PreparedGraph:
-    from dgl_hybrid.datasets import load_dataset
-
-    dataset = load_dataset(
-        data.data,
-        symmetric=data.symmetric,
-        self_loops=data.self_loops,
-        normalize_features=data.normalize_features,
-    )
+    dataset = data.load()
     name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
     folder = root / f"{name}-{num_parts}-{key}"
     write_partition(dataset.graph, name, num_parts, folder, partition, dataset.num_classes, dataset.name, description)

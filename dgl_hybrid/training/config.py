@@ -19,7 +19,7 @@ class ModelConfig:
     """A stack of one kind of `dgl.nn` layer."""
 
     model: str = "gcn"
-    """Kind of layer: gcn, sage, gat, gatv2 or gin."""
+    """Kind of layer."""
     num_layers: int = 2
     """Number of layers L."""
     hidden: int = 64
@@ -47,7 +47,7 @@ class StrategyConfig:
     """What becomes of dependencies: computed here (cached), or received (communicated)."""
 
     strategy: str = "hybrid"
-    """hybrid, depcache, depcomm, neutronstar, greedy or ratio."""
+    """Who decides: the planner, or one rule for all."""
     cache_ratio: float = 0.5
     """Strategy ratio only: share of the dependencies of each layer to cache."""
     memory_budget: float | None = None
@@ -72,16 +72,16 @@ class StrategyConfig:
 class TrainConfig:
     """How long and in which arithmetic; one optimizer step (Adam) an epoch."""
 
-    epochs: int = 100
+    epochs: int = 200
     """Number of epochs."""
     lr: float = 0.01
     """Learning rate of Adam."""
     weight_decay: float = 5e-4
     """Weight decay of Adam, on all parameters."""
-    eval_every: int = 5
+    eval_every: int = 1
     """Epochs between evaluations; 0: only after the last."""
     dtype: str = "float32"
-    """float32, or float64 to compare runs digit by digit."""
+    """Arithmetic; float64 to compare runs digit by digit."""
     seed: int = 0
     """Of initial weights and dropout. (A generated graph has its own: powerlaw:seed=1.)"""
 

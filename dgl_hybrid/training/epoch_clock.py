@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures one epoch on all ranks: time of the slowest, bytes by layer, and the split into compute, exchange and wait."""
+"""Measures one epoch on all ranks: time of the slowest, bytes by layer, the split into compute, exchange and wait."""
 
 from __future__ import annotations
 

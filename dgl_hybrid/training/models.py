@@ -6,6 +6,7 @@ They run on blocks, on `LayerBlock`s and, with `[graph] * num_layers`, on a plai
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -94,7 +95,7 @@ def build_model(
     if seed is not None:
         torch.manual_seed(seed)
     widths = [in_feats] + [hidden] * (num_layers - 1) + [num_classes]
-    pairs = list(zip(widths[:-1], widths[1:], strict=True))
+    pairs = list(itertools.pairwise(widths))
     if name == "gcn":
         layers = [dglnn.GraphConv(a, b, norm="both", allow_zero_in_degree=True) for a, b in pairs]
         model = GraphStack(layers, F.relu, dropout=dropout)

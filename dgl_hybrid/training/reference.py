@@ -4,33 +4,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dgl_hybrid.datasets import load_dataset
+from dgl_hybrid.datasets import GraphDataset
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.models import build_model
 from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
 
 
-def train_reference(job: TrainJob, data: Mapping[str, object]) -> TrainReport:
+def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
     """Trains on the whole graph in this process. Dropout, if any, is PyTorch's own: then losses differ from ours.
 
     Args:
         job: `part_config` and `strategy` are not used.
-        data: Arguments of `load_dataset`, its `spec` under "data".
+        dataset: The graph.
     """
     base_rss = current_rss_bytes()
-    dataset = load_dataset(
-        str(data["data"]),
-        symmetric=bool(data.get("symmetric")),
-        self_loops=bool(data.get("self_loops")),
-        normalize_features=bool(data.get("normalize_features")),
-    )
     graph, config = dataset.graph, job.training
     dtype = getattr(torch, config.dtype)
     x, label = graph.ndata["feat"].to(dtype), graph.ndata["label"]

@@ -118,14 +118,14 @@ def load_ogb(name: str, *, root: str | Path | None = None) -> GraphDataset:
     masks: dict[str, Tensor] = {}
     for key, part in zip(MASKS, ("train", "valid", "test"), strict=True):
         masks[key] = torch.zeros(num_nodes, dtype=torch.bool)
-        masks[key][torch.as_tensor(split[part])] = True
-    src, dst = torch.from_numpy(np.asarray(graph["edge_index"], dtype=np.int64))
+        masks[key][torch.from_numpy(np.array(split[part], dtype=np.int64))] = True
+    src, dst = torch.from_numpy(np.require(graph["edge_index"], np.int64, "W"))
     return make_dataset(
         name=name,
         origin=f"ogb:{name}",
         src=src,
         dst=dst,
-        feat=torch.from_numpy(np.asarray(graph["node_feat"], dtype=np.float32)),
+        feat=torch.from_numpy(np.require(graph["node_feat"], np.float32, "W")),
         label=label,
         masks=masks,
         num_classes=int(stored.num_classes),

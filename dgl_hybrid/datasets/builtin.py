@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -147,7 +148,9 @@ def _unattended(module: object) -> Iterator[None]:
         setattr(module, "decide_download", lambda url: True)  # noqa: B010 - `module` is an object to mypy
     os.environ[variable] = "1"
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=f"Environment variable {variable} detected")
+            yield
     finally:
         if asked is not None:
             setattr(module, "decide_download", asked)  # noqa: B010

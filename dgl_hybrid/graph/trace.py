@@ -46,15 +46,33 @@ class _RowsOf:
     requires_grad: bool
 
 
+FieldShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticFields:
+    """Fields that a loader puts into blocks before the model runs: name to row shape and dtype."""
+
+    source: FieldShapes
+    """Of the first block."""
+    destination: FieldShapes
+    """Of the last block."""
+    edge: FieldShapes
+    """Of every block."""
+
+
 @dataclass(frozen=True)
 class CallTemplate:
     """The arguments of a model's call with blocks and row tensors replaced by what they stand for."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    fields: StaticFields
 
     @staticmethod
-    def of_call(args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock]) -> CallTemplate:
+    def of_call(
+        args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
+    ) -> CallTemplate:
         """Remembers a call that was seen, without keeping its tensors."""
 
         def abstract(value: Any) -> Any:
@@ -64,16 +82,16 @@ class CallTemplate:
                 return _abstract_rows(value, blocks)
             return value
 
-        return CallTemplate(_map(args, abstract), _map(kwargs, abstract))
+        return CallTemplate(_map(args, abstract), _map(kwargs, abstract), fields)
 
     @staticmethod
-    def of_convention(node_fields: Mapping[str, Any], prefetched: Sequence[str]) -> CallTemplate:
+    def of_convention(node_fields: Mapping[str, Any], fields: StaticFields) -> CallTemplate:
         """`model(blocks, x)` with `x` the prefetched feature, or the one with a customary name.
 
         Raises:
             ValueError: If no feature can be told.
         """
-        names = [name for name in (*prefetched, *_FEATURE_NAMES) if name in node_fields]
+        names = [name for name in (*fields.source, *_FEATURE_NAMES) if name in node_fields]
         if not names:
             raise ValueError(
                 f"cannot tell which node field is the model's input: name it in the sampler's prefetch_node_feats (got "
@@ -81,10 +99,17 @@ class CallTemplate:
             )
         local = node_fields[names[0]].local
         x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, False)
-        return CallTemplate((_ALL_BLOCKS, x), {})
+        return CallTemplate((_ALL_BLOCKS, x), {}, fields)
 
     def bind(self, blocks: list[LayerBlock], generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Returns arguments for other blocks, row tensors filled with random numbers (integers with zeros)."""
+        for data, shapes, rows in (
+            (blocks[0].srcdata, self.fields.source, blocks[0].num_src_nodes()),
+            (blocks[-1].dstdata, self.fields.destination, blocks[-1].num_dst_nodes()),
+            *((block.edata, self.fields.edge, block.num_edges()) for block in blocks),
+        ):
+            for name, (shape, dtype) in shapes.items():
+                data[name] = _random_rows(rows, shape, dtype, generator)
 
         def concrete(value: Any) -> Any:
             if value is _ALL_BLOCKS:
@@ -96,17 +121,20 @@ class CallTemplate:
                     rows = blocks[0].num_src_nodes() if value.index == 0 else blocks[value.index - 1].num_dst_nodes()
                 else:
                     rows = blocks[value.index].num_edges()
-                if not value.dtype.is_floating_point:
-                    return torch.zeros((rows, *value.shape), dtype=value.dtype)
-                # Positive, since edge weights may have to be.
-                x = torch.rand((rows, *value.shape), generator=generator, dtype=torch.float64) + 0.5
-                return x.to(value.dtype).requires_grad_(value.requires_grad)
+                return _random_rows(rows, value.shape, value.dtype, generator).requires_grad_(value.requires_grad)
             return value
 
         return _map(self.args, concrete), _map(self.kwargs, concrete)
 
 
 _ALL_BLOCKS = object()
+
+
+def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros((num_rows, *shape), dtype=dtype)
+    # Positive, since edge weights may have to be.
+    return (torch.rand((num_rows, *shape), generator=generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
 def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock]) -> Any:

@@ -17,11 +17,11 @@ from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.trace import CallTemplate
-from dgl_hybrid.planner import DependencyPlan, PlannerConfig
+from dgl_hybrid.graph.trace import CallTemplate, FieldShapes, StaticFields
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
-from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.partitioned_graph import GraphFields, PartitionedGraph
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
 from dgl_hybrid.training.step import Step
 
@@ -49,6 +49,7 @@ class FullGraphLoader:
             with everything communicated; the plan is made at the second, from the call that was seen.
         strategy: "hybrid", "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
         planner: All options of the planner; `strategy` is taken from here if given.
+        topology: Measured or assumed rates to plan with; None probes these ranks once a process.
         plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
             `find_loss_weight`.
@@ -71,6 +72,7 @@ class FullGraphLoader:
         model: nn.Module | None = None,
         strategy: str = "hybrid",
         planner: PlannerConfig | None = None,
+        topology: Topology | None = None,
         plan: DependencyPlan | Sequence[Tensor] | None = None,
         loss_reduction: Reduction = "mean",
         loss_denominator: float | None = None,
@@ -102,7 +104,7 @@ class FullGraphLoader:
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
         self.seed = self.communicator.broadcast_json(int(torch.initial_seed() % 2**62) if seed is None else int(seed))
-        self._maker = PlanMaker(g, seeds, self.num_layers, config)
+        self._maker = PlanMaker(g, seeds, self.num_layers, config, topology)
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._num_epochs = 0
@@ -114,7 +116,7 @@ class FullGraphLoader:
             # A plan says nothing of batch norm, so every level holds every owned node: right for any model.
             self._build(forced, dense_below=self.num_layers)
         elif model is not None:
-            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.node_fields))
+            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, dense_below=self.num_layers)
@@ -192,7 +194,7 @@ class FullGraphLoader:
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._template is None:
             self._model = weakref.ref(module)
-            self._template = CallTemplate.of_call(args, kwargs, self.blocks)
+            self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
 
 
 _IGNORED = frozenset(
@@ -266,6 +268,16 @@ class _Prefetch:
             return [value] if isinstance(value, str) else [str(name) for name in value]
 
         return _Prefetch(names("prefetch_node_feats"), names("prefetch_labels"), names("prefetch_edge_feats"))
+
+    def shapes(self, g: PartitionedGraph) -> StaticFields:
+        def of(fields: GraphFields, names: list[str]) -> FieldShapes:
+            return {name: (tuple(fields[name].shape[1:]), fields[name].dtype) for name in names}
+
+        return StaticFields(
+            source=of(g.ndata, self.node_fields),
+            destination=of(g.ndata, self.label_fields),
+            edge=of(g.edata, self.edge_fields),
+        )
 
     def fill(self, g: PartitionedGraph, blocks: list[LayerBlock]) -> None:
         """Collective, in the order of the fields' names as the sampler lists them."""

@@ -184,7 +184,8 @@ def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, 
         _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
         _session.installed.append(
             register_module_forward_hook(
-                lambda module, args, kwargs, output: _session.leave(module, args, kwargs, output),
+                # After an exception PyTorch calls it without keyword arguments.
+                lambda module, args, *rest: _session.leave(module, args, rest[0] if rest[1:] else {}, rest[-1]),
                 with_kwargs=True,
                 always_call=True,
             )

@@ -1,26 +1,144 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward, input gradients and weight gradients equal single-process full-graph DGL, element by element."""
+"""Forward, input gradients and weight gradients equal single-process full-graph DGL, element by element, in float64."""
 
 from __future__ import annotations
 
+import random
+
 import dgl_hybrid
+import dgl
 import pytest
+import torch
 
 from tests.helpers.exactness import LAYERS, Case, assert_same_step, reference_step, run_step
-from tests.helpers.graphs import power_law
-from tests.helpers.partitions import PartitionStore
+from tests.helpers.graphs import NAMED, power_law, train_mask, with_empty_pair
+from tests.helpers.partitions import PartitionStore, relabelled
 from tests.helpers.world import run_ranks
 
 
-@pytest.fixture(scope="session")
-def partitions(tmp_path_factory: pytest.TempPathFactory) -> PartitionStore:
-    return PartitionStore(tmp_path_factory.mktemp("partitions"))
+def check(
+    name: str,
+    graph: dgl.DGLGraph,
+    world_size: int,
+    case: Case,
+    partitions: PartitionStore,
+    *,
+    method: str = "random",
+    num_hops: int = 1,
+) -> None:
+    folder = partitions.get(name, graph, world_size, method, num_hops)
+    assert_same_step(run_ranks(world_size, run_step, folder, case), reference_step(graph, case))
 
 
 @pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:1:0.5"])
 @pytest.mark.parametrize("kind", sorted(LAYERS))
 def test_every_layer(kind: str, plan: str, partitions: PartitionStore) -> None:
-    graph = power_law()
-    case = Case(kind=kind, plan=plan, num_layers=2)
-    results = run_ranks(3, run_step, partitions.get("power_law", graph, 3), case)
-    assert_same_step(results, reference_step(graph, case))
+    check("power_law", power_law(), 3, Case(kind=kind, plan=plan), partitions)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", sorted(LAYERS))
+def test_every_number_of_ranks(kind: str, world_size: int, partitions: PartitionStore) -> None:
+    check("power_law", power_law(), world_size, Case(kind=kind, plan="random:2:0.5"), partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:3:0.3", "random:4:0.8"])
+@pytest.mark.parametrize("num_layers", [1, 3, 4])
+@pytest.mark.parametrize("kind", ["gcn_both", "sage_pool", "gat", "user_defined"])
+def test_every_depth(kind: str, num_layers: int, plan: str, partitions: PartitionStore) -> None:
+    check("directed", NAMED["directed"](), 3, Case(kind=kind, plan=plan, num_layers=num_layers), partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:5:0.5"])
+@pytest.mark.parametrize("kind", ["gcn_both", "gin_max", "gat", "edge_weight_norm", "user_defined"])
+@pytest.mark.parametrize("name", sorted(NAMED))
+def test_every_graph(name: str, kind: str, plan: str, partitions: PartitionStore) -> None:
+    check(name, NAMED[name](), 3, Case(kind=kind, plan=plan, num_layers=3), partitions)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("strategy", ["hybrid", "neutronstar", "greedy", "ratio", "depcache", "depcomm"])
+@pytest.mark.parametrize("kind", ["gcn_both", "gat"])
+def test_every_strategy(kind: str, strategy: str, world_size: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, plan=f"planned:{strategy}", num_layers=3, epochs=2)
+    check("power_law", power_law(), world_size, case, partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:6:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("kind", ["gcn_right", "sage_mean", "gatv2"])
+def test_loss_on_all_nodes(kind: str, plan: str, partitions: PartitionStore) -> None:
+    graph = power_law(seed=1)
+    graph.ndata["train_mask"] = torch.ones(graph.num_nodes(), dtype=torch.bool)
+    check("all_train", graph, 3, Case(kind=kind, plan=plan, residual=True), partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:7:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("kind", ["gcn_both", "sage_gcn", "gat", "user_defined"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_rank_without_train_nodes(kind: str, plan: str, world_size: int, partitions: PartitionStore) -> None:
+    graph = power_law(num_nodes=48, seed=2)
+    first_part = range(48 // world_size + 1)
+    graph.ndata["train_mask"] = train_mask(48, none_in=first_part)
+    check(f"no_train_{world_size}", graph, world_size, Case(kind=kind, plan=plan), partitions, method="contiguous")
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:8:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_empty_pair_of_parts(world_size: int, plan: str, partitions: PartitionStore) -> None:
+    graph, part = with_empty_pair(world_size)
+    ordered = relabelled(graph, torch.argsort(part, stable=True))
+    case = Case(kind="sage_mean", plan=plan, num_layers=3)
+    check(f"empty_pair_{world_size}", ordered, world_size, case, partitions, method="contiguous")
+
+
+@pytest.mark.parametrize("num_hops", [1, 2, 3])
+def test_halo_hops_of_the_folder_do_not_matter(num_hops: int, partitions: PartitionStore) -> None:
+    case = Case(kind="gat", plan="random:9:0.6", num_layers=3)
+    check("duplicates", NAMED["duplicates"](), 3, case, partitions, num_hops=num_hops)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_plans_of_random_models(seed: int, partitions: PartitionStore) -> None:
+    rng = random.Random(seed)
+    name, kind = rng.choice(sorted(NAMED)), rng.choice(sorted(LAYERS))
+    case = Case(
+        kind=kind,
+        plan=f"random:{seed}:{rng.choice([0.1, 0.3, 0.5, 0.7, 0.9])}",
+        num_layers=rng.randint(1, 4),
+        residual=rng.random() < 0.5,
+        epochs=rng.randint(1, 2),
+    )
+    world_size = rng.choice([2, 3, 3, 4])
+    if name == "hand_drawn" and world_size == 4:
+        world_size = 3
+    check(name, NAMED[name](), world_size, case, partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:10:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_batch_norm_over_the_whole_graph(world_size: int, plan: str, partitions: PartitionStore) -> None:
+    case = Case(kind="gcn_both", plan=plan, num_layers=3, batch_norm=True, epochs=3)
+    check("power_law", power_law(), world_size, case, partitions)
+
+
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:11:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("kind", ["sage_mean", "gcn_both"])
+def test_dropout_and_batch_norm_do_not_depend_on_ranks(kind: str, plan: str, partitions: PartitionStore) -> None:
+    graph = NAMED["duplicates"]()
+    curves = []
+    for world_size in (1, 2, 3, 4):
+        case = Case(kind=kind, plan=plan, num_layers=3, dropout=0.4, batch_norm=True, epochs=5)
+        results = run_ranks(world_size, run_step, partitions.get("duplicates", graph, world_size), case)
+        curves.append([sum(result.losses[epoch] for result in results) for epoch in range(5)])
+    without = reference_step(graph, Case(kind=kind, num_layers=3, batch_norm=True, epochs=5)).losses
+    assert max(abs(a - b) for a, b in zip(curves[0], without, strict=True)) > 1e-3, "dropout had no effect"
+    for curve in curves[1:]:
+        assert curve == pytest.approx(curves[0], rel=1e-9, abs=0)
+
+
+@pytest.mark.parametrize(("kind", "collectives"), [("gcn_both", 1), ("sage_mean", 1), ("gat", 1), ("agnn", 1)])
+def test_one_exchange_a_layer_and_direction(kind: str, collectives: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, num_layers=3)
+    for result in run_ranks(3, run_step, partitions.get("power_law", power_law(), 3), case):
+        assert result.forward_exchanges == 3 * collectives
+        assert result.backward_exchanges == 3 * collectives

@@ -78,7 +78,7 @@ class TrainConfig:
     """Learning rate of Adam."""
     weight_decay: float = 5e-4
     """Weight decay of Adam, on all parameters."""
-    eval_every: int = 1
+    eval_every: int = 5
     """Epochs between evaluations; 0: only after the last."""
     dtype: str = "float32"
     """Arithmetic; float64 to compare runs digit by digit."""

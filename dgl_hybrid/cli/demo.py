@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid demo`: one graph, one model, every way to treat dependencies, beside plain DGL on one process."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from dgl_hybrid.cli.common import add_common_options, print_config, versions
+from dgl_hybrid.cli.options import add_config_options, resolve
+from dgl_hybrid.cli.plots import draw_plans, draw_results
+from dgl_hybrid.cli.tables import format_bytes, format_seconds, format_share, make_console
+from dgl_hybrid.cli.train import make_job
+from dgl_hybrid.launch.local import run_local, threads_per_rank
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.report import TrainReport
+
+STRATEGIES = ("depcache", "depcomm", "hybrid")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoConfig:
+    """What is compared. Without dropout: plain DGL cannot be given our masks, so losses could not be compared."""
+
+    data: str = "powerlaw"
+    """The graph, as in `train`."""
+    ranks: int = 2
+    """Number of ranks, one thread each where there are no more cores."""
+    model: str = "sage"
+    """Kind of layer."""
+    num_layers: int = 3
+    """Number of layers."""
+    hidden: int = 64
+    """Width of the hidden layers."""
+    epochs: int = 30
+    """Epochs in float32, for time, bytes, memory and accuracy."""
+    check_epochs: int = 5
+    """Epochs in float64, for the digits that the loss agrees with plain DGL's."""
+    seed: int = 0
+    """Of the initial weights."""
+    out: str = "demo_output"
+    """Folder for the pictures, the measurements and the partition."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.ranks < 1 or self.check_epochs < 1 or self.epochs < 2:
+            raise ValueError(
+                f"ranks and check_epochs must be at least 1, epochs at least 2 "
+                f"(got {self.ranks}, {self.check_epochs}, {self.epochs})"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DemoRow:
+    """One way to train: measured in float32, checked in float64."""
+
+    measured: TrainReport
+    digits: float
+    """Decimal digits to which every loss of the float64 run equals plain DGL's; infinite where all bits do."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns one line of `results.jsonl`."""
+        digits = None if math.isinf(self.digits) else self.digits
+        return {**self.measured.to_json(), "loss_digits": digits}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    add_common_options(parser)
+    add_config_options(parser, (DemoConfig,))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Trains, prints one table, draws two pictures."""
+    (config,) = resolve(args, (DemoConfig,))
+    if args.print_config:
+        return print_config((config,))
+    console = make_console()
+    start_s = time.monotonic()
+    out = Path(config.out)
+    out.mkdir(parents=True, exist_ok=True)
+    data = DataConfig(data=config.data).for_model(config.model)
+    partition = PartitionConfig(ranks=config.ranks, workspace=str(out / "partitions"))
+    model = ModelConfig(model=config.model, num_layers=config.num_layers, hidden=config.hidden, dropout=0.0)
+    training = TrainConfig(epochs=config.epochs, eval_every=0, seed=config.seed)
+    console.print(f"partitioning {config.data} in {config.ranks} (METIS) ...")
+    prepared = prepare_partition(data, partition)
+    job = make_job(prepared, model, StrategyConfig(), training)
+    cores = threads_per_rank(1)
+    threads = threads_per_rank(config.ranks)
+    console.print(f"plain DGL, one process, {cores} thread{'s' if cores > 1 else ''} ...")
+    jobs = both_dtypes(job, config.check_epochs)
+    reference = read_reports(
+        run_local("reference", {"jobs": jobs, "data": data_record(data)}, ranks=1, verbose=args.verbose)
+    )
+    rows = [make_row(reference, reference)]
+    for strategy in STRATEGIES:
+        console.print(f"{strategy}, {config.ranks} ranks, {threads} thread{'s' if threads > 1 else ''} each ...")
+        jobs = both_dtypes(replace(job, strategy=StrategyConfig(strategy=strategy)), config.check_epochs)
+        reports = run_local(
+            "train", {"jobs": jobs}, ranks=config.ranks, verbose=args.verbose, show_progress=not args.json
+        )
+        rows.append(make_row(read_reports(reports), reference))
+    lines = [json.dumps({**row.to_json(), "cores": cores, "versions": versions()}) for row in rows]
+    (out / "results.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    pictures = [*draw_results(out / "results.jsonl", out), *draw_plans(out / "results.jsonl", out)]
+    print_rows(rows, cores)
+    console.print(
+        f"{time.monotonic() - start_s:.0f} s; pictures: {', '.join(str(path) for path in pictures)}; measurements: "
+        f"{out / 'results.jsonl'}",
+        soft_wrap=True,
+        markup=False,
+    )
+    if args.json:
+        print(json.dumps({"runs": [row.to_json() for row in rows], "pictures": [str(path) for path in pictures]}))
+    return 0
+
+
+def both_dtypes(job: TrainJob, check_epochs: int) -> list[dict[str, Any]]:
+    """Returns the float32 job and the float64 check; the first is measured, so that its peak memory is its own."""
+    check = replace(job, training=replace(job.training, dtype="float64", epochs=check_epochs))
+    return [job.to_json(), check.to_json()]
+
+
+def data_record(data: DataConfig) -> dict[str, Any]:
+    """Returns the config as a task's payload holds it."""
+    return {name: getattr(data, name) for name in ("data", "symmetric", "self_loops", "normalize_features")}
+
+
+def read_reports(records: Sequence[dict[str, Any]]) -> list[TrainReport]:
+    """Reads what a task returned."""
+    return [TrainReport.from_json(record) for record in records]
+
+
+def make_row(reports: Sequence[TrainReport], reference: Sequence[TrainReport]) -> DemoRow:
+    """Pairs a float32 report with the agreement of its float64 twin."""
+    losses = [epoch.loss for epoch in reports[1].epochs]
+    return DemoRow(measured=reports[0], digits=agreeing_digits(losses, [epoch.loss for epoch in reference[1].epochs]))
+
+
+def agreeing_digits(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """Returns to how many decimal digits the worst of some losses equals the expected one."""
+    worst = max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, expected, strict=True))
+    if not worst <= 1:  # also NaN
+        return 0.0
+    return math.inf if worst == 0 else -math.log10(worst)
+
+
+def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
+    """Prints the comparison."""
+    console = make_console()
+    base = rows[0].measured
+    table = Table("strategy", title=f"{base.model}, {len(base.layers)} layers, on {base.dataset}", title_justify="left")
+    for name in (
+        "loss equals\nplain DGL to",
+        "epoch\n(median)",
+        "against\nplain DGL",
+        "sent per\nepoch",
+        "memory\nper rank",
+        "cached rows\nby layer",
+        "communicated\nrows by layer",
+        "test\naccuracy",
+    ):
+        table.add_column(name, justify="right")
+    fastest = min(row.measured.epoch_time_s for row in rows[1:])
+    for index, row in enumerate(rows):
+        report = row.measured
+        added = max(p - b for p, b in zip(report.peak_rss_bytes, report.base_rss_bytes, strict=True))
+        marker = " *" if index and report.epoch_time_s == fastest else ""
+        table.add_row(
+            report.strategy + marker,
+            "-" if not index else "every digit" if math.isinf(row.digits) else f"{row.digits:.0f} digits",
+            format_seconds(report.epoch_time_s),
+            f"{base.epoch_time_s / report.epoch_time_s:.2f}x",
+            format_bytes(report.epochs[-1].bytes_sent) if index else "-",
+            format_bytes(added),
+            " ".join(f"{layer.cached:,}" for layer in report.layers) if index else "-",
+            " ".join(f"{layer.communicated:,}" for layer in report.layers) if index else "-",
+            format_share(report.final.test),
+        )
+    console.print(table)
+    hybrid = next(row.measured for row in rows if row.measured.strategy == "hybrid")
+    predicted = "-" if hybrid.predicted_epoch_s is None else format_seconds(hybrid.predicted_epoch_s)
+    console.print(
+        f"* fastest of ours here. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
+        f"Loss: worst of the float64 epochs. Time: float32, plain DGL on {cores} threads, ranks share the same cores "
+        f"over loopback,\nwhere sending costs little: a real network favours caching more. Memory: peak of the largest "
+        f"rank above interpreter and libraries.",
+        markup=False,
+    )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Draws a comparison from its lines of JSON and does nothing else; PNG and SVG, in colour-blind safe colours."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Okabe and Ito's palette.
+BLUE, ORANGE, GREEN, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"
+STRATEGY_COLOURS = {"plain DGL": GREY, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Returns the runs of a `results.jsonl`."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def draw_results(lines: Path, folder: Path) -> list[Path]:
+    """Draws epoch time, bytes sent and memory of every run; returns the files written."""
+    runs = read_lines(lines)
+    figure, axes = _figure(3, width=12.0, height=3.9)
+    names = [run["strategy"] for run in runs]
+    colours = [STRATEGY_COLOURS.get(name, SKY) for name in names]
+
+    times = [[1e3 * epoch["time_s"] for epoch in run["epochs"][1:] or run["epochs"]] for run in runs]
+    medians = [statistics.median(values) for values in times]
+    low = [median - _quantile(values, 0.2) for median, values in zip(medians, times, strict=True)]
+    high = [_quantile(values, 0.8) - median for median, values in zip(medians, times, strict=True)]
+    axes[0].bar(names, medians, color=colours, yerr=[low, high], capsize=4, ecolor="#333333")
+    # Above the error bar, or it would run through the figure.
+    _label(axes[0], [median + up for median, up in zip(medians, high, strict=True)], [f"{m:.0f} ms" for m in medians])
+    axes[0].set_title("How long is an epoch?")
+    axes[0].set_ylabel("time per epoch (ms)\nmedian, bars 20 to 80 %")
+
+    ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["strategy"] != "plain DGL"]
+    sent = [run["epochs"][-1]["bytes_sent"] / 1e6 for run, _ in ours]
+    axes[1].bar([run["strategy"] for run, _ in ours], sent, color=[colour for _, colour in ours])
+    _label(axes[1], sent, [f"{value:.3g} MB" for value in sent])
+    axes[1].set_title("How much do the ranks exchange?")
+    axes[1].set_ylabel("sent per epoch, all ranks (MB)")
+
+    memory = [
+        max(p - b for p, b in zip(run["peak_rss_bytes"], run["base_rss_bytes"], strict=True)) / 1e6 for run in runs
+    ]
+    axes[2].bar(names, memory, color=colours)
+    _label(axes[2], memory, [f"{value:.0f} MB" for value in memory])
+    axes[2].set_title("How much memory does a rank need?")
+    axes[2].set_ylabel("peak of the largest rank (MB)\nwithout interpreter and libraries")
+    for axis in axes:
+        axis.set_ylim(bottom=0, top=axis.get_ylim()[1] * 1.1)
+    figure.suptitle(_subject(runs), fontsize=10, color="#444444")
+    return _save(figure, folder, "demo_results")
+
+
+def draw_plans(lines: Path, folder: Path) -> list[Path]:
+    """Draws what each strategy caches and communicates at every layer; returns the files written."""
+    runs = [run for run in read_lines(lines) if run["strategy"] != "plain DGL"]
+    figure, axes = _figure(len(runs), width=4.0 * len(runs), height=3.9, share_y=True)
+    for axis, run in zip(axes, runs, strict=True):
+        layers = [f"layer {layer['layer']}" for layer in run["plan"]]
+        cached = [layer["cached"] for layer in run["plan"]]
+        communicated = [layer["communicated"] for layer in run["plan"]]
+        axis.bar(layers, cached, color=BLUE, label="cached (computed or held here)")
+        axis.bar(layers, communicated, bottom=cached, color=ORANGE, hatch="//", edgecolor="white", label="communicated")
+        totals = [a + b for a, b in zip(cached, communicated, strict=True)]
+        _label(axis, totals, [f"{a:,} + {b:,}" for a, b in zip(cached, communicated, strict=True)])
+        chosen = run["chosen_plan"]
+        axis.set_title(run["strategy"] if chosen == run["strategy"] else f"{run['strategy']} ({chosen})")
+    axes[0].set_ylabel("rows of other ranks' vertices\nread in an epoch, all ranks")
+    axes[0].set_ylim(top=axes[0].get_ylim()[1] * 1.1)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
+    figure.suptitle("What is cached, what is communicated?  " + _subject(runs), fontsize=10, color="#444444")
+    return _save(figure, folder, "demo_plan")
+
+
+def _figure(num_axes: int, *, width: float, height: float, share_y: bool = False) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # No pyplot: it keeps global state and may look for a display.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, num_axes, sharey=share_y, squeeze=False)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
+        axis.grid(axis="y", color="#e5e5e5")
+        axis.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def _label(axis: Any, heights: Sequence[float], texts: Sequence[str]) -> None:
+    for position, (height, text) in enumerate(zip(heights, texts, strict=True)):
+        axis.annotate(
+            text, (position, height), xytext=(0, 3), textcoords="offset points", ha="center", va="bottom", fontsize=8.5
+        )
+
+
+def _subject(runs: Sequence[dict[str, Any]]) -> str:
+    run = runs[-1]
+    return f"{run['model']}, {len(run['plan'])} layers, on {run['dataset']}, {run['ranks']} ranks, {run['dtype']}"
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def _save(figure: Any, folder: Path, name: str) -> list[Path]:
+    paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    for path in paths:
+        figure.savefig(path, dpi=150)
+    return paths

@@ -18,6 +18,7 @@ _EXPORTS: dict[str, str] = {
     "FullGraphLoader": "dgl_hybrid.training.loader",
     "PartitionedGraph": "dgl_hybrid.training.partitioned_graph",
     "PlannerConfig": "dgl_hybrid.planner",
+    "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
     "load_partition": "dgl_hybrid.partition",
     "partition_graph": "dgl_hybrid.partition",

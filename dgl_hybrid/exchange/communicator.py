@@ -45,6 +45,11 @@ class Communicator:
         self.backend = "none" if group is None else str(dist.get_backend(group))
         self.clock = ExchangeClock()
         self.num_calls = 0
+        self.cross_check = False
+        """Compare what every rank is about to exchange, before each exchange. Costs one small gather each; loaders turn
+        it on for their first step."""
+        self.always_cross_check = False
+        """Leave it on: for finding out where ranks part ways."""
         self._clock_offset_s: float | None = None
 
     # ---------------------------------------------------------------- rows
@@ -77,6 +82,8 @@ class Communicator:
         if self.group is None:
             received.copy_(send)
         else:
+            if self.cross_check:
+                self._cross_check(send, send_counts, recv_counts, layer, backward)
             what = f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"
             with self._named(what):
                 self._all_to_all(received, send.contiguous(), list(recv_counts), list(send_counts))
@@ -92,6 +99,28 @@ class Communicator:
             )
         )
         return received
+
+    def _cross_check(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
+    ) -> None:
+        """Raises on every rank, or on none: all see the same headers."""
+        row_bytes = send.element_size() * int(torch.Size(send.shape[1:]).numel())
+        kind = int(send.is_floating_point())
+        headers = self.gather_ints([layer, int(backward), row_bytes, kind, *send_counts, *recv_counts])
+        for rank, header in enumerate(headers):
+            if header[:4] != headers[0][:4]:
+                raise ExchangeError(
+                    f"ranks disagree about exchange {self.num_calls}: rank 0 of {self.world_size} exchanges "
+                    f"{_describe(headers[0])}, rank {rank} exchanges {_describe(header)}. Every rank must run the same "
+                    f"layers on the same fields, with gradients or without, in the same order."
+                )
+            for peer, other in enumerate(headers):
+                sent, expected = other[4 + rank], header[4 + self.world_size + peer]
+                if sent != expected:
+                    raise ExchangeError(
+                        f"recv_counts do not match: rank {rank} of {self.world_size} expects {expected} rows from peer "
+                        f"{peer} for layer {layer}, which sends {sent}. Rebuild both plans from one partition."
+                    )
 
     def _all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
         if send.is_cuda and self.backend != "nccl":
@@ -155,7 +184,7 @@ class Communicator:
         return out
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Returns every rank's JSON-serialisable value, by rank. Collective. (Not `all_gather_object`: that pickles.)"""
+        """Returns every rank's JSON-serialisable value, by rank. Collective (`all_gather_object` would pickle)."""
         data = json.dumps(value).encode()
         lengths = [row[0] for row in self.gather_ints([len(data)])]
         width = max(lengths)
@@ -235,6 +264,12 @@ class Communicator:
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
         except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
             return []
+
+
+def _describe(header: list[int]) -> str:
+    layer, backward, row_bytes, is_floating = header[:4]
+    kind = "floating-point" if is_floating else "integer"
+    return f"{kind} rows of {row_bytes} bytes for layer {layer} in {'backward' if backward else 'forward'}"
 
 
 def _error_type(name: str) -> type[Exception]:

@@ -77,9 +77,7 @@ class ExchangePlan:
             if counts[self.rank] != 0:
                 raise ExchangeError(f"{name} must not exchange rows with itself (got {counts[self.rank]}) on {where}")
         if len(self.send_index) != self.num_sent:
-            raise ExchangeError(
-                f"send_index must have {self.num_sent} entries (got {len(self.send_index)}) on {where}"
-            )
+            raise ExchangeError(f"send_index must have {self.num_sent} entries (got {len(self.send_index)}) on {where}")
         if len(self.recv_global) != self.num_received:
             raise ExchangeError(
                 f"recv_global must have {self.num_received} entries (got {len(self.recv_global)}) on {where}"

@@ -34,12 +34,13 @@ def find_sorted(sorted_ids: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
     if len(sorted_ids) == 0:
         return torch.zeros(len(ids), dtype=torch.bool), torch.zeros(len(ids), dtype=torch.int64)
     position = torch.searchsorted(sorted_ids, ids).clamp(max=len(sorted_ids) - 1)
-    return sorted_ids[position] == ids, position
+    return torch.eq(sorted_ids[position], ids), position
 
 
 def union(*sets: Tensor) -> Tensor:
     """Returns the sorted union of id sets."""
-    return torch.unique(torch.cat(sets))
+    merged: Tensor = torch.unique(torch.cat(sets))
+    return merged
 
 
 def difference(ids: Tensor, remove: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 """Lets DGL functions that bypass a graph's frames (`dgl.ops.*`, `EdgeWeightNorm`) work on a `LayerBlock`.
 
 `dgl.ops.gspmm(graph, ..., x)` takes the operand directly and hands `graph._graph` to the backend. A `LayerBlock`
-answers `_graph` with a `DeferredIndex`; the three wrappers here see it, complete the source operand by an exchange and
-go on with the real index. Every other graph goes to the original function untouched. `remove()` puts the originals back.
+answers `_graph` with a `DeferredIndex`; the wrappers here see it, complete the source operand by an exchange and go on
+with the real index. Every other graph goes to the original function untouched. `remove()` puts the originals back.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dgl.nn.pytorch.conv.graphconv as graphconv
-import dgl.ops
+import dgl.ops  # noqa: F401 - the modules of `_TARGETS` are found in `sys.modules`
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError

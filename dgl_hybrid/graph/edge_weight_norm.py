@@ -42,9 +42,11 @@ def normalise_edge_weights(block: LayerBlock, edge_weight: Tensor, *, norm: str,
         if norm == "right":
             real.dstdata["scale"] = 1.0 / in_weight
             real.apply_edges(fn.e_mul_v("w", "scale", "scaled"))
-            return real.edata["scaled"]
+            scaled: Tensor = real.edata["scaled"]
+            return scaled
         out_weight = block.weighted_out_degrees(edge_weight).to(edge_weight) + eps
         real.srcdata["scale"] = torch.pow(out_weight, -0.5)
         real.dstdata["scale"] = torch.pow(in_weight, -0.5)
         real.apply_edges(fn.u_mul_v("scale", "scale", "scaled"))
-        return real.edata["scaled"] * edge_weight
+        factor: Tensor = real.edata["scaled"]
+        return factor * edge_weight

@@ -32,8 +32,11 @@ MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
 
 # What a block of stock DGL has and this one passes straight to the real block: nothing of it reads source rows.
 _DELEGATED = frozenset(
-    "device idtype dsttypes srctypes ntypes etypes canonical_etypes is_homogeneous is_multigraph is_unibipartite "
-    "num_edges number_of_edges num_dst_nodes number_of_dst_nodes dstnodes is_pinned batch_size".split()
+    (
+        *("device", "idtype", "dsttypes", "srctypes", "ntypes", "etypes", "canonical_etypes", "is_homogeneous"),
+        *("is_multigraph", "is_unibipartite", "num_edges", "number_of_edges", "num_dst_nodes", "number_of_dst_nodes"),
+        *("dstnodes", "is_pinned", "batch_size"),
+    )
 )
 _HINTS = {
     "ndata": "this module treats sources and destinations as one set, which a block cannot (stock DGL rejects blocks "
@@ -153,7 +156,7 @@ class LayerBlock:
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
         """Returns full-graph in-degrees of the destinations (a block's in-edge lists are complete)."""
-        degrees = self._block.in_degrees()
+        degrees: Tensor = self._block.in_degrees()
         return degrees if _is_all(v) else degrees[v]
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
@@ -233,9 +236,7 @@ class LayerBlock:
 
     # ---------------------------------------------------------------- message passing
 
-    def update_all(
-        self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None
-    ) -> None:
+    def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
         """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields."""
         self._used()
         self._complete(message_func)

@@ -89,7 +89,7 @@ def distributed_batch_norm(
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-    out_NF: Tensor = _Normalise.apply(wide_NF, weight, bias, owned_mask, mean, torch.rsqrt(var + eps), count, group)  # type: ignore[no-untyped-call]
+    out_NF: Tensor = _Normalise.apply(wide_NF, weight, bias, owned_mask, mean, torch.rsqrt(var + eps), count, group)
     return out_NF.to(x_NF.dtype)
 
 

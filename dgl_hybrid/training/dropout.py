@@ -71,7 +71,7 @@ def replicated_dropout(
         raise ValueError(f"dropout needs one key per row: x {tuple(x.shape)}, keys {tuple(keys_global.shape)}")
     if not training or p == 0.0 or x.numel() == 0:
         return x
-    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, _call_keys(seed, step, call_index))  # type: ignore[no-untyped-call]
+    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, _call_keys(seed, step, call_index))
     return out
 
 
@@ -87,7 +87,7 @@ class _ReplicatedDropout(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys_global,) = ctx.saved_tensors
-        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.call_keys)  # type: ignore[no-untyped-call]
+        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.call_keys)
         return dx, None, None, None
 
 

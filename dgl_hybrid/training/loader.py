@@ -16,8 +16,8 @@ from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.graph.build import build_layer_blocks
+from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.trace import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
@@ -113,8 +113,8 @@ class FullGraphLoader:
         """What was planned and why; None until there is a plan."""
         self.forced = forced is not None
         if forced is not None:
-            # A plan says nothing of batch norm, so every level holds every owned node: right for any model.
-            self._build(forced, dense_below=self.num_layers)
+            # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
+            self._build(forced, dense_below=_dense_below(plan, self.num_layers))
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
@@ -186,6 +186,8 @@ class FullGraphLoader:
             seed=self.seed,
             number=self._steps_done,
         )
+        # Costs a small gather at every exchange of the first epoch only.
+        self.communicator.cross_check = self._steps_done == 0 or self.communicator.always_cross_check
         self._steps_done += 1
         session.follow(step, self._see_call)
         self._step = step
@@ -198,8 +200,10 @@ class FullGraphLoader:
 
 
 _IGNORED = frozenset(
-    "batch_size shuffle drop_last collate_fn num_workers use_ddp ddp_seed pin_memory use_uva persistent_workers "
-    "prefetch_factor".split()
+    (
+        *("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "use_ddp", "ddp_seed", "pin_memory"),
+        *("use_uva", "persistent_workers", "prefetch_factor"),
+    )
 )
 
 
@@ -209,6 +213,10 @@ def num_layers_of(sampler: Any) -> int:
     Raises:
         TypeError, ValueError: If there is no telling, or it is not positive.
     """
+    if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
+        raise TypeError(
+            "full-graph link prediction is not there yet: FullGraphLoader takes a node sampler (got EdgePredictionSampler)"
+        )
     if isinstance(sampler, int) and not isinstance(sampler, bool):
         depth = sampler
     elif hasattr(sampler, "fanouts"):
@@ -217,7 +225,7 @@ def num_layers_of(sampler: Any) -> int:
         depth = int(sampler.num_layers)
     else:
         raise TypeError(
-            f"the sampler must have `fanouts` or `num_layers`, or be the number of layers (got {type(sampler).__name__})"
+            f"the sampler must have `fanouts` or `num_layers`, or be a number of layers (got {type(sampler).__name__})"
         )
     if depth < 1:
         raise ValueError(f"the number of layers must be at least 1 (got {depth})")
@@ -225,6 +233,8 @@ def num_layers_of(sampler: Any) -> int:
 
 
 def _as_ids(nids: Any, g: PartitionedGraph) -> Tensor:
+    if isinstance(nids, dict):
+        raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
     ids = torch.as_tensor(nids)
     if ids.dtype == torch.bool:
         owned = g.nodes.owned()
@@ -241,18 +251,25 @@ def _cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: Part
     if isinstance(plan, DependencyPlan):
         if plan.rank != g.rank() or plan.world_size != g.nodes.world_size:
             raise PlanError(
-                f"the plan is for rank {plan.rank} of {plan.world_size}, but this is {where}. Load each rank's own plan."
+                f"the plan is for rank {plan.rank} of {plan.world_size}, but this is {where}. Load each rank's own."
             )
         cached = list(plan.cached)
     else:
         cached = [torch.unique(torch.as_tensor(ids, dtype=torch.int64)) for ids in plan]
     if len(cached) != num_layers:
         raise PlanError(
-            f"the plan has {len(cached)} layers, but the model has {num_layers} (on {where}). Plan again for this model."
+            f"the plan has {len(cached)} layers, but the model has {num_layers} ({where}). Plan again for this model."
         )
     for level, ids in enumerate(cached):
         g.nodes.check_range(ids, f"cached ids of level {level}")
     return cached
+
+
+def _dense_below(plan: object, num_layers: int) -> int:
+    """The level below which every owned node is computed: under the last layer that mixes rows, where that is known."""
+    if not isinstance(plan, DependencyPlan) or plan.trace is None:
+        return num_layers
+    return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
 
 
 class _Prefetch:

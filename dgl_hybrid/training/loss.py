@@ -34,7 +34,8 @@ class _WeightGradient(torch.autograd.Function):
 
 def weight_gradient(x: Tensor, weight: float) -> Tensor:
     """Returns `x`, whose gradient will be multiplied by `weight`."""
-    return _WeightGradient.apply(x, weight)
+    weighted: Tensor = _WeightGradient.apply(x, weight)
+    return weighted
 
 
 def find_loss_weight(

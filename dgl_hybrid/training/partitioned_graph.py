@@ -19,8 +19,8 @@ from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.planner import Topology
 from dgl_hybrid.partition import LocalPartition, load_partition, read_partition_summary
+from dgl_hybrid.planner import Topology
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from dgl_hybrid.exchange.problem import build_plan_problem
-from dgl_hybrid.graph.trace import CallTemplate, TraceResult, trace_model
+from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.planner import (
     DependencyPlan,
     EpochEstimate,
@@ -88,6 +89,7 @@ class PlanMaker:
         """Plans for a trace that all ranks hold. Collective."""
         g, communicator = self._graph, self._graph.communicator
         from dgl_hybrid.planner.probe import probe
+
         if g.topology is None:
             g.topology = probe(communicator.group)
         problem = build_plan_problem(

@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.call_template import map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
@@ -153,7 +154,8 @@ class _Session:
         if self.depth > 0:
             return None
         step, mode = self.step, self.mode
-        assert step is not None and mode is not None
+        assert step is not None
+        assert mode is not None
         mode.__exit__(None, None, None)
         self.outermost = self.step = self.mode = None
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run.
@@ -165,7 +167,7 @@ class _Session:
             on_call(module, args, kwargs)
         if step.loss_weight == 1.0:
             return None
-        return _map_tensors(output, lambda tensor: _weight(tensor, step.loss_weight))
+        return map_leaves(output, lambda value: _weight(value, step.loss_weight))
 
 
 _session = _Session()
@@ -228,20 +230,8 @@ def _find_step(args: Any) -> Step | None:
     return None
 
 
-def _map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_tensors(item, function) for item in value))
-    if isinstance(value, (list, tuple)):
-        return type(value)(_map_tensors(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: _map_tensors(item, function) for key, item in value.items()}
-    return value
-
-
-def _weight(tensor: Tensor, weight: float) -> Tensor:
-    if not tensor.requires_grad:
+def _weight(tensor: Any, weight: float) -> Any:
+    if not isinstance(tensor, Tensor) or not tensor.requires_grad:
         return tensor
     weighted = weight_gradient(tensor, weight)
     setattr(weighted, _WEIGHTED, True)

@@ -7,20 +7,19 @@ return results by original node id.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import dgl_hybrid
 import dgl
-import dgl.function as fn
 import dgl.nn as dglnn
 import torch
 import torch.nn.functional as F
-from dgl_hybrid import FullGraphLoader, PartitionedGraph
-from dgl_hybrid.planner import uniform_topology
 from torch import Tensor, nn
 
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.planner import uniform_topology
 from tests.helpers.graphs import NUM_CLASSES
 
 TOLERANCE = 1e-9
@@ -107,12 +106,19 @@ class Model(nn.Module):
     """A stack of one kind of layer, called as `model(blocks, x)`; on the whole graph, blocks are the graph itself."""
 
     def __init__(
-        self, kind: str, in_feats: int, num_layers: int, *, residual: bool = False, dropout: float = 0.0, batch_norm: bool = False
+        self,
+        kind: str,
+        in_feats: int,
+        num_layers: int,
+        *,
+        residual: bool = False,
+        dropout: float = 0.0,
+        batch_norm: bool = False,
     ) -> None:
         super().__init__()
         hidden = 4
         widths = [in_feats] + [hidden] * (num_layers - 1) + [NUM_CLASSES]
-        self.layers = nn.ModuleList(LAYERS[kind](a, b) for a, b in zip(widths[:-1], widths[1:], strict=True))
+        self.layers = nn.ModuleList(LAYERS[kind](a, b) for a, b in itertools.pairwise(widths))
         self.residual = residual
         self.dropout = nn.Dropout(dropout)
         self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in range(num_layers - 1)) if batch_norm else None

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import dgl_hybrid
 import dgl
 import torch
 from torch import Tensor
+
+import dgl_hybrid
 
 
 def relabelled(graph: dgl.DGLGraph, order: Tensor) -> dgl.DGLGraph:

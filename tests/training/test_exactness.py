@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 
-import dgl_hybrid
 import dgl
 import pytest
 import torch

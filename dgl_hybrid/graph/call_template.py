@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CallTemplate`: how a model is called, without the tensors, so that the call can be repeated on other blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.graph.layer_block import LayerBlock
+
+_FEATURE_NAMES = ("feat", "features", "feature", "x", "h")
+
+
+@dataclass(frozen=True)
+class _BlockAt:
+    index: int
+
+
+@dataclass(frozen=True)
+class _RowsOf:
+    """A tensor argument by what its rows are: the vertices of a level, or the edges of a layer."""
+
+    kind: str
+    index: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+FieldShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaticFields:
+    """Fields that a loader puts into blocks before the model runs: name to row shape and dtype."""
+
+    source: FieldShapes
+    """Of the first block."""
+    destination: FieldShapes
+    """Of the last block."""
+    edge: FieldShapes
+    """Of every block."""
+
+
+@dataclass(frozen=True)
+class CallTemplate:
+    """The arguments of a model's call with blocks and row tensors replaced by what they stand for."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    fields: StaticFields
+
+    @staticmethod
+    def of_call(
+        args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
+    ) -> CallTemplate:
+        """Remembers a call that was seen, without keeping its tensors."""
+
+        def abstract(value: Any) -> Any:
+            if isinstance(value, LayerBlock):
+                return _BlockAt(value.layer - 1)
+            if isinstance(value, Tensor) and value.dim():
+                return _abstract_rows(value, blocks)
+            return value
+
+        return CallTemplate(map_leaves(args, abstract), map_leaves(kwargs, abstract), fields)
+
+    @staticmethod
+    def of_convention(node_fields: Mapping[str, Any], fields: StaticFields) -> CallTemplate:
+        """`model(blocks, x)` with `x` the prefetched feature, or the one with a customary name.
+
+        Raises:
+            ValueError: If no feature can be told.
+        """
+        names = [name for name in (*fields.source, *_FEATURE_NAMES) if name in node_fields]
+        if not names:
+            raise ValueError(
+                f"cannot tell which node field is the model's input: name it in the sampler's prefetch_node_feats (got "
+                f"fields {sorted(node_fields)}), or leave out `model` to plan from the first forward"
+            )
+        local = node_fields[names[0]].local
+        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, False)
+        return CallTemplate((_ALL_BLOCKS, x), {}, fields)
+
+    def bind(self, blocks: list[LayerBlock], generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Returns arguments for other blocks, row tensors filled with random numbers (integers with zeros)."""
+        for data, shapes, rows in (
+            (blocks[0].srcdata, self.fields.source, blocks[0].num_src_nodes()),
+            (blocks[-1].dstdata, self.fields.destination, blocks[-1].num_dst_nodes()),
+            *((block.edata, self.fields.edge, block.num_edges()) for block in blocks),
+        ):
+            for name, (shape, dtype) in shapes.items():
+                data[name] = _random_rows(rows, shape, dtype, generator)
+
+        def concrete(value: Any) -> Any:
+            if value is _ALL_BLOCKS:
+                return blocks
+            if isinstance(value, _BlockAt):
+                return blocks[value.index]
+            if isinstance(value, _RowsOf):
+                if value.kind == "level":
+                    rows = blocks[0].num_src_nodes() if value.index == 0 else blocks[value.index - 1].num_dst_nodes()
+                else:
+                    rows = blocks[value.index].num_edges()
+                return _random_rows(rows, value.shape, value.dtype, generator).requires_grad_(value.requires_grad)
+            return value
+
+        return map_leaves(self.args, concrete), map_leaves(self.kwargs, concrete)
+
+
+_ALL_BLOCKS = object()
+
+
+def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.zeros((num_rows, *shape), dtype=dtype)
+    # Positive, since edge weights may have to be.
+    return (torch.rand((num_rows, *shape), generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+
+
+def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock]) -> Any:
+    tail, rows = tuple(value.shape[1:]), len(value)
+    sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
+    if rows in sizes:
+        return _RowsOf("level", sizes.index(rows), tail, value.dtype, value.requires_grad)
+    edges = [block.num_edges() for block in blocks]
+    if rows in edges:
+        return _RowsOf("layer", edges.index(rows), tail, value.dtype, value.requires_grad)
+    return value.detach().cpu()
+
+
+def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies `function` to what nested tuples, lists and dictionaries hold, keeping their kinds."""
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_leaves(item, function) for item in value))
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_leaves(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_leaves(item, function) for key, item in value.items()}
+    return function(value)
+
+
+def flatten(value: Any) -> list[Any]:
+    """Lists what nested tuples, lists and dictionaries hold."""
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flatten(item)]
+    if isinstance(value, dict):
+        return [leaf for item in value.values() for leaf in flatten(item)]
+    return [value]
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Returns the dimensions of a tensor, or of rows that a template stands for."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape)
+    return value.shape if isinstance(value, _RowsOf) else ()

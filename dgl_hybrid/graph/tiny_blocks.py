@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Small made-up blocks of one rank, of sizes by which every tensor's rows can be told."""
+
+from __future__ import annotations
+
+import torch
+
+from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.graph.build import build_layer_blocks
+from dgl_hybrid.graph.layer_block import LayerBlock
+
+
+def _tiny_sizes(num_layers: int, taken: set[int]) -> tuple[list[int], list[int]]:
+    """Chooses level sizes and edge counts that no dimension of the model equals, so that they identify rows."""
+    used = set(taken)
+    levels: list[int] = []
+    edges: list[int] = []
+    size = 61
+    for _ in range(num_layers + 1):
+        while size in used:
+            size += 1
+        levels.append(size)
+        used.add(size)
+        size += 37
+    for destinations in levels[:-1]:
+        count = destinations * 4 + 3
+        while count in used:
+            count += 1
+        edges.append(count)
+        used.add(count)
+    # levels[0] is |C_L|; edges[k] belong to the layer with destinations levels[k].
+    return levels[::-1], edges[::-1]
+
+
+def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock], list[int], list[int]]:
+    """Builds blocks that need no other rank.
+
+    Args:
+        num_layers: How many.
+        taken: Numbers that no level and no edge count may equal.
+
+    Returns:
+        `(blocks, sizes, num_edges)`: (L,) blocks, (L + 1,) rows of each level, (L,) edges of each layer.
+    """
+    sizes, num_edges = _tiny_sizes(num_layers, taken)
+    layers = []
+    for layer in range(1, num_layers + 1):
+        num_dst, num_held, total = sizes[layer], sizes[layer - 1], num_edges[layer - 1]
+        # Every destination reads itself and some others; destination 0 reads itself only and nobody reads it, so that
+        # a change of its row can reach another one only through a layer that mixes rows.
+        spare = total - num_dst
+        dst = torch.cat([torch.arange(num_dst), 1 + torch.arange(spare) % (num_dst - 1)])
+        src = torch.cat([torch.arange(num_dst), 1 + (torch.arange(spare) * 7919 + 13) % (num_held - 1)])
+        order = torch.argsort(dst, stable=True)
+        indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
+        torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])
+        none = torch.empty(0, dtype=torch.int64)
+        exchange = ExchangePlan(
+            rank=0,
+            world_size=1,
+            layer=layer,
+            num_rows=num_held,
+            send_index=none,
+            send_counts=(0,),
+            recv_counts=(0,),
+            recv_global=none,
+        )
+        layers.append(
+            LayerStructure(
+                layer=layer,
+                num_dst=num_dst,
+                num_held=num_held,
+                indptr=indptr,
+                indices=src[order],
+                eid_global=torch.arange(total),
+                exchange=exchange,
+                interior=torch.ones(num_dst, dtype=torch.bool),
+            )
+        )
+    rows = torch.arange(sizes[0])
+    sets = LevelSets(
+        rows_global=rows,
+        sizes=tuple(sizes),
+        owned=torch.ones(sizes[0], dtype=torch.bool),
+        layers=tuple(layers),
+        num_borrowed=0,
+    )
+    blocks = build_layer_blocks(
+        sets,
+        Communicator(None),
+        out_degrees=torch.full((sizes[0],), 4),
+        device=torch.device("cpu"),
+        weighted_out_degrees=lambda block, weight: torch.ones(block.structure.num_held),
+    )
+    return blocks, sizes, num_edges

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a script uses the loader: binding to a model, two loaders at once, stable reads, errors on every rank."""
+
+from __future__ import annotations
+
+import re
+
+import dgl
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.planner import uniform_topology
+from tests.helpers.exactness import Case, Model, assert_close
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
+
+
+def open_graph(part_config: str) -> tuple[PartitionedGraph, Model]:
+    g = PartitionedGraph.open(part_config)
+    return g, Case(kind="gcn_both").build(g.ndata["feat"].shape[1])
+
+
+def train_without_model(rank: int, world_size: int, part_config: str, **options: object) -> list[float]:
+    """The loader is built before the model and never told of it."""
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        dgl.dataloading.NeighborSampler([10, 25]),
+        topology=uniform_topology(world_size),
+        batch_size=1024,
+        shuffle=True,
+        drop_last=False,
+    )
+    model = Case(kind="gcn_both", **options).build(g.ndata["feat"].shape[1])
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    planned = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() * loader.loss_weight / world_size)
+        planned.append(loader.outcome is not None)
+    assert planned == [False, True, True]
+    return losses
+
+
+def reference_curve(**options: object) -> list[float]:
+    graph = power_law()
+    model = Case(kind="gcn_both", **options).build(graph.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = graph.ndata["train_mask"]
+    losses = []
+    for _ in range(3):
+        loss = F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[train], graph.ndata["label"][train])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_plans_after_the_first_forward_when_not_given_a_model(batch_norm: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    by_rank = run_ranks(3, train_without_model, folder, batch_norm=batch_norm)
+    total = [sum(losses) for losses in zip(*by_rank, strict=True)]
+    assert total == pytest.approx(reference_curve(batch_norm=batch_norm), rel=1e-9)
+
+
+def train_and_validate(rank: int, world_size: int, part_config: str) -> tuple[list[float], Tensor, Tensor]:
+    g, model = open_graph(part_config)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(world_size))
+    valid = FullGraphLoader(g, ~g.ndata["train_mask"].local, 2, model=model, strategy="depcache")
+    losses = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in train:
+            loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() * train.loss_weight / world_size)
+        infer(ddp, g, 2, loader=valid)
+        assert model.training
+    nids, logits = infer(ddp, g, 2)
+    return losses, g.partition.orig_node_ids[nids - g.nodes.start], logits
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_train_and_validation_loaders_side_by_side(world_size: int, partitions: PartitionStore) -> None:
+    results = run_ranks(world_size, train_and_validate, partitions.get("power_law", power_law(), world_size))
+    assert [sum(x) for x in zip(*(r[0] for r in results), strict=True)] == pytest.approx(reference_curve(), rel=1e-9)
+    graph = power_law()
+    model = Case(kind="gcn_both").build(graph.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = graph.ndata["train_mask"]
+    for _ in range(3):
+        loss = F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[train], graph.ndata["label"][train])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    order = torch.argsort(torch.cat([r[1] for r in results]))
+    logits = torch.cat([r[2] for r in results])[order]
+    assert_close(logits, model([graph] * 2, graph.ndata["feat"]).detach(), "inference")
+
+
+def read_identities(rank: int, world_size: int, part_config: str) -> list[bool]:
+    g, _ = open_graph(part_config)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"], prefetch_edge_feats=["w"]
+    )
+    foreign = torch.arange(g.num_nodes())[~g.nodes.is_owned(torch.arange(g.num_nodes()))]
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=[foreign, foreign])
+    first, seeds, blocks = next(iter(loader))
+    second, _, _ = next(iter(loader))
+    x = g.ndata["feat"][first]
+    checks = [
+        first is second,
+        x is g.ndata["feat"][second],
+        blocks[0].srcdata["feat"] is x,
+        blocks[-1].dstdata["label"] is g.ndata["label"][seeds],
+        blocks[0].edata["w"] is g.edata["w"][blocks[0].edata[dgl.EID]],
+        blocks[0].srcdata[dgl.NID] is first,
+        torch.equal(blocks[0].to("cpu").srcdata[dgl.NID], first),
+        len(loader) == 1,
+    ]
+    g.ndata["feat"].set_local(g.ndata["feat"].local * 2)
+    checks.append(torch.equal(g.ndata["feat"][first], 2 * x))
+    return checks
+
+
+def test_reads_of_a_loaders_ids_are_stable(partitions: PartitionStore) -> None:
+    for checks in run_ranks(3, read_identities, partitions.get("power_law", power_law(), 3)):
+        assert all(checks), checks
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, in_feats: int, use_reentrant: bool | None) -> None:
+        super().__init__()
+        self.first = dglnn.GraphConv(in_feats, 6, allow_zero_in_degree=True)
+        self.second = dglnn.GATConv(6, 3, 1, feat_drop=0.2, attn_drop=0.3, allow_zero_in_degree=True)
+        self.dropout = nn.Dropout(0.5)
+        self.use_reentrant = use_reentrant
+
+    def _first(self, block: object, x: Tensor) -> Tensor:
+        return torch.tanh(self.first(block, self.dropout(x)))
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        if self.use_reentrant is None:
+            h = self._first(blocks[0], x)
+            return self.second(blocks[1], self.dropout(h)).mean(1)
+        h = checkpoint(self._first, blocks[0], x, use_reentrant=self.use_reentrant)
+        return checkpoint(self.second, blocks[1], self.dropout(h), use_reentrant=self.use_reentrant).mean(1)
+
+
+def train_checkpointed(rank: int, world_size: int, part_config: str, use_reentrant: bool | None) -> list[Tensor]:
+    g = PartitionedGraph.open(part_config)
+    torch.manual_seed(0)
+    model = Checkpointed(g.ndata["feat"].shape[1], use_reentrant).double()
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, strategy="depcomm", seed=1)
+    grads = []
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+            loss = F.cross_entropy(model(blocks, x), g.ndata["label"][seeds])
+            model.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                grads.append(g.communicator.sum_(parameter.grad.clone()) / world_size)
+    return grads
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_repeats_masks_and_exchanges(use_reentrant: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    plain = run_ranks(3, train_checkpointed, folder, None)
+    recomputed = run_ranks(3, train_checkpointed, folder, use_reentrant)
+    alone = run_ranks(1, train_checkpointed, partitions.get("power_law", power_law(), 1), None)
+    for a, b, c in zip(plain[0], recomputed[0], alone[0], strict=True):
+        assert_close(b, a, "recomputed gradient")
+        assert_close(a, c, "gradient on three ranks")
+
+
+def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> None:
+    g, model = open_graph(part_config)
+    seeds, options = g.owned_nodes("train_mask"), {}
+    if mistake == "seed out of range" and rank == 1:
+        seeds = torch.tensor([0, g.num_nodes()])
+    elif mistake == "no seeds":
+        seeds = seeds[:0]
+    elif mistake == "float seeds" and rank == 0:
+        seeds = seeds.double()
+    elif mistake == "short mask" and rank == world_size - 1:
+        seeds = torch.ones(3, dtype=torch.bool)
+    elif mistake == "strategy":
+        options["strategy"] = "best"
+    elif mistake == "plan depth":
+        options["plan"] = [seeds[:0]] * 3
+    elif mistake == "model depth":
+        options["model"] = Case(kind="gcn_both", num_layers=1).build(g.ndata["feat"].shape[1])
+    elif mistake == "last norm":
+        options["model"] = _Normalised(model)
+    elif mistake == "mixing":
+        options["model"] = _Centred(model)
+    FullGraphLoader(g, seeds, 2, topology=uniform_topology(world_size), **options)
+
+
+class _Normalised(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.norm = model, nn.BatchNorm1d(3).double()
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        return self.norm(self.model(blocks, x))
+
+
+class _Centred(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        return self.model(blocks, x - x.mean(0))
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("seed out of range", r"seeds must lie in \[0, 60\) \(got 60, and 1 such in all\)"),
+        ("no seeds", "no rank has a seed"),
+        ("float seeds", "one-dimensional integer tensor"),
+        ("short mask", "a mask of seeds must have"),
+        ("strategy", "unknown strategy .*choose one of hybrid"),
+        ("plan depth", "the plan has 3 layers, but the model has 2"),
+        ("model depth", "zip|does not use the blocks"),
+        ("last norm", "normalises the output of its last layer"),
+        ("mixing", "mixes rows of different vertices"),
+    ],
+)
+def test_a_mistake_on_one_rank_is_raised_on_all(mistake: str, message: str, partitions: PartitionStore) -> None:
+    errors = run_ranks_expect_errors(3, make_loader, partitions.get("power_law", power_law(), 3), mistake)
+    assert len(errors) == 3
+    for error in errors:
+        assert re.search(message, error.message), error.message
+
+
+def open_wrong_number(rank: int, world_size: int, part_config: str) -> None:
+    PartitionedGraph.open(part_config)
+
+
+def test_other_number_of_ranks_than_parts(partitions: PartitionStore) -> None:
+    errors = run_ranks_expect_errors(2, open_wrong_number, partitions.get("power_law", power_law(), 3))
+    assert all("has 3 parts, but 2 ranks are running" in error.message for error in errors)

@@ -39,7 +39,7 @@ class DemoConfig:
     """Kind of layer."""
     num_layers: int = 3
     """Number of layers."""
-    hidden: int = 64
+    hidden: int = 128
     """Width of the hidden layers."""
     epochs: int = 30
     """Epochs in float32, for time, bytes, memory and accuracy."""

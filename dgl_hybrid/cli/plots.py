@@ -68,8 +68,7 @@ def draw_plans(lines: Path, folder: Path) -> list[Path]:
         axis.bar(layers, communicated, bottom=cached, color=ORANGE, hatch="//", edgecolor="white", label="communicated")
         totals = [a + b for a, b in zip(cached, communicated, strict=True)]
         _label(axis, totals, [f"{a:,} + {b:,}" for a, b in zip(cached, communicated, strict=True)])
-        chosen = run["chosen_plan"]
-        axis.set_title(run["strategy"] if chosen == run["strategy"] else f"{run['strategy']} ({chosen})")
+        axis.set_title(run["strategy"])
     axes[0].set_ylabel("rows of other ranks' vertices\nread in an epoch, all ranks")
     axes[0].set_ylim(top=axes[0].get_ylim()[1] * 1.1)
     handles, labels = axes[0].get_legend_handles_labels()

@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of several failures is shown: the first cause, in one line."""
+
+from __future__ import annotations
+
+import signal
+
+from dgl_hybrid.launch.job import RankError
+from dgl_hybrid.launch.local import explain_failure
+
+
+def error(rank: int, kind: str, message: str, *, is_expected: bool = True, time_s: float = 0.0) -> RankError:
+    return RankError(
+        rank=rank, kind=kind, message=message, is_expected=is_expected, traceback=f"trace of {rank}", time_s=time_s
+    )
+
+
+def test_the_rank_at_fault_speaks_for_all() -> None:
+    errors = [error(0, "PartitionError", "rank 1 of 2: x is missing"), error(1, "PartitionError", "x is missing")]
+    failure = explain_failure(errors, {0: 1, 1: 1}, 2)
+    assert str(failure) == "rank 1 of 2: x is missing"
+    assert failure.details == "trace of 1"
+
+
+def test_what_all_ranks_say_needs_no_rank() -> None:
+    errors = [error(rank, "ValueError", "wrong\n  number") for rank in (0, 1)]
+    assert str(explain_failure(errors, {0: 1, 1: 1}, 2)) == "wrong number"
+
+
+def test_a_lost_peer_is_a_consequence() -> None:
+    errors = [
+        error(0, "ExchangeError", "a peer left", time_s=1.0),
+        error(1, "MemoryError", "no room", is_expected=False, time_s=2.0),
+    ]
+    message = str(explain_failure(errors, {0: 1, 1: 1}, 2))
+    assert message == "rank 1 of 2: unexpected MemoryError: no room (--debug shows the traceback)"
+
+
+def test_a_killed_rank_is_named_before_what_followed() -> None:
+    failure = explain_failure([error(0, "ExchangeError", "a peer left")], {0: 1, 2: -signal.SIGKILL}, 3)
+    assert str(failure) == "rank 2 of 3 was killed by SIGKILL (out of memory?)"
+
+
+def test_ranks_ended_by_the_launcher_are_not_blamed() -> None:
+    failure = explain_failure([error(1, "ExchangeError", "late")], {0: -signal.SIGTERM, 1: 1}, 2)
+    assert str(failure) == "rank 1 of 2: late"
+
+
+def test_nothing_known() -> None:
+    assert str(explain_failure([], {1: 3}, 2)) == "a rank of 2 ended without a word (rank 1: exit code 3)"

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dgl_hybrid.errors import DatasetError, PartitionError
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, find_part_config, prepare_partition
+from dgl_hybrid.partition import load_partition, verify_partition
+
+SMALL = "powerlaw:nodes=120,degree=6,features=5,classes=3"
+
+
+def prepare(root: Path, data: str = SMALL, **options: object) -> Path:
+    partition = PartitionConfig(workspace=str(root), **options)  # type: ignore[arg-type]
+    return prepare_partition(DataConfig(data=data), partition).part_config
+
+
+def test_a_second_run_reuses_the_first_ones_partition(tmp_path: Path) -> None:
+    first = prepare(tmp_path, ranks=3)
+    written = first.stat().st_mtime_ns
+    assert prepare(tmp_path, ranks=3) == first
+    assert first.stat().st_mtime_ns == written
+    others = {
+        prepare(tmp_path, ranks=2),
+        prepare(tmp_path, ranks=3, part_method="random"),
+        prepare(tmp_path, ranks=3, num_hops=2),
+    }
+    assert len({first, *others}) == 4, "other options must not share a partition"
+
+
+def test_a_damaged_partition_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = prepare(tmp_path, ranks=2)
+    file = first.parent / "part1" / "node_feat.dgl"
+    file.write_bytes(file.read_bytes()[:-3])
+    with caplog.at_level(logging.WARNING):
+        assert prepare(tmp_path, ranks=2) == first
+    assert "partitioning again" in caplog.text
+    verify_partition(first)
+
+
+def write_npz(path: Path, **changes: object) -> str:
+    content: dict[str, object] = {
+        "src": np.array([0, 1, 2, 3], np.int32),
+        "dst": np.array([1, 2, 3, 0], np.int32),
+        "num_nodes": 4,
+        "feat": np.arange(8, dtype=np.float32).reshape(4, 2),
+        "label": np.array([0, 1, 0, 1]),
+        **{f"{split}_mask": np.array([True, True, False, True]) for split in ("train", "val", "test")},
+        "meta": "{}",
+    } | changes
+    np.savez_compressed(path, **content)  # type: ignore[arg-type]
+    return str(path)
+
+
+def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
+    first = prepare(tmp_path, write_npz(tmp_path / "a.npz"), ranks=2)
+    assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
+    changed = write_npz(tmp_path / "a.npz", label=np.array([1, 1, 0, 1]))
+    assert prepare(tmp_path, changed, ranks=2) != first
+
+
+def test_rows_of_counts_are_normalised_unless_told_otherwise(tmp_path: Path) -> None:
+    file = write_npz(tmp_path / "a.npz")
+    part = load_partition(prepare(tmp_path, file, ranks=1), 0)
+    assert part.node_data["feat"].sum(1).tolist() == pytest.approx([1.0] * 4)
+    raw = DataConfig(data=file, normalize_features=False).load()
+    assert raw.graph.ndata["feat"].sum().item() == 28
+    signed = write_npz(tmp_path / "c.npz", feat=-np.ones((4, 2), np.float32))
+    assert DataConfig(data=signed).load().graph.ndata["feat"].sum().item() == -8
+
+
+def test_self_loops_follow_the_model() -> None:
+    assert DataConfig().for_model("gcn").self_loops is True
+    assert DataConfig().for_model("sage").self_loops is False
+    assert DataConfig(self_loops=False).for_model("gcn").self_loops is False
+
+
+def test_nan_features_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    file = write_npz(tmp_path / "a.npz", feat=np.full((4, 2), np.nan, np.float32))
+    with pytest.raises(DatasetError, match=r"a.npz: feat must be finite \(got NaN or infinity in 4 of 4 rows"):
+        prepare(tmp_path / "w", file, ranks=2)
+    assert not list((tmp_path / "w").glob("a-*"))
+
+
+def test_existing_partition(tmp_path: Path) -> None:
+    part_config = prepare(tmp_path, ranks=2)
+    for location in (part_config, part_config.parent):
+        prepared = prepare_partition(DataConfig(), PartitionConfig(partition=str(location)))
+        assert (prepared.part_config, prepared.num_parts, prepared.num_classes) == (part_config, 2, 3)
+    with pytest.raises(PartitionError, match=r"has 2 parts, but --ranks is 3. Start 2 ranks, or partition"):
+        prepare_partition(DataConfig(), PartitionConfig(partition=str(part_config), ranks=3))
+
+
+def test_no_partition(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match=r"does not exist\. Give a partition folder"):
+        find_part_config(tmp_path / "nope")
+    with pytest.raises(PartitionError, match=r"must hold one partition's <graph name>.json \(got none\)"):
+        find_part_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 0}, r"ranks must be at least 1 \(got 0\)"),
+        ({"part_method": "best"}, r"unknown part_method \(got 'best'\); choose one of metis"),
+        ({"num_hops": 0}, r"num_hops must be at least 1 \(got 0\)"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        PartitionConfig(**options)  # type: ignore[arg-type]

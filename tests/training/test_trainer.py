@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A whole training run on ranks, and the faults every rank must report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dgl_hybrid
+from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
+from dgl_hybrid.datasets.dataset import GraphDataset
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.reference import train_reference
+from dgl_hybrid.training.report import TrainReport
+from dgl_hybrid.training.trainer import train
+from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
+
+NUM_LAYERS = 3
+
+
+def run_job(rank: int, world_size: int, record: dict[str, Any]) -> dict[str, Any]:
+    return train(TrainJob.from_json(record)).to_json()
+
+
+@pytest.fixture(scope="module")
+def dataset() -> GraphDataset:
+    return generate_powerlaw(PowerLawConfig(nodes=300, degree=6.0, features=12, classes=4))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, dataset: GraphDataset) -> Path:
+    root = tmp_path_factory.mktemp("trainer")
+    for num_parts in (1, 2, 3):
+        dgl_hybrid.partition_graph(dataset.graph, "g", num_parts, root / str(num_parts))
+    return root
+
+
+def make_job(folder: Path, num_parts: int, **options: Any) -> TrainJob:
+    return TrainJob(
+        part_config=str(folder / str(num_parts) / "g.json"),
+        dataset="g",
+        num_classes=4,
+        model=ModelConfig(model=options.pop("model", "gcn"), num_layers=NUM_LAYERS, hidden=8, heads=2, dropout=0.0),
+        strategy=StrategyConfig(strategy=options.pop("strategy", "hybrid"), plan=options.pop("plan", None)),
+        training=TrainConfig(epochs=4, eval_every=2, dtype="float64", seed=5, **options),
+    )
+
+
+def run(job: TrainJob, num_parts: int) -> TrainReport:
+    records = run_ranks(num_parts, run_job, job.to_json())
+    assert all(record["epochs"] == records[0]["epochs"] for record in records), "ranks report different epochs"
+    return TrainReport.from_json(records[0])
+
+
+@pytest.mark.parametrize("model", ["gcn", "sage", "gat", "gatv2", "gin"])
+def test_equals_plain_dgl(model: str, folder: Path, dataset: GraphDataset) -> None:
+    expected = train_reference(make_job(folder, 3, model=model), dataset)
+    for num_parts, strategy in ((1, "depcomm"), (2, "depcache"), (3, "hybrid"), (3, "depcomm")):
+        report = run(make_job(folder, num_parts, model=model, strategy=strategy), num_parts)
+        assert [epoch.loss for epoch in report.epochs] == pytest.approx(
+            [epoch.loss for epoch in expected.epochs], rel=1e-9
+        )
+        assert (report.final.train, report.final.val, report.final.test) == pytest.approx(
+            (expected.final.train, expected.final.val, expected.final.test)
+        )
+
+
+def test_dropout_does_not_depend_on_ranks_or_strategy(folder: Path) -> None:
+    curves = []
+    for num_parts, strategy in ((1, "depcomm"), (2, "depcache"), (3, "hybrid")):
+        job = make_job(folder, num_parts, strategy=strategy)
+        job = replace(job, model=replace(job.model, model="gat", dropout=0.4))
+        curves.append([epoch.loss for epoch in run(job, num_parts).epochs])
+    assert curves[1] == pytest.approx(curves[0], rel=1e-9)
+    assert curves[2] == pytest.approx(curves[0], rel=1e-9)
+
+
+def test_report_counts_bytes_and_dependencies(folder: Path) -> None:
+    caching = run(make_job(folder, 3, strategy="depcache"), 3)
+    assert all(epoch.bytes_sent == 0 for epoch in caching.epochs)
+    assert all(layer.communicated == 0 and layer.cached > 0 for layer in caching.layers)
+    communicating = run(make_job(folder, 3, strategy="depcomm"), 3)
+    assert all(layer.cached == 0 and layer.communicated > 0 for layer in communicating.layers)
+    # Layer 1 exchanges 12 features as 8 (GraphConv multiplies first when that is narrower); layer 2 eight; float64.
+    first, second, _ = communicating.layers
+    assert first.forward_bytes == first.communicated * 8 * 8
+    assert second.forward_bytes == second.backward_bytes == second.communicated * 8 * 8
+    sent = sum(layer.forward_bytes + layer.backward_bytes for layer in communicating.layers)
+    assert [epoch.bytes_sent for epoch in communicating.epochs] == [sent] * 4
+    for epoch in communicating.epochs:
+        assert epoch.compute_s + epoch.exchange_s + epoch.wait_s == pytest.approx(epoch.time_s, rel=1e-6)
+    weights = 12 * 8 + 8 + 8 * 8 + 8 + 8 * 4 + 4
+    assert communicating.gradient_bytes == 8 * weights
+    assert len(communicating.peak_rss_bytes) == 3
+    assert all(
+        peak >= base > 0 for peak, base in zip(communicating.peak_rss_bytes, communicating.base_rss_bytes, strict=True)
+    )
+    assert communicating.predicted_epoch_s is not None
+    assert communicating.predicted_epoch_s > 0
+    assert communicating.best.epoch in (2, 4)
+    assert communicating.final.epoch == 4
+
+
+def test_json_has_the_promised_keys(folder: Path) -> None:
+    record = run(make_job(folder, 2), 2).to_json()
+    assert {
+        *("strategy", "ranks", "model", "dataset", "epochs", "train_accuracy", "val_accuracy", "test_accuracy"),
+        *("peak_rss_bytes", "plan", "predicted_epoch_s"),
+    } <= set(record)
+    assert {"loss", "time_s", "bytes_sent"} <= set(record["epochs"][0])
+    assert {"layer", "cached", "communicated"} <= set(record["plan"][0])
+    assert TrainReport.from_json(record).to_json() == record
+
+
+def expect_everywhere(errors: list[RaisedError], kind: str, message: str) -> None:
+    """Every rank raises that kind; the words come from the rank at fault."""
+    assert [error.type_name for error in errors] == [kind] * len(errors)
+    for error in errors:
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError(error.message)
+
+
+def test_another_number_of_ranks_than_parts(folder: Path) -> None:
+    errors = run_ranks_expect_errors(3, run_job, make_job(folder, 2).to_json())
+    expect_everywhere(errors, "PartitionError", "has 2 parts, but 3 ranks are running")
+
+
+@pytest.mark.parametrize("fault", ["missing", "truncated", "changed"])
+def test_damaged_partition(fault: str, tmp_path: Path, dataset: GraphDataset) -> None:
+    dgl_hybrid.partition_graph(dataset.graph, "g", 3, tmp_path / "3")
+    file = tmp_path / "3" / "part1" / "node_feat.dgl"
+    data = bytearray(file.read_bytes())
+    if fault == "missing":
+        file.unlink()
+    elif fault == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    errors = run_ranks_expect_errors(3, run_job, make_job(tmp_path, 3).to_json())
+    words = {"missing": "is missing", "truncated": "is truncated", "changed": "checksum mismatch"}[fault]
+    expect_everywhere(errors, "PartitionError", f"part1/node_feat.dgl.* ?{words}")
+
+
+def test_nan_features_of_one_part(tmp_path: Path, dataset: GraphDataset) -> None:
+    graph = dataset.graph.clone()
+    feat = graph.ndata["feat"].clone()
+    feat[17, 3] = float("nan")
+    graph.ndata["feat"] = feat
+    dgl_hybrid.partition_graph(graph, "g", 3, tmp_path / "3")
+    errors = run_ranks_expect_errors(3, run_job, make_job(tmp_path, 3).to_json())
+    expect_everywhere(errors, "DatasetError", r"feat of part \d of g.json must be finite \(got NaN or infinity in 1 of")
+
+
+def test_labels_past_the_number_of_classes(folder: Path) -> None:
+    job = replace(make_job(folder, 2), num_classes=2)
+    errors = run_ranks_expect_errors(2, run_job, job.to_json())
+    expect_everywhere(errors, "DatasetError", r"labels must be below num_classes=2 \(got 3\)")
+
+
+def test_missing_fields(tmp_path: Path, dataset: GraphDataset) -> None:
+    graph = dataset.graph.clone()
+    del graph.ndata["val_mask"]
+    dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
+    errors = run_ranks_expect_errors(2, run_job, make_job(tmp_path, 2).to_json())
+    expect_everywhere(errors, "DatasetError", "has no node field val_mask")
+
+
+def test_classes_are_counted_over_all_ranks(folder: Path) -> None:
+    job = replace(make_job(folder, 3), num_classes=None)
+    known = run(make_job(folder, 3), 3)
+    assert [epoch.loss for epoch in run(job, 3).epochs] == [epoch.loss for epoch in known.epochs]
+
+
+def test_a_graph_without_validation_nodes(tmp_path: Path, dataset: GraphDataset) -> None:
+    graph = dataset.graph.clone()
+    graph.ndata["val_mask"] = torch.zeros(graph.num_nodes(), dtype=torch.bool)
+    dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
+    record = run_ranks(2, run_job, make_job(tmp_path, 2).to_json())[0]
+    assert record["val_accuracy"] is None
+    assert record["best_epoch"] == 4
+
+
+def save_plan(rank: int, world_size: int, record: dict[str, Any], out: str) -> None:
+    from dgl_hybrid.launch.tasks import plan_task
+
+    plan_task({"job": record, "out": out, "explain": None, "explain_is_global": False})
+
+
+def test_saved_plans(tmp_path: Path, folder: Path) -> None:
+    job = make_job(folder, 3, strategy="depcache")
+    run_ranks(3, save_plan, job.to_json(), str(tmp_path))
+    again = make_job(folder, 3, plan=str(tmp_path))
+    assert run(again, 3).epochs[-1].bytes_sent == 0, "the saved plan was not followed"
+    deeper = replace(again, model=replace(again.model, num_layers=2))
+    errors = run_ranks_expect_errors(3, run_job, deeper.to_json())
+    expect_everywhere(errors, "PlanError", r"was made for num_layers 3 \(expected 2\); plan again")
+    (tmp_path / "plan_rank1.json").unlink()
+    errors = run_ranks_expect_errors(3, run_job, again.to_json())
+    expect_everywhere(errors, "PlanError", "no plan for rank 1")
+
+
+def test_plan_of_another_partition(tmp_path: Path, folder: Path, dataset: GraphDataset) -> None:
+    run_ranks(2, save_plan, make_job(folder, 2).to_json(), str(tmp_path / "plan"))
+    dgl_hybrid.partition_graph(dataset.graph, "g", 2, tmp_path / "2", part_method="random")
+    errors = run_ranks_expect_errors(2, run_job, make_job(tmp_path, 2, plan=str(tmp_path / "plan")).to_json())
+    expect_everywhere(errors, "PlanError", "was made for partition_fingerprint")

@@ -67,7 +67,7 @@ class BlockObserver(Protocol):
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None: ...
 
-    def on_message_passing(self, layer: int, fields: list[Tensor], kind: str) -> None: ...
+    def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
 
 
 class LayerBlock:
@@ -115,9 +115,11 @@ class LayerBlock:
     def _build_block(self, device: torch.device) -> Any:
         structure = self.structure
         num_src = structure.num_held + structure.exchange.num_received
-        empty = torch.empty(0, dtype=torch.int64)
+        # Edge ids are spelled out although they are 0..E-1: without them DGL's float32 kernels fail on the reversed
+        # block ("Check notnull: edges"), that is in the backward of attention.
+        edge_ids = torch.arange(len(structure.indices))
         block = dgl.create_block(
-            ("csc", (structure.indptr, structure.indices, empty)),
+            ("csc", (structure.indptr, structure.indices, edge_ids)),
             num_src_nodes=num_src,
             num_dst_nodes=structure.num_dst,
         )
@@ -240,7 +242,7 @@ class LayerBlock:
         """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields."""
         self._used()
         self._complete(message_func)
-        self._observe(message_func, "update_all")
+        self._observe(message_func)
         if self._block.num_edges() == 0 and not isinstance(reduce_func, fn.BuiltinFunction):
             self._reduce_nothing(message_func, reduce_func, apply_node_func)
             return
@@ -253,7 +255,7 @@ class LayerBlock:
             raise BlockError(f"apply_edges on some edges only is not possible on a LayerBlock ({self._where})")
         self._used()
         self._complete(func)
-        self._observe(func, "apply_edges")
+        self._observe(func)
         with _without_empty_edge_warning():
             self._block.apply_edges(func)
 
@@ -282,11 +284,11 @@ class LayerBlock:
         if self.on_edge_result is not None:
             self.on_edge_result(result)
 
-    def _observe(self, func: Any, kind: str) -> None:
+    def _observe(self, func: Any) -> None:
         if self.observer is not None:
-            names = _source_fields_of(func)
-            fields = [self._block.srcdata[name] for name in (names or [])]
-            self.observer.on_message_passing(self.layer, fields, kind)
+            fields = [self._block.srcdata[name] for name in (_source_fields_of(func) or [])]
+            is_weighted = isinstance(func, fn.BinaryMessageFunction) and fn.TargetCode.EDGE in (func.lhs, func.rhs)
+            self.observer.on_message_passing(self.layer, fields, is_weighted=is_weighted)
 
     def _reduce_nothing(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
         """A user-defined reduce without edges: learn the result's shape from one made-up edge, and stay in the graph.

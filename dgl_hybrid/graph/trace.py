@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
+from dgl_hybrid.graph.op_rates import weighted_slowdown
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
 
@@ -62,12 +63,15 @@ class _Observer:
         for x in fields:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), x.requires_grad))
 
-    def on_message_passing(self, layer: int, fields: list[Tensor], kind: str) -> None:
+    def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
         # DGL's kernels are invisible to the dispatcher: gathered once forward, and once backward if there is one.
         for x in fields:
             passes = 2 if x.requires_grad else 1
-            self.record.edge_flops[layer - 1] += passes * _row_numel(x) * self.num_edges[layer - 1]
-            self.record.edge_bytes[layer - 1] += passes * _row_numel(x) * x.element_size() * self.num_edges[layer - 1]
+            elements = passes * _row_numel(x) * self.num_edges[layer - 1]
+            heads = x.shape[1] if x.dim() > 2 else 1
+            factor = weighted_slowdown(heads, max(1, _row_numel(x) // max(heads, 1))) if is_weighted else 1.0
+            self.record.edge_flops[layer - 1] += elements
+            self.record.edge_bytes[layer - 1] += factor * elements * x.element_size()
 
 
 class _CostMode(TorchDispatchMode):

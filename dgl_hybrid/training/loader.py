@@ -215,7 +215,7 @@ def num_layers_of(sampler: Any) -> int:
     """
     if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
         raise TypeError(
-            "full-graph link prediction is not there yet: FullGraphLoader takes a node sampler (got EdgePredictionSampler)"
+            "full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)"
         )
     if isinstance(sampler, int) and not isinstance(sampler, bool):
         depth = sampler

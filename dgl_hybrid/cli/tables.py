@@ -22,8 +22,8 @@ def make_console() -> Console:
     return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
 
 
-def print_training(report: TrainReport) -> None:
-    """Prints time, bytes, dependencies and accuracy of a run."""
+def print_training(report: TrainReport, changes: str = "") -> None:
+    """Prints time, bytes, dependencies and accuracy of a run, and what was done to its graph."""
     console = make_console()
     console.print(
         f"{report.model} on {report.dataset}, {report.ranks} rank{'s' if report.ranks > 1 else ''}, "
@@ -31,6 +31,8 @@ def print_training(report: TrainReport) -> None:
         + (f" (chosen: {report.chosen_plan})" if report.chosen_plan != report.strategy else "")
         + f", {report.dtype}, {len(report.epochs)} epochs"
     )
+    if changes:
+        console.print(f"graph: {changes}")
     layers = Table("layer", title="Dependencies and bytes per epoch, all ranks together", title_justify="left")
     for name in ("cached rows", "communicated rows", "sent forward", "sent backward"):
         layers.add_column(name, justify="right")

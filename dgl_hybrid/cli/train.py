@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         report = TrainReport.from_json(reports[0])
     result: dict[str, Any] = report.to_json()
     write_results(options.out, configs, result)
-    print_training(report)
+    print_training(report, "" if partition.partition else data.for_model(model.model).changes())
     if args.json:
         print(json.dumps(result))
     return 0

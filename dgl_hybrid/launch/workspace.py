@@ -23,7 +23,7 @@ _logger = logging.getLogger(__name__)
 PART_METHODS = ("metis", "random", "contiguous")
 _WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
 _DATASET_FILE = "dataset.json"
-_FORMAT = 1
+_FORMAT = 2
 """Part of every key: raised when datasets or partitions come out differently."""
 
 
@@ -33,17 +33,20 @@ class DataConfig:
 
     data: str = "powerlaw"
     """Name of a graph (powerlaw, powerlaw:nodes=50000,degree=20, dgl:cora, ogb:ogbn-arxiv), or path of an .npz file."""
-    symmetric: bool = False
-    """Add the reverse of every arc."""
+    symmetric: bool | None = None
+    """Add the reverse of every arc; by default for the model gcn, which is defined on undirected graphs."""
     self_loops: bool | None = None
     """Give every vertex one self-loop; by default for the models gcn, gat and gatv2, which are defined with them."""
     normalize_features: bool | None = None
-    """Divide each row of features by its sum; by default where no feature is negative (counts, bags of words)."""
+    """Divide each row of features by its sum; by default where all features are 0 or 1 (bags of words)."""
 
     def for_model(self, model: str) -> DataConfig:
-        """Returns the config with the model's default for self-loops."""
-        wanted = model in _WITH_SELF_LOOPS if self.self_loops is None else self.self_loops
-        return replace(self, self_loops=wanted)
+        """Returns the config with the model's defaults filled in."""
+        return replace(
+            self,
+            symmetric=model == "gcn" if self.symmetric is None else self.symmetric,
+            self_loops=model in _WITH_SELF_LOOPS if self.self_loops is None else self.self_loops,
+        )
 
     def load(self) -> GraphDataset:
         """Loads the graph.
@@ -51,12 +54,23 @@ class DataConfig:
         Raises:
             DatasetError: Unknown, malformed, NaN features, ….
         """
-        dataset = load_dataset(self.data, symmetric=self.symmetric, self_loops=bool(self.self_loops))
+        dataset = load_dataset(self.data, symmetric=bool(self.symmetric), self_loops=bool(self.self_loops))
         feat = dataset.graph.ndata["feat"]
-        is_count = feat.numel() > 0 and float(feat.min()) >= 0
-        if is_count if self.normalize_features is None else self.normalize_features:
+        is_binary = bool(((feat == 0) | (feat == 1)).all())
+        if is_binary if self.normalize_features is None else self.normalize_features:
             dataset.graph.ndata["feat"] = normalize_rows(feat)
         return dataset
+
+    def changes(self) -> str:
+        """Says in words what is done to the graph."""
+        words = []
+        if self.symmetric:
+            words.append("reverse arcs added")
+        if self.self_loops:
+            words.append("self-loops added")
+        if self.normalize_features or self.normalize_features is None:
+            words.append("feature rows normalised" + ("" if self.normalize_features else " if binary"))
+        return ", ".join(words) or "as it is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

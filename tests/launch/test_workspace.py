@@ -63,20 +63,24 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
     assert prepare(tmp_path, changed, ranks=2) != first
 
 
-def test_rows_of_counts_are_normalised_unless_told_otherwise(tmp_path: Path) -> None:
-    file = write_npz(tmp_path / "a.npz")
-    part = load_partition(prepare(tmp_path, file, ranks=1), 0)
-    assert part.node_data["feat"].sum(1).tolist() == pytest.approx([1.0] * 4)
-    raw = DataConfig(data=file, normalize_features=False).load()
-    assert raw.graph.ndata["feat"].sum().item() == 28
-    signed = write_npz(tmp_path / "c.npz", feat=-np.ones((4, 2), np.float32))
-    assert DataConfig(data=signed).load().graph.ndata["feat"].sum().item() == -8
+def test_binary_features_are_normalised_unless_told_otherwise(tmp_path: Path) -> None:
+    binary = write_npz(tmp_path / "a.npz", feat=np.array([[1, 1], [0, 1], [1, 0], [0, 0]], np.float32))
+    part = load_partition(prepare(tmp_path, binary, ranks=1), 0)
+    assert sorted(part.node_data["feat"].sum(1).tolist()) == [0.0, 1.0, 1.0, 1.0]
+    raw = DataConfig(data=binary, normalize_features=False).load()
+    assert raw.graph.ndata["feat"].sum().item() == 4
+    counts = write_npz(tmp_path / "c.npz")
+    assert DataConfig(data=counts).load().graph.ndata["feat"].sum().item() == 28
+    told = DataConfig(data=counts, normalize_features=True).load()
+    assert told.graph.ndata["feat"].sum(1).tolist() == pytest.approx([1.0] * 4)
 
 
-def test_self_loops_follow_the_model() -> None:
-    assert DataConfig().for_model("gcn").self_loops is True
-    assert DataConfig().for_model("sage").self_loops is False
-    assert DataConfig(self_loops=False).for_model("gcn").self_loops is False
+def test_the_graph_follows_the_model_unless_told_otherwise() -> None:
+    gcn, sage = DataConfig().for_model("gcn"), DataConfig().for_model("sage")
+    assert (gcn.symmetric, gcn.self_loops, sage.symmetric, sage.self_loops) == (True, True, False, False)
+    assert gcn.changes() == "reverse arcs added, self-loops added, feature rows normalised if binary"
+    told = DataConfig(symmetric=False, self_loops=False, normalize_features=False).for_model("gcn")
+    assert told.changes() == "as it is"
 
 
 def test_nan_features_are_refused_before_anything_is_written(tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much slower DGL's weighted message passing is than a plain copy of the same width, on this machine.
+"""How much slower some operations are than the plain ones whose rates the planner has, on this machine.
 
-The planner's gather rate is that of copying sources. DGL's CPU kernels for weighted messages are many times slower
-(no vectorised form), and a plan that took them for copies would recompute what it should receive.
+The planner's gather rate is that of copying sources; DGL's CPU kernels for weighted messages are many times slower (no
+vectorised form). Its row rate is that of a product; a dropout mask that is a function of ids costs several. A plan that
+took them for plain ones would recompute what it should receive.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ def weighted_slowdown(num_heads: int, head_width: int) -> float:
     copied = _time(lambda: dgl.ops.copy_u_sum(graph, x.requires_grad_()))
     weighted = _time(lambda: dgl.ops.u_mul_e_sum(graph, x.requires_grad_(), weight.requires_grad_()))
     return max(1.0, weighted / copied)
+
+
+def row_slowdown(function: Callable[[Tensor], Tensor]) -> float:
+    """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
+    x = torch.randn(4 * _NUM_NODES, 64).requires_grad_()
+    return max(1.0, _time(lambda: function(x)) / _time(lambda: x * 2.0))
 
 
 def _time(run: Callable[[], Tensor]) -> float:

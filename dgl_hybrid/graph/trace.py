@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.utils.flop_counter import flop_registry
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
-from dgl_hybrid.graph.op_rates import weighted_slowdown
+from dgl_hybrid.graph.op_rates import row_slowdown, weighted_slowdown
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
+
+RowFunction = Callable[[Tensor], Tensor]
 
 
 @dataclass
@@ -58,14 +61,19 @@ class _Record:
 class _Observer:
     def __init__(self, record: _Record, num_edges: list[int]) -> None:
         self.record, self.num_edges = record, num_edges
+        self.passed: list[tuple[int, Tensor, bool]] = []
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
         for x in fields:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), x.requires_grad))
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
-        # DGL's kernels are invisible to the dispatcher: gathered once forward, and once backward if there is one.
-        for x in fields:
+        self.passed.extend((layer, x, is_weighted) for x in fields)
+
+    def charge(self) -> None:
+        """Adds what was passed to the record: DGL's kernels are invisible to the dispatcher."""
+        for layer, x, is_weighted in self.passed:
+            # Gathered once forward, and once backward if there is one.
             passes = 2 if x.requires_grad else 1
             elements = passes * _row_numel(x) * self.num_edges[layer - 1]
             heads = x.shape[1] if x.dim() > 2 else 1
@@ -81,6 +89,8 @@ class _CostMode(TorchDispatchMode):
         super().__init__()
         self.record, self.sizes, self.num_edges = record, sizes, num_edges
         self.forward = True
+        self.factor = 1.0
+        """On the next operations' traffic, for an operation that stands for a dearer one."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -92,42 +102,53 @@ class _CostMode(TorchDispatchMode):
         inputs = [value for value in flatten((args, kwargs or {})) if isinstance(value, Tensor)]
         counter = flop_registry.get(func.overloadpacket)
         flops = float(counter(*args, **(kwargs or {}), out_val=out)) if counter is not None else 0.0
-        moved = float(sum(x.numel() * x.element_size() for x in (*outputs, *inputs))) if counter is None else 0.0
+        moved = sum(x.numel() * x.element_size() for x in (*outputs, *inputs)) if counter is None else 0
         held = float(sum(x.numel() * x.element_size() for x in outputs)) if self.forward else 0.0
         for x in (*outputs, *inputs):
             for dimension in x.shape:
                 if dimension in self.sizes:
                     level = self.sizes.index(dimension)
                     self.record.level_flops[level] += flops
-                    self.record.level_bytes[level] += moved
+                    self.record.level_bytes[level] += self.factor * moved
                     self.record.level_held[level] += held
                     return out
                 if dimension in self.num_edges:
                     layer = self.num_edges.index(dimension)
                     self.record.edge_flops[layer] += flops
-                    self.record.edge_bytes[layer] += moved
+                    self.record.edge_bytes[layer] += self.factor * moved
                     self.record.edge_held[layer] += held
                     return out
         return out
 
 
 class _QuietMode(TorchFunctionMode):
-    """Notes batch norm and puts a row-local affine map in its place; leaves dropout out."""
+    """Notes batch norm and puts a row-local affine map in its place; dropout becomes a product that costs as much."""
 
-    def __init__(self, record: _Record, sizes: list[int]) -> None:
+    def __init__(
+        self, record: _Record, sizes: list[int], costs: _CostMode | None = None, slowdown: float = 1.0
+    ) -> None:
         super().__init__()
-        self.record, self.sizes = record, sizes
+        self.record, self.sizes, self.costs, self.slowdown = record, sizes, costs, slowdown
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
-            x = args[0] if args else kwargs["input"]
-            return x * 1.0
+            return self._product(args[0] if args else kwargs["input"])
         if func is F.batch_norm:
             return self._affine(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _product(self, x: Tensor) -> Tensor:
+        if self.costs is None:
+            return x * 1.0
+        # Its backward is charged as one product, so the rest of a slower backward is charged here.
+        self.costs.factor = 2.0 * self.slowdown - 1.0
+        try:
+            return x * 1.0
+        finally:
+            self.costs.factor = 1.0
 
     def _affine(
         self,
@@ -154,13 +175,16 @@ class TraceResult:
     """Levels below this one must hold every owned vertex: 1 + the last level that batch norm couples, 0 if none."""
 
 
-def trace_model(model: nn.Module, template: CallTemplate, num_layers: int) -> TraceResult:
+def trace_model(
+    model: nn.Module, template: CallTemplate, num_layers: int, *, dropout: RowFunction = F.dropout
+) -> TraceResult:
     """Runs a copy of the model forward and backward on tiny blocks and records its costs. Not collective.
 
     Args:
         model: Any module that is called with blocks; not changed.
         template: How it is called.
         num_layers: Number of blocks.
+        dropout: What dropout will be in training, for its cost.
 
     Raises:
         BlockError: If the model uses fewer blocks than there are, normalises over the output level, or mixes rows by
@@ -174,11 +198,13 @@ def trace_model(model: nn.Module, template: CallTemplate, num_layers: int) -> Tr
         copied = copy.deepcopy(inner).cpu().train()
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
         record = _Record.empty(num_layers)
+        observer = _Observer(record, num_edges)
         for block in blocks:
-            block.observer = _Observer(record, num_edges)
+            block.observer = observer
         generator = torch.Generator().manual_seed(0)
         args, kwargs = template.bind(blocks, generator)
-        with _QuietMode(record, sizes), _CostMode(record, sizes, num_edges) as costs:
+        costs = _CostMode(record, sizes, num_edges)
+        with _QuietMode(record, sizes, costs, row_slowdown(dropout)), costs:
             outputs = _differentiable(copied(*args, **kwargs))
             costs.forward = False
             try:
@@ -188,6 +214,9 @@ def trace_model(model: nn.Module, template: CallTemplate, num_layers: int) -> Tr
                 # A forward that is run again in backward is out of reach of the modes here and does not match the
                 # first. It costs a forward, and the backward two.
                 record.scale(4.0)
+            for block in blocks:
+                block.observer = None
+        observer.charge()
         _check_all_used(record, num_layers)
         if num_layers in record.batch_norm_levels:
             raise BlockError(

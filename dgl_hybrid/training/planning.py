@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 
 from dgl_hybrid.exchange.problem import build_plan_problem
@@ -25,6 +26,7 @@ from dgl_hybrid.planner import (
     propose_plans,
 )
 from dgl_hybrid.training import session
+from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 
 _logger = logging.getLogger(__name__)
@@ -79,7 +81,7 @@ class PlanMaker:
         traced: TraceResult | None = None
         with communicator.agreed(), session.paused():
             if communicator.rank == 0:
-                traced = trace_model(model, template, self._num_layers)
+                traced = trace_model(model, template, self._num_layers, dropout=_example_dropout)
         shared = communicator.broadcast_json(
             None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
         )
@@ -124,3 +126,7 @@ def _estimate_to_json(estimate: RankEstimate) -> dict[str, object]:
 
 def _estimate_from_json(record: dict[str, object]) -> RankEstimate:
     return EpochEstimate.from_json({"ranks": [record]}).ranks[0]
+
+
+def _example_dropout(x: Tensor) -> Tensor:
+    return replicated_dropout(x, 0.5, torch.arange(len(x)), seed=0, step=0, call_index=0)

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands as users start them; each start costs seconds, so one run answers several questions."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cli.commands import SMALL, TIMEOUT_S, command, environment, rank_processes, run_command, wait_for
+
+TRAIN = ("--model", "sage", "--num-layers", "3", "--hidden", "8", "--epochs", "3", "--dtype", "float64")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("commands")
+
+
+@pytest.fixture(scope="module")
+def partition(folder: Path) -> Path:
+    done = run_command("partition", "--data", SMALL, "--ranks", "2", "--out", folder / "parts", "--json")
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert sum(record["num_nodes"]) == 300
+    return Path(record["part_config"])
+
+
+def fails(done: subprocess.CompletedProcess[str], message: str, *, code: int = 1) -> None:
+    assert done.returncode == code
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert message in done.stderr
+
+
+def test_plan_then_train_by_it(partition: Path, folder: Path) -> None:
+    done = run_command("plan", "--partition", partition, *TRAIN, "--explain", "7", "--json", "--out", folder / "plan")
+    assert done.returncode == 0, done.stderr
+    planned = json.loads(done.stdout.splitlines()[-1])
+    assert "original id 7 is global id" in planned["explanations"][0]
+    assert planned["predicted_epoch_s"] > 0
+    out = folder / "result"
+    words = ("--partition", partition.parent, "--plan", folder / "plan", "--json", "--out", out)
+    done = run_command("train", *words, *TRAIN)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "nothing belongs on stderr where it is no terminal"
+    trained = json.loads(done.stdout.splitlines()[-1])
+    assert trained["chosen_plan"] == planned["chosen_plan"]
+    assert trained["ranks"] == 2
+    assert len(trained["epochs"]) == 3
+    assert trained["plan"][0].keys() >= {"layer", "cached", "communicated"}
+    assert [row["communicated"] for row in trained["plan"]] == [row["communicated"] for row in planned["plan"]]
+    written = json.loads((out / "config.json").read_text())
+    assert written["model"] == "sage"
+    assert json.loads((out / "result.json").read_text())["epochs"] == trained["epochs"]
+    done = run_command("train", "--partition", partition, "--plan", folder / "plan", "--num-layers", "2")
+    fails(done, "was made for num_layers 3 (expected 2); plan again")
+
+
+def test_torchrun_gives_the_same_losses(folder: Path) -> None:
+    words = ("train", "--data", SMALL, "--workspace", folder / "w", *TRAIN, "--json")
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    done = subprocess.run(
+        [sys.executable, *launcher, *command(*words)[1:]],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment(),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    under_torchrun = json.loads(done.stdout.splitlines()[-1])
+    done = run_command(*words, "--ranks", "3", "--strategy", "depcache")
+    assert done.returncode == 0, done.stderr
+    ours = json.loads(done.stdout.splitlines()[-1])
+    assert (under_torchrun["ranks"], ours["ranks"]) == (2, 3)
+    assert [epoch["loss"] for epoch in under_torchrun["epochs"]] == pytest.approx(
+        # Dropout is on: the masks agree for any number of ranks, strategy and launcher.
+        [epoch["loss"] for epoch in ours["epochs"]],
+        rel=1e-9,
+    )
+
+
+def test_damaged_partition(folder: Path) -> None:
+    done = run_command("partition", "--data", SMALL, "--ranks", "2", "--out", folder / "damaged")
+    assert done.returncode == 0, done.stderr
+    file = folder / "damaged" / "part1" / "graph.dgl"
+    file.write_bytes(file.read_bytes()[:-100])
+    start_s = time.monotonic()
+    done = run_command("train", "--partition", folder / "damaged", *TRAIN)
+    fails(done, "rank 1 of 2: ")
+    assert "part1/graph.dgl is truncated" in done.stderr
+    assert time.monotonic() - start_s < 60
+
+
+def start_endless(partition: Path) -> subprocess.Popen[str]:
+    words = ("train", "--partition", partition, *TRAIN[:-4], "--epochs", "10000000")
+    process = subprocess.Popen(
+        command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+    )
+    wait_for(lambda: len(rank_processes(process.pid)) == 2 or process.poll() is not None, "two ranks")
+    # Until both have used the time of a start they may not even have met; later is the more telling moment.
+    wait_for(
+        lambda: (
+            all(sum(rank.cpu_times()[:2]) > 4 for rank in rank_processes(process.pid)) or process.poll() is not None
+        ),
+        "training",
+    )
+    assert process.poll() is None, process.communicate()[1]
+    return process
+
+
+def test_a_killed_rank_ends_the_job(partition: Path) -> None:
+    process = start_endless(partition)
+    ranks = rank_processes(process.pid)
+    ranks[1].kill()
+    start_s = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - start_s < 20
+    assert process.returncode == 1
+    assert errors.count("\n") == 1, errors
+    assert "was killed by SIGKILL" in errors
+    psutil.wait_procs(ranks, timeout=5)
+    assert not any(rank.is_running() for rank in ranks), "a rank was left behind"
+
+
+def test_ranks_do_not_outlive_their_launcher(partition: Path) -> None:
+    process = start_endless(partition)
+    ranks = rank_processes(process.pid)
+    process.send_signal(signal.SIGKILL)
+    process.communicate(timeout=30)
+    _, alive = psutil.wait_procs(ranks, timeout=15)
+    assert not alive, "a rank was left behind"
+
+
+@pytest.mark.slow
+def test_demo(folder: Path) -> None:
+    small = ("--data", SMALL, "--hidden", "8", "--epochs", "3", "--check-epochs", "2")
+    done = run_command("demo", *small, "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert [run["strategy"] for run in record["runs"]] == ["plain DGL", "depcache", "depcomm", "hybrid"]
+    for run in record["runs"][1:]:
+        assert run["loss_digits"] is None or run["loss_digits"] > 9, run["strategy"]
+    for name in ("demo_results", "demo_plan"):
+        for suffix in ("png", "svg"):
+            assert (folder / "demo_output" / f"{name}.{suffix}").stat().st_size > 1000

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -22,6 +23,11 @@ from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
 
 DEFAULT_TIMEOUT_S = 600.0
+_MOVED_AS_BYTES = frozenset(
+    {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
+)
+"""What gloo or NCCL does not send as it is."""
+
 _PROGRESS_KEY = "dgl_hybrid/late/{group}/{rank}"
 
 
@@ -76,6 +82,9 @@ class Communicator:
         Raises:
             ExchangeError: If the collective fails or a peer does not take part in time.
         """
+        if send.dtype in _MOVED_AS_BYTES:
+            moved = self.exchange(_as_bytes(send), send_counts, recv_counts, layer=layer, backward=backward)
+            return moved.view(send.dtype).reshape(sum(recv_counts), *send.shape[1:])
         self.num_calls += 1
         start_s = time.perf_counter()
         received = send.new_empty((sum(recv_counts), *send.shape[1:]))
@@ -234,7 +243,10 @@ class Communicator:
         for rank, report in enumerate(reports):
             if report is not None:
                 kind, message = report
-                raise _error_type(kind)(f"rank {rank} of {self.world_size}: {message}")
+                error_type = _error_type(kind)
+                # A kind that is not known here is named, since its words may be few (an assertion's are none).
+                words = message if error_type.__name__ == kind else f"{kind}: {message}"
+                raise error_type(f"rank {rank} of {self.world_size}: {words}")
 
     # ---------------------------------------------------------------- peers that do not come
 
@@ -270,6 +282,11 @@ def _describe(header: list[int]) -> str:
     layer, backward, row_bytes, is_floating = header[:4]
     kind = "floating-point" if is_floating else "integer"
     return f"{kind} rows of {row_bytes} bytes for layer {layer} in {'backward' if backward else 'forward'}"
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    """(n, ...) to (n, bytes of a row) uint8."""
+    return rows.contiguous().view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 def _error_type(name: str) -> type[Exception]:

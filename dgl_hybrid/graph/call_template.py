@@ -60,11 +60,13 @@ class CallTemplate:
     ) -> CallTemplate:
         """Remembers a call that was seen, without keeping its tensors."""
 
+        num_seen: dict[int, int] = {}
+
         def abstract(value: Any) -> Any:
             if isinstance(value, LayerBlock):
                 return _BlockAt(value.layer - 1)
             if isinstance(value, Tensor) and value.dim():
-                return _abstract_rows(value, blocks)
+                return _abstract_rows(value, blocks, num_seen)
             return value
 
         return CallTemplate(map_leaves(args, abstract), map_leaves(kwargs, abstract), fields)
@@ -122,14 +124,18 @@ def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, gene
     return (torch.rand((num_rows, *shape), generator=generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
-def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock]) -> Any:
+def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
+    """Tells rows by their number; layers with equally many edges take such tensors in the order they come."""
     tail, rows = tuple(value.shape[1:]), len(value)
     sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
     if rows in sizes:
         return _RowsOf("level", sizes.index(rows), tail, value.dtype, value.requires_grad)
     edges = [block.num_edges() for block in blocks]
     if rows in edges:
-        return _RowsOf("layer", edges.index(rows), tail, value.dtype, value.requires_grad)
+        candidates = [index for index, count in enumerate(edges) if count == rows]
+        index = candidates[num_seen.get(rows, 0) % len(candidates)]
+        num_seen[rows] = num_seen.get(rows, 0) + 1
+        return _RowsOf("layer", index, tail, value.dtype, value.requires_grad)
     return value.detach().cpu()
 
 

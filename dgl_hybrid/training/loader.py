@@ -236,6 +236,8 @@ def _as_ids(nids: Any, g: PartitionedGraph) -> Tensor:
     if isinstance(nids, dict):
         raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
     ids = torch.as_tensor(nids)
+    if ids.numel() == 0 and ids.dim() == 1 and ids.dtype != torch.bool:
+        return ids.new_empty(0, dtype=torch.int64, device="cpu")  # an empty list or array is floating by default
     if ids.dtype == torch.bool:
         owned = g.nodes.owned()
         if ids.shape != owned.shape:

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ class GraphField:
 
     Reading the rows of an id tensor that a loader yielded (`input_nodes`, `seeds`, `blocks[i].srcdata[dgl.NID]`,
     `blocks[i].edata[dgl.EID]`, …) is collective the first time, since some of them are owned elsewhere; the same
-    tensor is returned from then on, until `set_local`. Any other ids must be owned by this rank.
+    tensor is returned from then on, until `set_local` or until somebody writes into it. Any other ids must be owned by
+    this rank.
     """
 
     def __init__(self, name: str, local: Tensor, ownership: Ownership, row_sets: RowSets, kind: str) -> None:
@@ -43,7 +45,7 @@ class GraphField:
         self._ownership = ownership
         self._row_sets = row_sets
         self._kind = kind
-        self._read: dict[int, Tensor] = {}
+        self._read: dict[int, tuple[Tensor, int]] = {}  # by identity of the ids: rows, and their version
 
     @property
     def dtype(self) -> torch.dtype:
@@ -61,14 +63,19 @@ class GraphField:
         known = self._row_sets.find(self._kind, ids)
         if known is not None:
             key = id(ids)
-            if key not in self._read:
-                rows = fetch_rows(self._row_sets.communicator, self._ownership, self.local, known)
-                self._read[key] = rows.to(ids.device)
-                weakref.finalize(ids, self._read.pop, key, None)
-            return self._read[key]
-        ids_global = torch.as_tensor(ids)
-        if ids_global.dtype == torch.bool or ids_global.is_floating_point():
-            raise TypeError(f"{self._kind} field {self.name!r} is read by integer ids (got {ids_global.dtype})")
+            if key not in self._read or _was_changed(*self._read[key]):
+                # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
+                with torch.inference_mode(False):
+                    rows = fetch_rows(self._row_sets.communicator, self._ownership, self.local, known).to(ids.device)
+                if key not in self._read:
+                    weakref.finalize(ids, self._read.pop, key, None)
+                self._read[key] = rows, rows._version
+            return self._read[key][0]
+        given: Any = ids
+        ids_global = torch.empty(()) if given is None or isinstance(given, slice) else torch.as_tensor(given)
+        if ids_global.dim() != 1 or ids_global.dtype == torch.bool or ids_global.is_floating_point():
+            got = f"{ids_global.dtype}, shape {tuple(ids_global.shape)}" if ids_global.dim() else repr(ids)
+            raise TypeError(f"{self._kind} field {self.name!r} is read by a vector of integer ids (got {got})")
         host_ids = ids_global.to("cpu", torch.int64)
         if not bool(self._ownership.is_owned(host_ids).all()):
             self._ownership.check_range(host_ids, f"{self._kind} ids")
@@ -82,7 +89,7 @@ class GraphField:
 
     def identify(self, rows: Tensor) -> bool:
         """Whether `rows` is a tensor that this field returned for a loader's id tensor."""
-        return any(rows is known for known in self._read.values())
+        return any(rows is known for known, _ in self._read.values())
 
     def set_local(self, rows: Tensor) -> None:
         """Replaces this rank's rows; every rank must do so, since rows read before are read again."""
@@ -90,6 +97,14 @@ class GraphField:
             raise ValueError(f"{self._kind} field {self.name!r} must have {len(self.local)} rows (got {len(rows)})")
         self.local = rows
         self._read.clear()
+
+
+def _was_changed(rows: Tensor, version: int) -> bool:
+    """Whether the script wrote into rows it had read, or made them a leaf: the next read gives the field's rows anew.
+
+    Alike on every rank, as it follows from the program.
+    """
+    return rows._version != version or rows.requires_grad
 
 
 class RowSets:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import dgl.nn.pytorch.conv
 import dgl.nn.pytorch.conv.graphconv as graphconv
 import dgl.ops  # noqa: F401 - the modules of `_TARGETS` are found in `sys.modules`
 from torch import Tensor
@@ -41,6 +42,8 @@ def _wrap_gspmm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             if op != "copy_rhs":
                 lhs_data = gidx.extend(lhs_data)
             gidx = gidx.index
+            if reduce_op in ("max", "min") and gidx.num_edges(0) == 0:
+                reduce_op = "sum"  # zeros as well, but DGL's backward of these fails for messages without rows
         return original(gidx, op, reduce_op, lhs_data, rhs_data)
 
     return gspmm_internal
@@ -94,12 +97,46 @@ def _wrap_edge_weight_norm(original: Callable[..., Tensor]) -> Callable[..., Ten
     return forward
 
 
+def _reject(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def forward(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
+        from dgl_hybrid.graph.layer_block import LayerBlock
+
+        if isinstance(graph, LayerBlock):
+            raise BlockError(
+                f"{type(self).__name__} does not work on blocks, in stock DGL neither: it treats sources and "
+                f"destinations as one set, or runs several hops on one graph. Use a layer that accepts blocks: SGConv, "
+                f"APPNP and TAGConv can be written as several one-hop layers such as GraphConv(weight=False), one "
+                f"block each."
+            )
+        return original(self, graph, *args, **kwargs)
+
+    return forward
+
+
+_NOT_ON_BLOCKS = (
+    "APPNPConv",
+    "AtomicConv",
+    "ChebConv",
+    "DGNConv",
+    "EGNNConv",
+    "GCN2Conv",
+    "GatedGCNConv",
+    "GatedGraphConv",
+    "PNAConv",
+    "SGConv",
+    "TAGConv",
+    "TWIRLSConv",
+    "TWIRLSUnfoldingAndAttention",
+)
+
 # (module or class, attribute, wrapper). The modules of `dgl.ops` are shadowed by functions of the same names.
 _TARGETS: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (sys.modules["dgl.ops.spmm"], "gspmm_internal", _wrap_gspmm),
     (sys.modules["dgl.ops.sddmm"], "gsddmm_internal", _wrap_gsddmm),
     (sys.modules["dgl.ops.edge_softmax"], "edge_softmax_internal", _wrap_edge_softmax),
     (graphconv.EdgeWeightNorm, "forward", _wrap_edge_weight_norm),
+    *((getattr(dgl.nn.pytorch.conv, name), "forward", _reject) for name in _NOT_ON_BLOCKS),
 )
 _originals: list[Any] = []
 

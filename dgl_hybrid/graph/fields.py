@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 
+import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
@@ -24,9 +25,9 @@ class SourceFields(MutableMapping[str, Tensor]):
         self._num_rows = num_rows
         self._where = where
         self._held: dict[str, Tensor] = {}
-        self._extended: dict[str, Tensor] = {}
+        self._extended: dict[str, tuple[Tensor, int]] = {}  # and the version of the field it was made from
         self._set_in_scope: list[str] = []
-        self._scopes: list[tuple[dict[str, Tensor], dict[str, Tensor], list[str]]] = []
+        self._scopes: list[tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], list[str]]] = []
 
     def __getitem__(self, key: str) -> Tensor:
         return self._held[key]
@@ -59,7 +60,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
-        self._held[key], self._extended[key] = held, extended
+        self._held[key], self._extended[key] = held, (extended, _version_of(held))
 
     def complete(self, names: Sequence[str], extend: ExtendFields) -> dict[str, Tensor]:
         """Exchanges those of the named fields that lack received rows, in one call of `extend`.
@@ -75,12 +76,28 @@ class SourceFields(MutableMapping[str, Tensor]):
             raise BlockError(
                 f"source field {unknown[0]!r} is not set on {self._where}; set are {sorted(self._held) or 'none'}"
             )
-        pending = [name for name in names if name not in self._extended]
+        pending = [name for name in names if not self._is_extended(name)]
         if pending:
-            pending += [name for name in self._set_in_scope if name not in self._extended and name not in pending]
+            pending += [name for name in self._set_in_scope if not self._is_extended(name) and name not in pending]
             for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
-                self._extended[name] = tensor
-        return {name: self._extended[name] for name in names}
+                self._extended[name] = (tensor, _version_of(self._held[name]))
+        return {name: self._extended[name][0] for name in names}
+
+    def _is_extended(self, name: str) -> bool:
+        """Whether the received rows are at hand. Decided by what the program did, hence alike on every rank.
+
+        A field that was written in place since, or was exchanged under `no_grad` and now needs its gradient (an
+        evaluation or a reentrant checkpoint before this), is exchanged again.
+        """
+        if name not in self._extended:
+            return False
+        held, (extended, version) = self._held[name], self._extended[name]
+        lacks_gradient = held.requires_grad and torch.is_grad_enabled() and not extended.requires_grad
+        return version == _version_of(held) and not lacks_gradient
+
+    def adopt(self, other: SourceFields) -> None:
+        """Takes over another block's fields, the same tensors, with what was received for them."""
+        self._held, self._extended = dict(other._held), dict(other._extended)
 
     def push_scope(self) -> None:
         self._scopes.append((dict(self._held), dict(self._extended), self._set_in_scope))
@@ -88,3 +105,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def pop_scope(self) -> None:
         self._held, self._extended, self._set_in_scope = self._scopes.pop()
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version

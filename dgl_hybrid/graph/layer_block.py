@@ -105,6 +105,8 @@ class LayerBlock:
         self.observer: BlockObserver | None = None
         self.on_use: Callable[[LayerBlock], None] | None = None
         self.on_edge_result: Callable[[Tensor], None] | None = None
+        self.is_dry_run = False
+        """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
         self._block = self._build_block(device) if _block is None else _block
         self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
         self._source = SourceFields(structure.num_held, self._where)
@@ -199,11 +201,7 @@ class LayerBlock:
 
     def local_var(self) -> LayerBlock:
         """Returns a copy whose fields can be changed without changing this block's."""
-        copy = self._rebuilt(self._block.local_var())
-        for name, value in self._source.items():
-            if name != dgl.NID:
-                copy.srcdata[name] = value
-        return copy
+        return self._retyped(self._block.local_var())
 
     def _rebuilt(self, block: Any) -> LayerBlock:
         copy = LayerBlock(
@@ -215,7 +213,13 @@ class LayerBlock:
             weighted_out_degrees=self._weighted_out_degrees,
             _block=block,
         )
-        copy.observer, copy.on_use = self.observer, self.on_use
+        copy.observer, copy.on_use, copy.on_edge_result = self.observer, self.on_use, self.on_edge_result
+        return copy
+
+    def _retyped(self, block: Any) -> LayerBlock:
+        """A copy on the same device, with the same tensors for its fields (ids are known by identity)."""
+        copy = self._rebuilt(block)
+        copy._source.adopt(self._source)
         return copy
 
     def to(self, device: torch.device | str, **kwargs: Any) -> LayerBlock:
@@ -231,10 +235,10 @@ class LayerBlock:
         return copy
 
     def int(self) -> LayerBlock:
-        return self if self._block.idtype == torch.int32 else self._rebuilt(self._block.int())
+        return self if self._block.idtype == torch.int32 else self._retyped(self._block.int())
 
     def long(self) -> LayerBlock:
-        return self if self._block.idtype == torch.int64 else self._rebuilt(self._block.long())
+        return self if self._block.idtype == torch.int64 else self._retyped(self._block.long())
 
     # ---------------------------------------------------------------- message passing
 
@@ -243,9 +247,13 @@ class LayerBlock:
         self._used()
         self._complete(message_func)
         self._observe(message_func)
-        if self._block.num_edges() == 0 and not isinstance(reduce_func, fn.BuiltinFunction):
-            self._reduce_nothing(message_func, reduce_func, apply_node_func)
-            return
+        if self._block.num_edges() == 0:
+            if not isinstance(reduce_func, fn.BuiltinFunction):
+                self._reduce_nothing(message_func, reduce_func, apply_node_func)
+                return
+            if reduce_func.name in ("max", "min"):
+                # Zeros as well, but DGL's backward of these fails for messages without rows.
+                reduce_func = fn.sum(reduce_func.msg_field, reduce_func.out_field)
         with _without_empty_edge_warning():
             self._block.update_all(message_func, reduce_func, apply_node_func)
 
@@ -265,11 +273,12 @@ class LayerBlock:
 
     def _complete(self, func: Any) -> None:
         """Exchanges the source fields that `func` reads and hands them to the real block."""
-        names = _source_fields_of(func)
-        if names is None:
-            names = list(self._source)
-        for name, tensor in self._source.complete(names, self._extend).items():
+        for name, tensor in self._source.complete(self._names_read_by(func), self._extend).items():
             self._block.srcdata[name] = tensor
+
+    def _names_read_by(self, func: Any) -> list[str]:
+        names = _source_fields_of(func)
+        return list(self._source) if names is None else names
 
     def _extend(self, fields: list[Tensor]) -> list[Tensor]:
         if self.observer is not None:
@@ -297,20 +306,37 @@ class LayerBlock:
         rank takes part in every backward exchange and every parameter gets a gradient.
         """
         probe = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1).to(self._block.device)
+
+        def made_up(value: Tensor) -> Tensor:
+            # Numbers in which most functions are defined; integers may be positions in a table, and 0 is in any.
+            fill = torch.ones if value.is_floating_point() or value.is_complex() else torch.zeros
+            return fill((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+
+        results: dict[str, Tensor] = {}
+
+        def reduce_and_note(nodes: Any) -> dict[str, Tensor]:
+            results.update(reduce_func(nodes))
+            return results
+
         fields = [value for name, value in self._source.items() if name != dgl.NID]
         for data, given in ((probe.srcdata, self._source), (probe.dstdata, self._block.dstdata)):
             for name, value in given.items():
-                data[name] = torch.ones((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+                data[name] = made_up(value)
         for name, value in self._block.edata.items():
-            probe.edata[name] = torch.ones((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        before = set(probe.dstdata)
-        probe.update_all(message_func, reduce_func)
-        anchors = [self._block.srcdata[name] for name in self._source if name != dgl.NID] + fields
-        for name, value in probe.dstdata.items():
-            if name not in before or value.requires_grad:
-                shape = (self.structure.num_dst, *value.shape[1:])
-                zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
-                self._block.dstdata[name] = _Anchored.apply(zeros, value, *anchors)
+            probe.edata[name] = made_up(value)
+        self.is_dry_run = True
+        try:
+            probe.update_all(message_func, reduce_and_note)
+        finally:
+            self.is_dry_run = False
+        anchors = [self._block.srcdata[name] for name in self._names_read_by(message_func) if name != dgl.NID] + fields
+        anchors += [value for data in (self._block.dstdata, self._block.edata) for _, value in data.items()]
+        anchors = [anchor for anchor in anchors if anchor.requires_grad]
+        # Whatever the reduce returns is set, also where a field of that name was there before.
+        for name, value in results.items():
+            shape = (self.structure.num_dst, *value.shape[1:])
+            zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
+            self._block.dstdata[name] = _Anchored.apply(zeros, value, *anchors)
         if apply_node_func is not None:
             self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
 

@@ -59,7 +59,6 @@ class CallTemplate:
         args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
     ) -> CallTemplate:
         """Remembers a call that was seen, without keeping its tensors."""
-
         num_seen: dict[int, int] = {}
 
         def abstract(value: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 import dgl.nn.pytorch.conv
 import dgl.nn.pytorch.conv.graphconv as graphconv
-import dgl.ops  # noqa: F401 - the modules of `_TARGETS` are found in `sys.modules`
+import dgl.ops
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError

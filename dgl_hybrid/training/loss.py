@@ -38,6 +38,11 @@ def weight_gradient(x: Tensor, weight: float) -> Tensor:
     return weighted
 
 
+def is_weighting(node: Any) -> bool:
+    """Whether an autograd node is the backward of `weight_gradient`."""
+    return type(node).__name__ == _WeightGradient.__name__ + "Backward"
+
+
 def find_loss_weight(
     communicator: Communicator, num_seeds: int, *, reduction: Reduction = "mean", denominator: float | None = None
 ) -> float:

@@ -9,8 +9,12 @@ PyTorch or DGL is replaced.
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,14 +24,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.graph.call_template import map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
-from dgl_hybrid.training.loss import weight_gradient
+from dgl_hybrid.training.loss import is_weighting, weight_gradient
 from dgl_hybrid.training.step import Step
 
-_WEIGHTED = "_dgl_hybrid_loss_weighted"
+_MODULE_FILE = nn.modules.module.__file__
+_MAX_NODES_SEARCHED = 256
 
 # Random functions on rows for which there is no replicated form; by their own rank's generator, masters and replicas
 # would differ.
@@ -48,25 +52,40 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
 
 
 class _RowMode(TorchFunctionMode):
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, *, given_blocks: bool) -> None:
         super().__init__()
         self.step = step
+        self._given_blocks = given_blocks
+
+    def _is_ours(self) -> bool:
+        """Whether this call works on blocks: given as arguments, or (inside an object of the script's) used by now.
+
+        A module called between two steps that has nothing to do with the graph keeps its own dropout and batch norm.
+        """
+        return self._given_blocks or self.step.block_used
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout:
+        if func is F.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
             return _dropout(self.step, *args, **kwargs)
-        if func is F.batch_norm:
+        if func is F.batch_norm and self._is_ours():
             return _batch_norm(self.step, *args, **kwargs)
         if func in _UNREPLICATED and self.step.communicator.world_size > 1:
             _refuse_random(self.step, func, args, kwargs)
         return func(*args, **kwargs)
 
+    def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        x = args[0] if args else kwargs.get("input")
+        return isinstance(x, Tensor) and x.dim() > 0 and self.step.is_level(len(x))
+
 
 def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0.0:
+        return input
+    if step.current_block is not None and step.current_block.is_dry_run:
+        step.next_random_call()  # other ranks make this call on real edges
         return input
     keys = step.keys_of(input, "dropout")
     call_index = step.next_random_call()
@@ -137,13 +156,14 @@ class _Session:
         if self.depth == 0:
             if self.is_paused:
                 return
-            step = _find_step(args) or self.latest()
+            given = _find_step(args) or _find_step(_keyword_arguments_of_call())
+            step = given or self.latest()
             if step is None:
                 return
             _check_not_weighted(module, args)
             self.outermost, self.step = module, step
-            step.last_block_used = False
-            self.mode = _RowMode(step)
+            step.block_used = step.last_block_used = False
+            self.mode = _RowMode(step, given_blocks=given is not None)
             self.mode.__enter__()
         self.depth += 1
 
@@ -158,20 +178,41 @@ class _Session:
         assert mode is not None
         mode.__exit__(None, None, None)
         self.outermost = self.step = self.mode = None
-        # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run.
-        in_backward = torch._C._current_graph_task_id() != -1
-        if output is None or not step.last_block_used or in_backward:
+        if output is None or not step.last_block_used:
             return None
+        # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
+        # unless that ran without gradients (a reentrant checkpoint around the whole model).
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward:
+            return self._weighted(output, step) if module in step.called_without_grad else None
+        if not torch.is_grad_enabled():
+            step.called_without_grad.add(module)
         on_call = _on_call.get(id(step))
         if on_call is not None:
             on_call(module, args, kwargs)
-        if step.loss_weight == 1.0:
-            return None
-        return map_leaves(output, lambda value: _weight(value, step.loss_weight))
+        return self._weighted(output, step)
+
+    @staticmethod
+    def _weighted(output: Any, step: Step) -> Any:
+        if step.communicator.world_size == 1:
+            return None  # the weight is one
+        num_tensors = 0
+
+        def weigh(value: Any) -> Any:
+            nonlocal num_tensors
+            num_tensors += isinstance(value, Tensor)
+            return _weight(value, step.loss_weight)
+
+        weighted = _map_output(output, weigh)
+        if num_tensors == 0 and torch.is_grad_enabled():
+            raise BlockError(
+                f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
+                f"this rank could not be applied to it. Return tensors, in tuples, lists, dicts or dataclasses."
+            )
+        return weighted
 
 
 _session = _Session()
-_step_of_block: weakref.WeakKeyDictionary[LayerBlock, weakref.ref[Step]] = weakref.WeakKeyDictionary()
 _on_call: dict[int, Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = {}
 
 
@@ -194,7 +235,6 @@ def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, 
         )
     _session.latest = weakref.ref(step)
     for block in step.blocks:
-        _step_of_block[block] = weakref.ref(step)
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
     if on_call is not None:
@@ -221,8 +261,8 @@ def stop() -> None:
 def _find_step(args: Any) -> Step | None:
     for value in args.values() if isinstance(args, dict) else args:
         if isinstance(value, LayerBlock):
-            reference = _step_of_block.get(value)
-            return None if reference is None else reference()
+            followed_by = getattr(value.on_use, "__self__", None)  # copies (`.to`, `.int()`) have it, too
+            return followed_by if isinstance(followed_by, Step) else None
         if isinstance(value, (list, tuple, dict)):
             found = _find_step(value)
             if found is not None:
@@ -230,20 +270,61 @@ def _find_step(args: Any) -> Step | None:
     return None
 
 
+def _keyword_arguments_of_call() -> Any:
+    """The keyword arguments of the module call whose pre-hook is running; PyTorch's global pre-hooks are not told."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE_FILE:
+            return frame.f_locals.get("kwargs") or {}
+        frame = frame.f_back
+    return {}
+
+
+def _map_output(output: Any, function: Callable[[Any], Any]) -> Any:
+    """Applies `function` to the leaves of a model's output, whose containers keep their types."""
+    mapped: Any
+    if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
+        mapped = copy.copy(output)
+        for entry in dataclasses.fields(output):
+            value = _map_output(getattr(output, entry.name), function)
+            object.__setattr__(mapped, entry.name, value)  # frozen ones, too
+        return mapped
+    if isinstance(output, dict):
+        mapped = copy.copy(output)
+        for key, value in output.items():
+            mapped[key] = _map_output(value, function)
+        return mapped
+    if isinstance(output, tuple) and hasattr(output, "_fields"):
+        return type(output)(*(_map_output(item, function) for item in output))
+    if isinstance(output, (list, tuple)):
+        return type(output)(_map_output(item, function) for item in output)
+    return function(output)
+
+
 def _weight(tensor: Any, weight: float) -> Any:
     if not isinstance(tensor, Tensor) or not tensor.requires_grad:
         return tensor
-    weighted = weight_gradient(tensor, weight)
-    setattr(weighted, _WEIGHTED, True)
-    return weighted
+    return weight_gradient(tensor, weight)
 
 
 def _check_not_weighted(module: nn.Module, args: tuple[Any, ...]) -> None:
-    if any(getattr(value, _WEIGHTED, False) for value in args if isinstance(value, Tensor)) and any(
-        parameter.requires_grad for parameter in module.parameters()
-    ):
+    given = [value.grad_fn for value in args if isinstance(value, Tensor) and value.grad_fn is not None]
+    if given and any(parameter.requires_grad for parameter in module.parameters()) and _comes_from_weighted(given):
         raise BlockError(
             f"{type(module).__name__} has parameters and gets the output of the module that used the last block. The "
             f"loss weight of this rank is applied to that output, so these parameters would miss it. Put both in one "
             f"nn.Module and call that."
         )
+
+
+def _comes_from_weighted(nodes: Sequence[Any]) -> bool:
+    """Whether a few operations at most (an activation, a slice) lie between these and a weighted output."""
+    pending, seen = list(nodes), set(nodes)
+    while pending and len(seen) < _MAX_NODES_SEARCHED:
+        node = pending.pop(0)
+        if is_weighting(node):
+            return True
+        following = [parent for parent, _ in node.next_functions if parent is not None and parent not in seen]
+        pending.extend(following)
+        seen.update(following)
+    return False

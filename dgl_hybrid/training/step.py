@@ -7,7 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.closure import LevelSets
@@ -36,13 +36,17 @@ class Step:
     number: int
     """Counts the training steps of the loader; masks differ from step to step."""
     current_block: LayerBlock | None = None
+    block_used: bool = False
     last_block_used: bool = False
     num_random_calls: int = 0
+    called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Outermost modules whose output could not be weighted since it needed no gradient."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
 
     def note_use(self, block: LayerBlock) -> None:
         self.current_block = block
+        self.block_used = True
         self.last_block_used |= block is self.blocks[-1] or block.layer == len(self.blocks)
 
     def note_edge_result(self, result: Tensor) -> None:

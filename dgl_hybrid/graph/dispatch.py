@@ -43,7 +43,9 @@ def _wrap_gspmm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
                 lhs_data = gidx.extend(lhs_data)
             gidx = gidx.index
             if reduce_op in ("max", "min") and gidx.num_edges(0) == 0:
-                reduce_op = "sum"  # zeros as well, but DGL's backward of these fails for messages without rows
+                # What DGL answers for a vertex without in-edges; its own backward fails for messages without rows.
+                empty = original(gidx, op, "sum", lhs_data, rhs_data)
+                return empty + (float("-inf") if reduce_op == "max" else float("inf"))
         return original(gidx, op, reduce_op, lhs_data, rhs_data)
 
     return gspmm_internal

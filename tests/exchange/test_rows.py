@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exchange of rows and its derivative are adjoint, for any order, dtype and number of ranks."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
+from dgl_hybrid.exchange.rows import extend_rows
+from tests.helpers.world import run_ranks
+
+NUM_ROWS = 7
+
+
+def make_plans(world_size: int, seed: int = 0) -> list[ExchangePlan]:
+    """Random plans that fit together; some pairs exchange nothing, some rows go to several peers."""
+    generator = torch.Generator().manual_seed(seed)
+    chosen = [
+        [
+            torch.nonzero(torch.rand(NUM_ROWS, generator=generator) < (0.0 if to == at or (at, to) == (0, 1) else 0.5))
+            for to in range(world_size)
+        ]
+        for at in range(world_size)
+    ]
+    sent = [[rows.flatten() for rows in by_peer] for by_peer in chosen]
+    return [
+        ExchangePlan(
+            rank=rank,
+            world_size=world_size,
+            layer=2,
+            num_rows=NUM_ROWS,
+            send_index=torch.cat(sent[rank]),
+            send_counts=tuple(len(rows) for rows in sent[rank]),
+            recv_counts=tuple(len(sent[peer][rank]) for peer in range(world_size)),
+            recv_global=torch.cat([sent[peer][rank] + NUM_ROWS * peer for peer in range(world_size)]),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def run_adjoint(rank: int, world_size: int) -> dict[str, float]:
+    communicator, plan = create_communicator(), make_plans(world_size)[rank]
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.rand(NUM_ROWS, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    y = torch.rand(NUM_ROWS + plan.num_received, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    (extended,) = extend_rows([x], plan, communicator)
+    (back,) = torch.autograd.grad(extended, x, y, create_graph=True)
+    products = torch.stack([(extended * y).sum(), (x * back).sum()]).detach()
+    # The map y -> back is linear; its derivative along z is the forward of z.
+    z = torch.rand(NUM_ROWS, 3, generator=generator, dtype=torch.float64)
+    (twice,) = torch.autograd.grad(back, y, z)
+    (expected,) = extend_rows([z], plan, communicator)
+    dist.all_reduce(products)
+    return {
+        "forward": float(products[0]),
+        "adjoint": float(products[1]),
+        "double": float((twice - expected).abs().max()),
+    }
+
+
+def run_values(rank: int, world_size: int, dtype: torch.dtype) -> dict[str, Any]:
+    communicator, plan = create_communicator(), make_plans(world_size)[rank]
+    own = (torch.arange(NUM_ROWS) + NUM_ROWS * rank) % 2 if dtype == torch.bool else torch.arange(NUM_ROWS) + 10 * rank
+    held = torch.stack([own, own], 1).to(dtype)
+    communicator.clock.drain()
+    extended, single = extend_rows([held, held[:, 0]], plan, communicator)
+    (event,) = communicator.clock.drain()
+    return {
+        "extended": extended.to(torch.float64),
+        "single": single.to(torch.float64),
+        "bytes": event.bytes_sent,
+        "dtype": extended.dtype,
+        "layer": event.layer,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_adjoint_and_double_backward(world_size: int) -> None:
+    check_symmetry(make_plans(world_size))
+    for result in run_ranks(world_size, run_adjoint):
+        assert result["forward"] == pytest.approx(result["adjoint"], rel=1e-13)
+        assert result["double"] == 0.0
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int16, torch.bool]
+)
+def test_values_and_bytes(dtype: torch.dtype) -> None:
+    plans = make_plans(3)
+    for rank, result in enumerate(run_ranks(3, run_values, dtype)):
+        ids = plans[rank].recv_global
+        peer, row = ids // NUM_ROWS, ids % NUM_ROWS
+        expected = (ids % 2 if dtype == torch.bool else row + 10 * peer).double()
+        assert torch.equal(result["extended"][NUM_ROWS:], torch.stack([expected, expected], 1))
+        assert torch.equal(result["single"][NUM_ROWS:], expected)
+        assert result["dtype"] == dtype
+        assert result["layer"] == 2
+        assert result["bytes"] == plans[rank].num_sent * 3 * torch.empty(0, dtype=dtype).element_size()
+
+
+def test_a_field_has_one_row_for_each_row_computed() -> None:
+    (plan,) = make_plans(1)
+    with pytest.raises(ValueError, match="must have 7 rows"):
+        extend_rows([torch.ones(6, 2)], plan, Communicator(None))
+
+
+def run_with_absentee(rank: int, world_size: int) -> tuple[str, float]:
+    communicator, plan = create_communicator(timeout_s=2.0), make_plans(world_size)[rank]
+    start_s = time.perf_counter()
+    if rank == 1:
+        time.sleep(5.0)
+        return "", 0.0
+    try:
+        extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
+    except ExchangeError as error:
+        return str(error), time.perf_counter() - start_s
+    return "no error", 0.0
+
+
+def test_the_missing_rank_is_named() -> None:
+    results = run_ranks(3, run_with_absentee)
+    for rank in (0, 2):
+        message, elapsed_s = results[rank]
+        assert f"on rank {rank} of 3: rank 1 did not take part" in message
+        assert "same calls in the same order" in message
+        assert elapsed_s < 20.0

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ranks run in the tests of blocks: one layer, all from the owners."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl
+import dgl.function as fn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+
+
+def one_layer(part_config: str, *, edgeless_rank: int | None = None, **sampler: Any) -> tuple[Any, Any, Any]:
+    """Opens the graph and yields `(g, x, block)`; the rank's block has no edges if its seed has no in-edge."""
+    g = PartitionedGraph.open(part_config)
+    seeds = g.owned_nodes()
+    if g.rank() == edgeless_rank:
+        seeds = seeds[g.partition.in_degrees == 0]
+    loader = FullGraphLoader(
+        g,
+        seeds,
+        dgl.dataloading.MultiLayerFullNeighborSampler(1, **sampler),
+        plan=[torch.empty(0, dtype=torch.int64)],
+        seed=7,
+    )
+    ((input_nodes, _, (block,)),) = list(loader)
+    x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+    return g, x, (block, loader)
+
+
+class UserReduce(nn.Module):
+    """User-defined reduces that have caught ranks without edges."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.table = nn.Embedding(1, 5).double()
+        self.edge = nn.Linear(1, 5).double()
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        with block.local_scope():
+            block.srcdata["h"] = x
+            block.dstdata["h"] = x[: block.num_dst_nodes()]
+            getattr(self, self.kind)(block, x)
+            return block.dstdata["h"]
+
+    def overwrite(self, block: Any, x: Tensor) -> None:
+        block.update_all(fn.copy_u("h", "m"), lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+
+    def two_exchanges(self, block: Any, x: Tensor) -> None:
+        block.update_all(fn.copy_u("h", "m"), lambda nodes: {"a": nodes.mailbox["m"].sum(1)})
+        block.srcdata["g"] = x * 2
+        block.update_all(fn.copy_u("g", "m"), lambda nodes: {"h": nodes.mailbox["m"].max(1)[0]})
+        block.dstdata["h"] = block.dstdata["h"] + block.dstdata["a"]
+
+    def table_lookup(self, block: Any, x: Tensor) -> None:
+        block.srcdata["t"] = torch.zeros(len(x), dtype=torch.int64)
+        block.update_all(
+            lambda edges: {"m": edges.src["h"] + self.table(edges.src["t"])},
+            lambda nodes: {"h": nodes.mailbox["m"].sum(1)},
+        )
+
+    def dropped_messages(self, block: Any, x: Tensor) -> None:
+        block.update_all(
+            lambda edges: {"m": F.dropout(edges.src["h"], 0.5)}, lambda nodes: {"h": nodes.mailbox["m"].sum(1)}
+        )
+
+    def edge_field(self, block: Any, x: Tensor) -> None:
+        block.edata["e"] = self.edge(block.edata["w"][:, None])
+        block.update_all(fn.copy_e("e", "m"), lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+
+    def max_of_edges(self, block: Any, x: Tensor) -> None:
+        block.apply_edges(lambda edges: {"e": edges.src["h"] * 2.0})
+        block.update_all(fn.copy_e("e", "m"), fn.max("m", "h"))
+
+    def direct_max(self, block: Any, x: Tensor) -> None:
+        y = dgl.ops.u_mul_e_max(block, x, self.edge(block.edata["w"][:, None]))
+        # DGL answers -inf where there is no in-edge, here as on the whole graph.
+        assert torch.equal(torch.isneginf(y).all(1), block.in_degrees() == 0)
+        block.dstdata["h"] = torch.where(torch.isinf(y), torch.zeros_like(y), y)
+
+
+def run_user_reduce(rank: int, world_size: int, part_config: str, kind: str) -> dict[str, Any]:
+    torch.manual_seed(1)
+    model = UserReduce(kind)
+    g, x, (block, _) = one_layer(part_config, edgeless_rank=0, prefetch_edge_feats=["w"])
+    with torch.no_grad():
+        evaluated = model(block, x)
+    g.communicator.clock.drain()
+    y = model(block, x)
+    y.sum().backward()
+    events = [event.backward for event in g.communicator.clock.drain()]
+    no_edges = block.in_degrees() == 0
+    return {
+        "edges": block.num_edges(),
+        "events": events,
+        "of_nothing": float(y[no_edges].abs().sum() + evaluated[no_edges].abs().sum()),
+        "edge_grad": model.edge.weight.grad is not None,
+    }
+
+
+def run_fields(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
+    _, x, (block, _) = one_layer(part_config)
+
+    def aggregate() -> Tensor:
+        block.update_all(fn.copy_u("h", "m"), fn.sum("m", "y"))
+        result: Tensor = block.dstdata["y"]
+        return result
+
+    block.srcdata["h"] = x
+    with torch.no_grad():
+        aggregate()
+    aggregate().sum().backward()
+    kept, x.grad = x.grad, None
+    block.srcdata["h"] = x
+    aggregate().sum().backward()
+    ones = torch.ones(len(x), 1)
+    block.srcdata["h"] = ones
+    before = aggregate()
+    ones.mul_(2.0)
+    after = aggregate()
+    return {
+        "gradient_after_no_grad": torch.equal(kept, x.grad),
+        "in_place_write_is_seen": torch.equal(after, 2.0 * before),
+    }
+
+
+def run_copies(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
+    g, _, (block, _) = one_layer(part_config, prefetch_node_feats=["feat"])
+    checks = {}
+    for name, copied in (("int", block.int()), ("long", block.int().long()), ("local_var", block.local_var())):
+        checks[f"{name} keeps fields"] = copied.srcdata["feat"] is block.srcdata["feat"]
+        read = g.ndata["feat"][copied.srcdata[dgl.NID]]
+        checks[f"{name} keeps ids"] = read is g.ndata["feat"][block.srcdata[dgl.NID]]
+        checks[f"{name} keeps degrees"] = torch.equal(copied.out_degrees().long(), block.out_degrees().long())
+    checks["to cpu is itself"] = block.to("cpu") is block and block.to(torch.device("cpu")) is block
+    return checks
+
+
+def run_reads(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
+    g, _, (_, loader) = one_layer(part_config)
+    field, ids = g.ndata["feat"], loader.input_nodes
+    with torch.inference_mode():
+        first = field[ids]
+    checks = {"same tensor": field[ids] is first, "no inference tensor": not first.is_inference()}
+    kept = first.clone()
+    first.mul_(2.0)
+    checks["write is not kept"] = torch.equal(field[ids], kept)
+    field[ids].requires_grad_()
+    checks["leaf is not kept"] = not field[ids].requires_grad
+    checks["same tensor again"] = field[ids] is field[ids]
+    return checks

@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DGL's functions are wrapped once, pass ordinary graphs through, and can be put back."""
+
+from __future__ import annotations
+
+import sys
+
+import dgl
+import dgl.nn as dglnn
+import torch
+
+from dgl_hybrid.graph import dispatch
+
+
+def current() -> list[object]:
+    return [getattr(owner, name) for owner, name, _ in dispatch._TARGETS]
+
+
+def test_install_and_remove_restore_the_originals() -> None:
+    dispatch.remove()
+    originals = current()
+    dispatch.install()
+    wrapped = current()
+    assert all(a is not b for a, b in zip(originals, wrapped, strict=True))
+    dispatch.install()
+    assert all(a is b for a, b in zip(wrapped, current(), strict=True)), "installed twice"
+    dispatch.remove()
+    assert all(a is b for a, b in zip(originals, current(), strict=True))
+    dispatch.remove()
+    dispatch.install()
+
+
+def test_ordinary_graphs_pass_through() -> None:
+    graph = dgl.rand_graph(10, 40)
+    x = torch.rand(10, 3)
+    w = torch.rand(40)
+
+    def results() -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        return [
+            dgl.ops.copy_u_sum(graph, x),
+            dgl.ops.u_dot_v(graph, x, x),
+            dgl.ops.edge_softmax(graph, w, norm_by="src"),
+            dglnn.EdgeWeightNorm("both")(graph, w + 0.5),
+            dglnn.SGConv(3, 2, k=2, allow_zero_in_degree=True)(graph, x),
+            dglnn.GraphConv(3, 2, allow_zero_in_degree=True)(graph, x),
+        ]
+
+    dispatch.remove()
+    plain = results()
+    dispatch.install()
+    for a, b in zip(plain, results(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_modules_of_dgl_ops_are_the_ones_wrapped() -> None:
+    assert sys.modules["dgl.ops.spmm"].gspmm_internal.__wrapped__

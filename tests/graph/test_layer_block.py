@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blocks on ranks without edges, fields that outlive a scope, copies, and what a block refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import dgl
+import pytest
+import torch
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.closure import LayerStructure
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.graph.layer_block import LayerBlock
+from tests.graph.blocks import run_copies, run_fields, run_reads, run_user_reduce
+from tests.helpers.graphs import with_isolated
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+
+@pytest.fixture(scope="session")
+def isolated_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return PartitionStore(Path(tmp_path_factory.mktemp("isolated"))).get("isolated", with_isolated(), 3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["overwrite", "two_exchanges", "table_lookup", "dropped_messages", "edge_field", "max_of_edges", "direct_max"],
+)
+def test_a_rank_without_edges_takes_part(kind: str, isolated_folder: str) -> None:
+    results = run_ranks(3, run_user_reduce, isolated_folder, kind, timeout=30)
+    assert results[0]["edges"] == 0
+    assert all(result["edges"] > 0 for result in results[1:])
+    for result in results:
+        assert result["events"] == results[0]["events"]
+        assert result["of_nothing"] == 0.0
+        assert result["edge_grad"] == (kind in ("edge_field", "direct_max"))
+
+
+@pytest.mark.parametrize("run", [run_fields, run_copies, run_reads], ids=lambda run: run.__name__)
+def test_what_is_kept_and_what_is_not(run: object, folder: str) -> None:
+    for checks in run_ranks(3, run, folder):  # type: ignore[arg-type]
+        assert all(checks.values()), checks  # type: ignore[attr-defined]
+
+
+def lone_block() -> LayerBlock:
+    """Two destinations, three sources, one rank."""
+    none = torch.empty(0, dtype=torch.int64)
+    plan = ExchangePlan(
+        rank=0, world_size=1, layer=1, num_rows=3, send_index=none, send_counts=(0,), recv_counts=(0,), recv_global=none
+    )
+    structure = LayerStructure(
+        layer=1,
+        num_dst=2,
+        num_held=3,
+        indptr=torch.tensor([0, 2, 3]),
+        indices=torch.tensor([1, 2, 0]),
+        eid_global=torch.arange(3),
+        exchange=plan,
+        interior=torch.ones(2, dtype=torch.bool),
+    )
+    return LayerBlock(
+        structure,
+        Communicator(None),
+        rows_global=torch.arange(3),
+        out_degrees=torch.tensor([5, 6, 7]),
+        device=torch.device("cpu"),
+    )
+
+
+def test_degrees_and_sizes() -> None:
+    block = lone_block()
+    assert (block.num_src_nodes(), block.num_dst_nodes(), block.num_edges()) == (3, 2, 3)
+    assert block.in_degrees().tolist() == [2, 1]
+    assert block.out_degrees().tolist() == [5, 6, 7]
+    assert block.out_degrees(torch.tensor([2])).tolist() == [7]
+    assert block["_E"] is block
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("ndata", "SGConv"), ("edges", "apply_edges"), ("out_edges", "full-graph degrees"), ("subgraph", "update_all")],
+)
+def test_what_cannot_be_exact_is_refused(name: str, words: str) -> None:
+    with pytest.raises(BlockError, match=words):
+        getattr(lone_block(), name)
+
+
+def test_unknown_names_are_attribute_errors() -> None:
+    with pytest.raises(AttributeError, match="made_up"):
+        _ = lone_block().made_up  # type: ignore[attr-defined]
+
+
+def test_source_fields_have_one_row_for_each_row_held() -> None:
+    block = lone_block()
+    with pytest.raises(BlockError, match="must have 3 rows"):
+        block.srcdata["h"] = torch.ones(2, 1)
+    with pytest.raises(TypeError, match="must be a tensor"):
+        block.srcdata["h"] = [1.0, 2.0, 3.0]  # type: ignore[assignment]
+    with pytest.raises(BlockError, match="'h' is not set"):
+        block.update_all(dgl.function.copy_u("h", "m"), dgl.function.sum("m", "y"))
+    with pytest.raises(BlockError, match="some edges only"):
+        block.apply_edges(dgl.function.copy_e("w", "m"), edges=torch.tensor([0]))

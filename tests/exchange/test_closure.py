@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Level sets by the definition: nested, closed over the plan, complete sources, no row computed that nobody needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dgl_hybrid import PartitionedGraph
+from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
+from dgl_hybrid.exchange.plan import check_symmetry
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
+
+NUM_LAYERS = 3
+
+
+def run_closure(rank: int, world_size: int, part_config: str, chance: float, dense_below: int) -> dict[str, Any]:
+    g = PartitionedGraph.open(part_config)
+    everything = torch.arange(g.num_nodes())
+    foreign = everything[~g.nodes.is_owned(everything)]
+    generator = torch.Generator().manual_seed(rank)
+    cached = [foreign[torch.rand(len(foreign), generator=generator) < chance] for _ in range(NUM_LAYERS)]
+    seeds, num_borrowed = settle_seeds(g.communicator, g.nodes, torch.tensor([1, 30, 1]) if rank == 0 else foreign[:0])
+    sets = close_levels(g.communicator, g.nodes, g.in_edges, seeds, num_borrowed, cached, dense_below=dense_below)
+    in_lists = {}
+    g.in_edges.ensure(foreign)
+    for node in everything.tolist():
+        in_lists[node] = g.in_edges.lookup(torch.tensor([node]))[1].tolist()
+    return {"sets": sets, "cached": cached, "owned": g.nodes.owned(), "seeds": seeds, "in": in_lists}
+
+
+def by_definition(results: list[dict[str, Any]], dense_below: int) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
+    """`(computed, received)`, each `[rank][level]`, in plain Python."""
+    ranks = range(len(results))
+    in_lists = results[0]["in"]
+    owned = [set(result["owned"].tolist()) for result in results]
+    computed = [[set[int]() for _ in range(NUM_LAYERS)] + [set(result["seeds"].tolist())] for result in results]
+    received = [[set[int]() for _ in range(NUM_LAYERS)] for _ in ranks]
+    for level in range(NUM_LAYERS - 1, -1, -1):
+        for rank in ranks:
+            above = computed[rank][level + 1]
+            needed = {source for node in above for source in in_lists[node]}
+            cached = set(results[rank]["cached"][level].tolist())
+            computed[rank][level] = above | (needed & owned[rank]) | (needed & cached)
+            computed[rank][level] |= owned[rank] if level < dense_below else set()
+            received[rank][level] = needed - owned[rank] - cached - above
+        for rank in ranks:
+            for peer in ranks:
+                computed[rank][level] |= received[peer][level] & owned[rank]
+    return computed, received
+
+
+@pytest.mark.parametrize(("chance", "dense_below"), [(0.0, 0), (1.0, 0), (0.5, 0), (0.5, 2)])
+def test_level_sets_by_definition(chance: float, dense_below: int, folder: str) -> None:
+    results = run_ranks(3, run_closure, folder, chance, dense_below)
+    computed, received = by_definition(results, dense_below)
+    for layer in range(NUM_LAYERS):
+        check_symmetry([result["sets"].layers[layer].exchange for result in results])
+    for rank, result in enumerate(results):
+        sets: LevelSets = result["sets"]
+        assert len(set(sets.rows_global.tolist())) == len(sets.rows_global)
+        for level, size in enumerate(sets.sizes):
+            assert set(sets.rows_global[:size].tolist()) == computed[rank][level]
+        for structure in sets.layers:
+            arriving = structure.exchange.recv_global
+            assert set(arriving.tolist()) == received[rank][structure.layer - 1]
+            sources = torch.cat([sets.rows_global[: structure.num_held], arriving])
+            for row in range(structure.num_dst):
+                listed = structure.indices[structure.indptr[row] : structure.indptr[row + 1]]
+                assert sources[listed].tolist() == result["in"][int(sets.rows_global[row])]
+                assert bool(structure.interior[row]) == bool((listed < structure.num_held).all())
+
+
+def test_a_rank_without_seeds_borrows_one(folder: str) -> None:
+    for result in run_ranks(3, run_closure, folder, 0.0, 0):
+        seeds = set(result["seeds"].tolist())
+        owned = set(result["owned"].tolist())
+        assert result["sets"].num_borrowed == (0 if seeds & owned else 1)
+        assert seeds == ({1, 30} & owned or seeds)
+        assert seeds <= {1, 30}
+        assert seeds
+
+
+def run_bad_seeds(rank: int, world_size: int, part_config: str, kind: str) -> None:
+    g = PartitionedGraph.open(part_config)
+    good = g.nodes.owned()
+    seeds = {
+        "out of range": torch.tensor([40]) if rank == 1 else good,
+        "negative": torch.tensor([-1]) if rank == 1 else good,
+        "floating": good.double() if rank == 1 else good,
+        "empty": good[:0],
+    }[kind]
+    settle_seeds(g.communicator, g.nodes, seeds)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("out of range", "seeds must lie in [0, 40) (got 40"),
+        ("negative", "seeds must lie in [0, 40) (got -1"),
+        ("floating", "one-dimensional integer tensor (got torch.float64"),
+        ("empty", "no rank has a seed"),
+    ],
+)
+def test_bad_seeds_end_on_all_ranks(kind: str, words: str, folder: str) -> None:
+    for error in run_ranks_expect_errors(3, run_bad_seeds, folder, kind):
+        assert error.type_name == "ValueError"
+        assert words in error.message

@@ -54,6 +54,8 @@ class Accuracy:
     val: float
     test: float
     """NaN for a split without nodes; null in JSON."""
+    val_loss: float = math.nan
+    """Mean cross-entropy over the validation nodes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +105,7 @@ class TrainReport:
             "train_accuracy": _or_none(self.best.train),
             "val_accuracy": _or_none(self.best.val),
             "test_accuracy": _or_none(self.best.test),
+            "val_loss": _or_none(self.best.val_loss),
             "best_epoch": self.best.epoch,
             "final_accuracy": {name: _or_none(value) for name, value in asdict(self.final).items()},
             "peak_rss_bytes": list(self.peak_rss_bytes),
@@ -129,6 +132,7 @@ class TrainReport:
                 train=_or_nan(data["train_accuracy"]),
                 val=_or_nan(data["val_accuracy"]),
                 test=_or_nan(data["test_accuracy"]),
+                val_loss=_or_nan(data["val_loss"]),
             ),
             final=Accuracy(**{name: _or_nan(value) for name, value in data["final_accuracy"].items()}),
             peak_rss_bytes=tuple(data["peak_rss_bytes"]),

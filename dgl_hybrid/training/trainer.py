@@ -202,10 +202,14 @@ class Evaluator:
                 logits = model(blocks, self._graph.ndata["feat"][input_nodes])
         model.train(was_training)
         rows = logits[: len(self._labels)]
-        counts = torch.stack([count_correct(rows, self._labels, split) for split in self._splits])
-        right, total = self._graph.communicator.sum_(counts).unbind(1)
+        counts = torch.stack([count_correct(rows, self._labels, split) for split in self._splits]).double()
+        val = self._splits[SPLITS.index("val_mask")]
+        val_loss = F.cross_entropy(rows[val].double(), self._labels[val], reduction="sum")
+        sums = self._graph.communicator.sum_(torch.cat([counts.flatten(), val_loss[None]]))
+        right, total = sums[:-1].view_as(counts).unbind(1)
         shares = (right / total).tolist()  # 0 / 0 is NaN: a split without nodes
-        return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2])
+        mean_loss = float(sums[-1] / total[SPLITS.index("val_mask")])
+        return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2], val_loss=mean_loss)
 
 
 def _step(g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:
@@ -220,10 +224,14 @@ def _step(g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimi
 
 
 def _best(measured: Sequence[Accuracy]) -> Accuracy:
-    """The earliest of the best by validation; the last where there are no validation nodes."""
-    if any(math.isnan(accuracy.val) for accuracy in measured):
+    """The one of least validation loss; the last where there are no validation nodes.
+
+    Loss, not accuracy: of a few hundred validation nodes many epochs classify equally many, and the first of these is
+    often one that is far from done.
+    """
+    if any(math.isnan(accuracy.val_loss) for accuracy in measured):
         return measured[-1]
-    return max(measured, key=lambda accuracy: (accuracy.val, -accuracy.epoch))
+    return min(measured, key=lambda accuracy: (accuracy.val_loss, accuracy.epoch))
 
 
 def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes) -> EpochReport:

@@ -138,6 +138,7 @@ def close_levels(
     rows_global = torch.cat([seeds] + [difference(computed[k], computed[k + 1]) for k in range(num_layers - 1, -1, -1)])
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
+    traffic = communicator.gather_ints([len(ids) for ids in received])
     layers = []
     for layer in range(1, num_layers + 1):
         level = layer - 1
@@ -161,6 +162,7 @@ def close_levels(
             send_counts=routing_of.send_counts,
             recv_counts=routing_of.recv_counts,
             recv_global=received[level],
+            is_idle=not any(counts_of_rank[level] for counts_of_rank in traffic),
         )
         layers.append(
             LayerStructure(

@@ -34,6 +34,8 @@ class ExchangePlan:
     """(P,) rows received from each peer; 0 from this rank."""
     recv_global: Tensor
     """(R,) int64 global ids of the received rows, by owner rank, then by global id."""
+    is_idle: bool = False
+    """No rank receives anything for this layer, as all ranks agreed: there is nothing to exchange."""
 
     @property
     def num_sent(self) -> int:
@@ -62,6 +64,7 @@ class ExchangePlan:
             send_counts=self.send_counts,
             recv_counts=self.recv_counts,
             recv_global=self.recv_global,
+            is_idle=self.is_idle,
         )
 
     def validate(self) -> None:

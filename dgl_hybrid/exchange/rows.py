@@ -78,6 +78,8 @@ def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communic
                 f"a source field must have {plan.num_rows} rows, those computed on rank {plan.rank} of "
                 f"{plan.world_size} for layer {plan.layer} (got shape {tuple(field.shape)})"
             )
+    if plan.is_idle:
+        return fields
     groups: dict[tuple[str, bool], list[int]] = {}
     for position, field in enumerate(fields):
         groups.setdefault((str(field.dtype), field.requires_grad), []).append(position)

@@ -99,6 +99,10 @@ class SourceFields(MutableMapping[str, Tensor]):
         """Takes over another block's fields, the same tensors, with what was received for them."""
         self._held, self._extended = dict(other._held), dict(other._extended)
 
+    @property
+    def is_in_scope(self) -> bool:
+        return bool(self._scopes)
+
     def push_scope(self) -> None:
         self._scopes.append((dict(self._held), dict(self._extended), self._set_in_scope))
         self._set_in_scope = []

@@ -149,6 +149,11 @@ class LayerBlock:
         # `dgl.ops` functions take operands directly and reach for this; see `dispatch`.
         return self._index
 
+    @property
+    def is_in_scope(self) -> bool:
+        """Whether a `local_scope` of this block is open: a layer is at work."""
+        return self._source.is_in_scope
+
     def num_src_nodes(self, ntype: str | None = None) -> int:
         """Returns |C_(l-1)|: the rows a model's tensors have here, received ones not counted."""
         return self.structure.num_held

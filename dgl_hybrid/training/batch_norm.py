@@ -65,11 +65,11 @@ def distributed_batch_norm(
         training: Use and record the statistics of this batch; otherwise use the running ones.
         momentum: Share of the new statistics in the running ones; the caller computes 1/k for a cumulative average.
         eps: Added to the variance.
-        num_vertices: Number of owned rows over all ranks, when known: spares a CUDA host synchronisation.
+        num_vertices: Number of vertices of the graph: how many owned rows there must be over all ranks.
     Returns:
         (n, F), dtype and device of `x_NF`.
     Raises:
-        ValueError: wrong shapes; or, on every rank, fewer than two owned rows over all ranks.
+        ValueError: wrong shapes; or, on every rank, fewer than two owned rows over all ranks, or not `num_vertices`.
     """
     if x_NF.dim() != 2:
         raise ValueError(f"distributed batch norm takes (rows, features) (got shape {tuple(x_NF.shape)})")
@@ -117,8 +117,14 @@ def _statistics(
     totals = sum_over_ranks(
         torch.cat([num_owned * shift, squares + num_owned * shift * shift, num_owned.unsqueeze(0)]), group
     )
-    if count is None:
-        count = int(totals[-1])
+    arrived = int(totals[-1])
+    if count is not None and arrived != count:
+        raise ValueError(
+            f"batch norm over {arrived} of {count} vertices is not that of the whole graph. On the output of the last "
+            f"layer only the seeds are computed: put the normalisation before that layer; anywhere else, let the "
+            f"loader see the model (`model=`, or a first epoch without a given plan)."
+        )
+    count = arrived
     if count < 2:
         raise ValueError(f"batch norm needs at least 2 vertices in training (got {count} over all ranks)")
     shift, square = totals[:num_features] / count, totals[num_features:-1] / count

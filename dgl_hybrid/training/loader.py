@@ -22,7 +22,7 @@ from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
 from dgl_hybrid.training.partitioned_graph import GraphFields, PartitionedGraph
-from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.step import Step
 
 _logger = logging.getLogger(__name__)
@@ -96,6 +96,7 @@ class FullGraphLoader:
             config = planner if planner is not None else PlannerConfig(strategy=strategy)
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
+        self._check_alike(forced is not None, model is not None)
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self.num_seeds = len(seeds) - num_borrowed
@@ -107,7 +108,7 @@ class FullGraphLoader:
         self._maker = PlanMaker(g, seeds, self.num_layers, config, topology)
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
-        self._num_epochs = 0
+        self._is_checked = forced is None
         self._steps_done = 0
         self.outcome: PlanOutcome | None = None
         """What was planned and why; None until there is a plan."""
@@ -120,6 +121,16 @@ class FullGraphLoader:
         else:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, dense_below=self.num_layers)
+
+    def _check_alike(self, has_plan: bool, has_model: bool) -> None:
+        """Raises on every rank, if ranks give loaders of different kinds. Collective."""
+        kinds = self.communicator.gather_ints([self.num_layers, int(has_plan), int(has_model)])
+        for rank, kind in enumerate(kinds):
+            if kind != kinds[0]:
+                raise ValueError(
+                    f"every rank must make the same loader: (layers, plan given, model given) is {kinds[0]} on rank 0 "
+                    f"and {kind} on rank {rank}"
+                )
 
     # ---------------------------------------------------------------- plan and build
 
@@ -171,11 +182,8 @@ class FullGraphLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
-        if self.outcome is None and not self.forced:
-            model = None if self._model is None else self._model()
-            ready = self.communicator.gather_ints([int(model is not None and self._template is not None)])
-            if all(row[0] for row in ready) and model is not None and self._template is not None:
-                self._plan(model, self._template)
+        if self.outcome is None and not (self.forced and self._is_checked):
+            self._use_first_call()
         step = Step(
             communicator=self.communicator,
             sets=self.sets,
@@ -184,6 +192,7 @@ class FullGraphLoader:
             edge_keys=self._edge_keys,
             loss_weight=self.loss_weight,
             seed=self.seed,
+            num_vertices=self.graph.num_nodes(),
             number=self._steps_done,
         )
         # Costs a small gather at every exchange of the first epoch only.
@@ -192,6 +201,23 @@ class FullGraphLoader:
         session.follow(step, self._see_call)
         self._step = step
         yield self.input_nodes, self.seeds, self.blocks
+
+    def _use_first_call(self) -> None:
+        """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""
+        model, template = None if self._model is None else self._model(), self._template
+        ready = self.communicator.gather_ints([int(model is not None and template is not None)])
+        if not all(row[0] for row in ready) or model is None or template is None:
+            return
+        try:
+            if self.forced:
+                self._is_checked = True
+                self._maker.trace(model, template)
+            else:
+                self._plan(model, template)
+        except TraceError as error:
+            # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
+            self.forced = self._is_checked = True
+            _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._template is None:
@@ -214,9 +240,7 @@ def num_layers_of(sampler: Any) -> int:
         TypeError, ValueError: If there is no telling, or it is not positive.
     """
     if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
-        raise TypeError(
-            "full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)"
-        )
+        raise TypeError("full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)")
     if isinstance(sampler, int) and not isinstance(sampler, bool):
         depth = sampler
     elif hasattr(sampler, "fanouts"):
@@ -257,7 +281,10 @@ def _cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: Part
             )
         cached = list(plan.cached)
     else:
-        cached = [torch.unique(torch.as_tensor(ids, dtype=torch.int64)) for ids in plan]
+        given = [torch.as_tensor(ids) for ids in plan]
+        if any(ids.is_floating_point() and len(ids) for ids in given):
+            raise TypeError(f"the ids of a plan must be integers (got {[str(ids.dtype) for ids in given]}) on {where}")
+        cached = [torch.unique(ids.to(torch.int64)) for ids in given]
     if len(cached) != num_layers:
         raise PlanError(
             f"the plan has {len(cached)} layers, but the model has {num_layers} ({where}). Plan again for this model."

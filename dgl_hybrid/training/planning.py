@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from dgl_hybrid.errors import HybridError, PlanError
 from dgl_hybrid.exchange.problem import build_plan_problem
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.trace import TraceResult, trace_model
@@ -25,11 +26,16 @@ from dgl_hybrid.planner import (
     cost_model,
     propose_plans,
 )
+from dgl_hybrid.planner.probe import probe
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 
 _logger = logging.getLogger(__name__)
+
+
+class TraceError(PlanError):
+    """The model could not be traced, so its costs are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,20 +83,37 @@ class PlanMaker:
             BlockError: On all ranks, if the model cannot be run on blocks exactly.
             PlanError: On all ranks, if no plan fits the memory budget.
         """
+        trace, dense_below = self.trace(model, template)
+        return self.make_from_trace(trace, dense_below=dense_below)
+
+    def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
+        """Traces the model on rank 0: its costs, and below which level every vertex is needed. Collective.
+
+        Raises:
+            BlockError: On all ranks, if the model cannot be run on blocks exactly.
+            TraceError: On all ranks, if it cannot be run on made-up blocks.
+        """
         communicator = self._graph.communicator
         traced: TraceResult | None = None
         with communicator.agreed(), session.paused():
             if communicator.rank == 0:
-                traced = trace_model(model, template, self._num_layers, dropout=_example_dropout)
+                try:
+                    traced = trace_model(model, template, self._num_layers, dropout=_example_dropout)
+                except HybridError:
+                    raise
+                except Exception as error:
+                    raise TraceError(
+                        f"{type(model).__name__} could not be run on the small blocks that a plan's costs are measured "
+                        f"on ({type(error).__name__}: {error})"
+                    ) from error
         shared = communicator.broadcast_json(
             None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
         )
-        return self.make_from_trace(ModelTrace.from_json(shared["trace"]), dense_below=int(shared["dense_below"]))
+        return ModelTrace.from_json(shared["trace"]), int(shared["dense_below"])
 
     def make_from_trace(self, trace: ModelTrace, *, dense_below: int) -> PlanOutcome:
         """Plans for a trace that all ranks hold. Collective."""
         g, communicator = self._graph, self._graph.communicator
-        from dgl_hybrid.planner.probe import probe
 
         if g.topology is None:
             g.topology = probe(communicator.group)

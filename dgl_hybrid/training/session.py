@@ -112,11 +112,6 @@ def _batch_norm(
             f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
             f"vertex of a level {sorted(set(step.sets.sizes))}"
         )
-    if num_rows == step.sets.sizes[-1] and num_rows != step.sets.sizes[-2]:
-        raise BlockError(
-            "batch norm on the output of the last layer is not exact: only the seeds are computed there, while "
-            "full-graph statistics run over every vertex. Put the normalisation before the last layer."
-        )
     return distributed_batch_norm(
         input,
         step.sets.owned[:num_rows].to(input.device),
@@ -128,6 +123,7 @@ def _batch_norm(
         momentum=momentum,
         eps=eps,
         group=step.communicator.group,
+        num_vertices=step.num_vertices,
     )
 
 

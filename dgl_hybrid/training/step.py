@@ -33,6 +33,8 @@ class Step:
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
     """Of the replicated randomness; equal on all ranks."""
+    num_vertices: int
+    """Of the whole graph."""
     number: int
     """Counts the training steps of the loader; masks differ from step to step."""
     current_block: LayerBlock | None = None
@@ -79,7 +81,9 @@ class Step:
         matches_edges = block is not None and len(block.structure.eid_global) == num_rows
         if block is not None and is_edge_result:
             return self.edge_keys[block.layer - 1]
-        if self.is_level(num_rows) and matches_edges and self.communicator.world_size > 1:
+        # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.
+        is_unclear = self.is_level(num_rows) and matches_edges and x.dim() > 2
+        if is_unclear and block is not None and block.is_in_scope and self.communicator.world_size > 1:
             raise BlockError(
                 f"{what}: {num_rows} rows could be the vertices of a level or the edges of layer "
                 f"{block.layer if block else 0} on rank {self.communicator.rank}. Apply it outside the layer, or give "

@@ -212,6 +212,10 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["model"] = Case(kind="gcn_both", num_layers=1).build(g.ndata["feat"].shape[1])
     elif mistake == "last norm":
         options["model"] = _Normalised(model)
+    elif mistake == "unlike" and rank == 2:
+        options["plan"] = [seeds[:0]] * 2
+    elif mistake == "float plan":
+        options["plan"] = [torch.tensor([1.5]), seeds[:0]]
     elif mistake == "mixing":
         options["model"] = _Centred(model)
     FullGraphLoader(g, seeds, 2, topology=uniform_topology(world_size), **options)
@@ -244,6 +248,8 @@ class _Centred(nn.Module):
         ("short mask", "a mask of seeds must have"),
         ("strategy", "unknown strategy .*choose one of hybrid"),
         ("plan depth", "the plan has 3 layers, but the model has 2"),
+        ("unlike", r"every rank must make the same loader.*\[2, 0, 0\] on rank 0 and \[2, 1, 0\] on rank 2"),
+        ("float plan", "the ids of a plan must be integers"),
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),
         ("mixing", "mixes rows of different vertices"),
@@ -263,3 +269,70 @@ def open_wrong_number(rank: int, world_size: int, part_config: str) -> None:
 def test_other_number_of_ranks_than_parts(partitions: PartitionStore) -> None:
     errors = run_ranks_expect_errors(2, open_wrong_number, partitions.get("power_law", power_law(), 3))
     assert all("has 3 parts, but 2 ranks are running" in error.message for error in errors)
+
+
+def train_with_given_plan(rank: int, world_size: int, part_config: str, mixes: bool) -> list[float]:
+    g, model = open_graph(part_config)
+    chosen: nn.Module = _Centred(model) if mixes else _Unrepeatable(model)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    ddp = nn.parallel.DistributedDataParallel(chosen)
+    losses = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+            loss.backward()
+        losses.append(loss.item())
+    return losses
+
+
+class _Unrepeatable(nn.Module):
+    """Works on the graph it knows, not on a made-up one."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.num_rows = model, 0
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        self.num_rows = self.num_rows or len(x)
+        if len(x) != self.num_rows:
+            raise RuntimeError("another graph")
+        return self.model(blocks, x)
+
+
+def test_a_given_plan_does_not_hide_that_a_model_mixes_rows(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    errors = run_ranks_expect_errors(3, train_with_given_plan, folder, True)
+    assert all("mixes rows of different vertices" in error.message for error in errors)
+
+
+def test_a_model_that_cannot_be_traced_trains_all_the_same(partitions: PartitionStore) -> None:
+    for losses in run_ranks(3, train_with_given_plan, partitions.get("power_law", power_law(), 3), False):
+        assert losses[0] == losses[1] == losses[2]
+
+
+def train_on_a_ring(rank: int, world_size: int, part_config: str) -> tuple[float, int]:
+    """Every vertex has one in-edge, so vertices and edges are equally many at every level."""
+    g = PartitionedGraph.open(part_config)
+    torch.manual_seed(0)
+    model = Checkpointed(g.ndata["feat"].shape[1], None).double()
+    foreign = torch.arange(g.num_nodes())
+    foreign = foreign[~g.nodes.is_owned(foreign)]
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[foreign, foreign], seed=1)
+    g.communicator.clock.drain()
+    for input_nodes, seeds, blocks in loader:
+        loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+        loss.backward()
+    exchanges = sum(event.layer > 0 for event in g.communicator.clock.drain())
+    return loss.item() * loader.loss_weight / world_size, exchanges
+
+
+def test_masks_where_vertices_and_edges_are_equally_many(partitions: PartitionStore) -> None:
+    ids = torch.arange(12)
+    ring = dgl.graph((ids, (ids + 1) % 12))
+    ring.ndata["feat"] = torch.randn(12, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ring.ndata["label"] = ids % 3
+    curves = [run_ranks(p, train_on_a_ring, partitions.get("ring", ring, p, "contiguous")) for p in (1, 2, 3)]
+    totals = [sum(loss for loss, _ in results) for results in curves]
+    assert totals == pytest.approx([totals[0]] * 3, rel=1e-9)
+    # Everything is cached: no rank receives anything, and all know it.
+    assert all(exchanges == 0 for results in curves for _, exchanges in results)

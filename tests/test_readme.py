@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README speaks of things that exist: files, rooms, commands, options, names of the package."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import fields
+from importlib import import_module
+from pathlib import Path
+
+import dgl_hybrid
+from dgl_hybrid.cli import main, train
+from dgl_hybrid.cli.options import OneLineParser
+from dgl_hybrid.planner.config import STRATEGIES
+from dgl_hybrid.training.config import MODELS
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+# Frozen on purpose, with the fields that tests/cli/test_options.py freezes: a new knob is added to both with thought.
+COMMANDS = {"demo", "partition", "plan", "train", "doctor"}
+GENERAL_OPTIONS = {"--help", "--config", "--print-config", "--json", "--verbose", "--debug"}
+
+
+def options_of(command: str) -> set[str]:
+    parser = OneLineParser(prog="p")
+    import_module(main.COMMANDS[command][0]).add_options(parser)
+    actions: list[argparse.Action] = parser._actions
+    return {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
+
+
+def code_spans() -> list[str]:
+    blocks = re.findall(r"^ {4}(\S.*)$", README, re.MULTILINE)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))]
+
+
+def uses() -> list[tuple[str, str]]:
+    """(command, the words after it) wherever the README shows a command line."""
+    return re.findall(r"dgl-hybrid ([a-z]+)\b(.*)", "\n".join(code_spans()))
+
+
+def table_after(heading: str) -> list[list[str]]:
+    """The rows of the first table after some text, without its head."""
+    lines = README[README.index(heading) :].splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("| ---"))
+    rows = []
+    for line in lines[start + 1 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]])
+    return rows
+
+
+def test_files_on_the_way_into_the_code_exist() -> None:
+    way = README[README.index("**Dive into the code**") :].split("\n\n")[0]
+    files = re.findall(r"`([^`]+)`", way)
+    assert len(files) >= 3
+    assert [file for file in files if not (ROOT / file).is_file()] == []
+
+
+def test_rooms_are_the_packages_folders() -> None:
+    named = {folder for row in table_after("| room |") for folder in re.findall(r"`([^`]+/)`", row[0])}
+    assert sorted(folder for folder in named if not (ROOT / folder).is_dir()) == []
+    packages = {f"dgl_hybrid/{file.parent.name}/" for file in (ROOT / "dgl_hybrid").glob("*/__init__.py")}
+    assert packages <= named
+
+
+def test_other_paths_exist() -> None:
+    """Whatever looks like a path of this repository; `parts/` is what the commands shown write."""
+    named = {
+        span.rstrip("/") for span in code_spans() if re.fullmatch(r"[a-z_.]+(/[\w.]+)*/(\w+\.(py|md|json))?", span)
+    }
+    assert len(named) > 10
+    assert sorted(path for path in named if not (ROOT / path).exists()) == []
+
+
+def test_commands_are_those_of_the_program() -> None:
+    assert set(main.COMMANDS) == COMMANDS
+    assert {command for command, _ in uses()} == COMMANDS
+    rows = [re.match(r"`dgl-hybrid ([a-z]+)\b", row[0]) for row in table_after("## Command line")]
+    assert [row[1] if row else None for row in rows] == list(main.COMMANDS), "the table has a row for each, in order"
+
+
+def test_options_are_those_of_the_commands() -> None:
+    for command, words in uses():
+        assert set(re.findall(r"--[a-z][a-z-]*", words)) <= options_of(command), command
+    fields_of_train = {"--" + field.name.replace("_", "-") for config in train.CONFIGS for field in fields(config)}
+    assert {flag for flag in options_of("train") - fields_of_train if not flag.startswith("--no-")} == GENERAL_OPTIONS
+
+
+def test_choices_are_those_of_the_program() -> None:
+    """Models in the command table, strategies in theirs."""
+    (words,) = (words for command, words in uses() if command == "train" and "--model " in words)
+    assert re.search(r"--model (\S+)", words.replace("\\|", "|"))[1].split("|") == list(MODELS)
+    assert set(re.search(r"--strategy (\S+)", words.replace("\\|", "|"))[1].split("|")) <= set(STRATEGIES)
+    explained = {name for row in table_after("## What the strategies are") for name in re.findall(r"`(\w+)`", row[0])}
+    assert explained == set(STRATEGIES)
+
+
+def test_names_of_the_package_exist() -> None:
+    names = set(re.findall(r"\bdgl_hybrid\.(\w+)\(?", "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))
+    assert {"FullGraphLoader", "PartitionedGraph", "infer"} <= names
+    assert names <= set(dgl_hybrid.__all__)

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.call_template import flatten
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
@@ -152,11 +153,12 @@ class _Session:
         if self.depth == 0:
             if self.is_paused:
                 return
-            given = _find_step(args) or _find_step(_keyword_arguments_of_call())
+            arguments = (args, _keyword_arguments_of_call())
+            given = _find_step(arguments)
             step = given or self.latest()
             if step is None:
                 return
-            _check_not_weighted(module, args)
+            _check_not_weighted(module, arguments)
             self.outermost, self.step = module, step
             step.block_used = step.last_block_used = False
             self.mode = _RowMode(step, given_blocks=given is not None)
@@ -303,8 +305,8 @@ def _weight(tensor: Any, weight: float) -> Any:
     return weight_gradient(tensor, weight)
 
 
-def _check_not_weighted(module: nn.Module, args: tuple[Any, ...]) -> None:
-    given = [value.grad_fn for value in args if isinstance(value, Tensor) and value.grad_fn is not None]
+def _check_not_weighted(module: nn.Module, arguments: Any) -> None:
+    given = [value.grad_fn for value in flatten(arguments) if isinstance(value, Tensor) and value.grad_fn is not None]
     if given and any(parameter.requires_grad for parameter in module.parameters()) and _comes_from_weighted(given):
         raise BlockError(
             f"{type(module).__name__} has parameters and gets the output of the module that used the last block. The "

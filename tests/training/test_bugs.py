@@ -293,6 +293,15 @@ class Joined(nn.Module):
         return self.head(torch.relu(self.body(blocks, x)))
 
 
+class OfList(nn.Module):
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, outputs: list[Tensor]) -> Tensor:
+        return self.head(outputs[0])
+
+
 def train_with_heads(rank: int, world_size: int, part_config: str) -> tuple[dict[str, str], list[list[Tensor]]]:
     g, plan = open_graph(part_config)
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=plan)
@@ -300,14 +309,17 @@ def train_with_heads(rank: int, world_size: int, part_config: str) -> tuple[dict
     ((input_nodes, seeds, blocks),) = list(loader)
     x = g.ndata["feat"][input_nodes]
     messages = {}
-    for name, between in {
-        "itself": lambda out: out,
-        "relu": torch.relu,
-        "relu and slice": lambda out: torch.relu(out)[:, :NUM_CLASSES] * 2,
+    of_list = OfList(model.head)
+    for name, call in {
+        "itself": model.head,
+        "relu": lambda out: model.head(torch.relu(out)),
+        "relu and slice": lambda out: model.head(torch.relu(out)[:, :NUM_CLASSES] * 2),
+        "by keyword": lambda out: model.head(input=torch.relu(out)),
+        "in a list": lambda out: of_list([torch.relu(out)]),
     }.items():
-        out = between(model.body(blocks, x))
+        out = model.body(blocks, x)
         try:
-            model.head(out)
+            call(out)
             messages[name] = ""
         except BlockError as error:
             messages[name] = str(error)
@@ -325,9 +337,9 @@ def test_a_head_outside_the_model_is_refused_also_behind_an_activation(folder: s
     _, expected = plain_gradients(plain_loss, Joined().double(), epochs=1)
     for messages, grads in run_ranks(RANKS, train_with_heads, folder):
         for between, message in messages.items():
-            assert re.search(r"Linear has parameters and gets the output of .*Put both in one nn.Module", message), (
-                between
-            )
+            assert re.search(
+                r"(Linear|OfList) has parameters and gets the output of .*Put both in one nn.Module", message
+            ), between
         assert_same_gradients(grads, expected, "joined")
 
 

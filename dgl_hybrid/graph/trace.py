@@ -193,7 +193,8 @@ def trace_model(
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
     taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
-    with torch.random.fork_rng(devices=[]):
+    # The caller may be evaluating; the trace needs a backward.
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         # A copy, so that running statistics, gradients and hooks of the original stay as they are.
         copied = copy.deepcopy(inner).cpu().train()
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)

@@ -11,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -117,8 +118,7 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
         for rank, code in sorted(exit_codes.items())
         if code < 0 and rank not in reporting and -code != signal.SIGTERM
     }
-    # A rank whose peer is gone raises ExchangeError: a consequence, unless nothing else is known.
-    causes = [error for error in errors if error.kind != "ExchangeError"]
+    causes = [error for error in errors if not _is_consequence(error)]
     if not causes and killed:
         rank, number = next(iter(killed.items()))
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
@@ -137,6 +137,14 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
     if ranks > 1 and not said_by_all and not message.startswith("rank "):
         message = f"rank {chosen.rank} of {ranks}: {message}"
     return RankFailure(message, chosen.traceback)
+
+
+def _is_consequence(error: RankError) -> bool:
+    """Whether an error only says that a peer is gone: in our exchanges, or in a collective of PyTorch (DDP's sums)."""
+    is_transport = error.kind in ("RuntimeError", "DistBackendError", "DistNetworkError") and re.search(
+        r"gloo|NCCL|Connection (closed|reset)", error.message
+    )
+    return error.kind == "ExchangeError" or bool(is_transport)
 
 
 def _launch_config(ranks: int, folder: Path) -> Any:

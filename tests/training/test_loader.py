@@ -271,6 +271,25 @@ def test_other_number_of_ranks_than_parts(partitions: PartitionStore) -> None:
     assert all("has 3 parts, but 2 ranks are running" in error.message for error in errors)
 
 
+def evaluate_twice(rank: int, world_size: int, part_config: str) -> list[bool]:
+    """A loader that only ever evaluates plans from its first forward as well, without gradients though it is."""
+    g, model = open_graph(part_config)
+    planned = []
+    for guard in (torch.no_grad, torch.inference_mode):
+        loader = FullGraphLoader(g, g.owned_nodes(), 2, topology=uniform_topology(world_size))
+        for _ in range(2):
+            with guard():
+                for input_nodes, _, blocks in loader:
+                    model.eval()(blocks, g.ndata["feat"][input_nodes])
+            planned.append(loader.outcome is not None)
+    return planned
+
+
+def test_a_loader_that_only_evaluates_plans_too(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    assert run_ranks(3, evaluate_twice, folder) == [[False, True, False, True]] * 3
+
+
 def train_with_given_plan(rank: int, world_size: int, part_config: str, mixes: bool) -> list[float]:
     g, model = open_graph(part_config)
     chosen: nn.Module = _Centred(model) if mixes else _Unrepeatable(model)

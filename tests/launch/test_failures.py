@@ -36,6 +36,12 @@ def test_a_lost_peer_is_a_consequence() -> None:
     assert message == "rank 1 of 2: unexpected MemoryError: no room (--debug shows the traceback)"
 
 
+def test_a_collective_of_pytorch_that_lost_its_peer_is_a_consequence_too() -> None:
+    lost = error(0, "RuntimeError", "[gloo/transport/tcp/pair.cc] Connection closed by peer", is_expected=False)
+    failure = explain_failure([lost], {0: 1, 1: -signal.SIGKILL}, 2)
+    assert str(failure) == "rank 1 of 2 was killed by SIGKILL (out of memory?)"
+
+
 def test_a_killed_rank_is_named_before_what_followed() -> None:
     failure = explain_failure([error(0, "ExchangeError", "a peer left")], {0: 1, 2: -signal.SIGKILL}, 3)
     assert str(failure) == "rank 2 of 3 was killed by SIGKILL (out of memory?)"

@@ -205,8 +205,14 @@ def forced_plan(g: PartitionedGraph, case: Case) -> list[Tensor] | None:
     return None
 
 
-def run_step(rank: int, world_size: int, part_config: str, case: Case) -> StepResult:
-    """What a user's script does, on one rank."""
+def run_step(
+    rank: int, world_size: int, part_config: str, case: Case, original_ids: Tensor | None = None
+) -> StepResult:
+    """What a user's script does, on one rank.
+
+    Args:
+        original_ids: (num_nodes,) by global id, where the folder does not tell them.
+    """
     g = PartitionedGraph.open(part_config)
     plan = forced_plan(g, case)
     model = case.build(g.ndata["feat"].shape[1])
@@ -239,13 +245,13 @@ def run_step(rank: int, world_size: int, part_config: str, case: Case) -> StepRe
         grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         optimizer.step()
     events = [event for event in g.communicator.clock.drain() if event.layer > 0]
-    local = g.partition.orig_node_ids
+    local = g.partition.orig_node_ids if original_ids is None else original_ids[g.nodes.owned()]
     own = loader.num_seeds
     return StepResult(
         losses=losses,
         node_ids=local[seeds[:own] - g.nodes.start],
         logits=logits.detach()[:own],
-        input_ids=g.fetch_nodes(g.partition.orig_node_ids, input_nodes),
+        input_ids=g.fetch_nodes(local, input_nodes),
         # Every rank's loss entered with the factor world_size that DDP's average takes away again.
         input_grad=x.grad / world_size,
         weight_grads=grads,

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import random
+from pathlib import Path
 
 import dgl
 import pytest
@@ -104,6 +107,21 @@ def test_empty_pair_of_parts(world_size: int, plan: str, partitions: PartitionSt
 def test_halo_hops_of_the_folder_do_not_matter(num_hops: int, partitions: PartitionStore) -> None:
     case = Case(kind="gat", plan="random:9:0.6", num_layers=3)
     check("duplicates", NAMED["duplicates"](), 3, case, partitions, num_hops=num_hops)
+
+
+@pytest.mark.parametrize("num_hops", [1, 2])
+@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:12:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("kind", ["gcn_both", "gat", "edge_weight_norm"])
+def test_a_folder_written_by_plain_dgl(kind: str, plan: str, num_hops: int, tmp_path: Path) -> None:
+    """No sidecar: out-degrees and what is missing of the halo come from the other ranks."""
+    graph = NAMED["duplicates"]()
+    with contextlib.redirect_stdout(io.StringIO()):
+        original_ids, _ = dgl.distributed.partition_graph(
+            graph, "plain", 3, str(tmp_path), num_hops=num_hops, part_method="random", return_mapping=True
+        )
+    case = Case(kind=kind, plan=plan, num_layers=3)
+    results = run_ranks(3, run_step, str(tmp_path / "plain.json"), case, original_ids)
+    assert_same_step(results, reference_step(graph, case))
 
 
 @pytest.mark.parametrize("seed", range(40))

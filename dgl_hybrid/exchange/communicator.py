@@ -202,6 +202,25 @@ class Communicator:
         rows = self._gather(padded.to(self._tensor([0]).device))
         return [json.loads(bytes(row[:n].tolist()).decode()) for row, n in zip(rows, lengths, strict=True)]
 
+    def gather_rows(self, rows_NF: Tensor) -> Tensor:
+        """Puts the rows of all ranks one below the other, by rank. Collective: two gathers; not differentiable.
+
+        Every rank receives all rows, and for a moment holds `world_size` times the longest rank's.
+
+        Args:
+            rows_NF: (n, F), F and dtype the same on every rank; n may differ and be 0.
+
+        Returns:
+            (sum of n, F), dtype and device of `rows_NF`.
+        """
+        if self.group is None:
+            return rows_NF
+        sizes = [row[0] for row in self.gather_ints([len(rows_NF)])]
+        padded = rows_NF.new_zeros((max(sizes), rows_NF.shape[1]), device=self._tensor([0]).device)
+        padded[: len(rows_NF)] = rows_NF.detach()
+        parts = self._gather(padded)  # gloo's takes one size only
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(rows_NF.device)
+
     def broadcast_json(self, value: Any) -> Any:
         """Returns rank 0's JSON-serialisable value on every rank. Collective."""
         return self.gather_json(value if self.rank == 0 else None)[0]

@@ -23,11 +23,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.training.reduction import sum_over_ranks
+from dgl_hybrid.exchange.communicator import Communicator
 
 _CHUNK_ELEMENTS_CPU = 1 << 19
 _CHUNK_ELEMENTS_CUDA = 1 << 26
@@ -44,13 +43,13 @@ def distributed_batch_norm(
     training: bool,
     momentum: float = 0.1,
     eps: float = 1e-5,
-    group: dist.ProcessGroup | None = None,
+    communicator: Communicator | None = None,
     num_vertices: int | None = None,
 ) -> Tensor:
     """Normalises held rows by the mean and variance over all vertices: `F.batch_norm` of the whole graph, by parts.
 
-    With `training=True` collective over `group`: one all-reduce in the forward and one in the backward, on every rank
-    and whatever the number of rows, so every rank must run the backward (a rank without rows too). With
+    With `training=True` collective over `communicator`: one all-reduce in the forward and one in the backward, on every
+    rank and whatever the number of rows, so every rank must run the backward (a rank without rows too). With
     `training=False` it is row-local. Gradients of `weight` and `bias` are this rank's share, over all rows it holds;
     their sum over ranks is the gradient of one process, which is what DDP forms (its average, with the loss scaled for
     it). Differentiable once.
@@ -65,6 +64,7 @@ def distributed_batch_norm(
         training: Use and record the statistics of this batch; otherwise use the running ones.
         momentum: Share of the new statistics in the running ones; the caller computes 1/k for a cumulative average.
         eps: Added to the variance.
+        communicator: Whose ranks hold the rows; None for one rank alone.
         num_vertices: Number of vertices of the graph: how many owned rows there must be over all ranks.
     Returns:
         (n, F), dtype and device of `x_NF`.
@@ -83,18 +83,20 @@ def distributed_batch_norm(
         return F.batch_norm(x_NF, running_mean, running_var, weight, bias, False, 0.0, eps)
     # Half precision is widened as F.batch_norm does inside: sums and the scale need the digits.
     wide_NF = x_NF if x_NF.dtype in (torch.float32, torch.float64) else x_NF.float()
-    mean, var, count = _statistics(wide_NF.detach(), owned_mask, running_mean, group, num_vertices)
+    mean, var, count = _statistics(wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
         if running_var is not None:
             running_var.lerp_((var * (count / (count - 1))).to(running_var.dtype), momentum)
-    out_NF: Tensor = _Normalise.apply(wide_NF, weight, bias, owned_mask, mean, torch.rsqrt(var + eps), count, group)
+    out_NF: Tensor = _Normalise.apply(
+        wide_NF, weight, bias, owned_mask, mean, torch.rsqrt(var + eps), count, communicator
+    )
     return out_NF.to(x_NF.dtype)
 
 
 def _statistics(
-    x_NF: Tensor, owned_mask: Tensor, running_mean: Tensor | None, group: dist.ProcessGroup | None, count: int | None
+    x_NF: Tensor, owned_mask: Tensor, running_mean: Tensor | None, communicator: Communicator | None, count: int | None
 ) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance over the owned rows of all ranks, (F,) float64, and their number. One all-reduce.
 
@@ -114,9 +116,9 @@ def _statistics(
         squares += torch.sub(x_NF[rows], centre, out=work).square_().mul_(owned_N1[rows]).sum(0)
     # About `centre`, the rounded mean: exact up to the square of a rounding error.
     shift = own_mean if running_mean is None else own_mean - running_mean.detach().double()
-    totals = sum_over_ranks(
-        torch.cat([num_owned * shift, squares + num_owned * shift * shift, num_owned.unsqueeze(0)]), group
-    )
+    totals = torch.cat([num_owned * shift, squares + num_owned * shift * shift, num_owned.unsqueeze(0)])
+    if communicator is not None:
+        communicator.sum_(totals)
     arrived = int(totals[-1])
     if count is not None and arrived != count:
         raise ValueError(
@@ -145,11 +147,11 @@ class _Normalise(torch.autograd.Function):
         mean: Tensor,
         invstd: Tensor,
         count: int,
-        group: dist.ProcessGroup | None,
+        communicator: Communicator | None,
     ) -> Tensor:
         ctx.save_for_backward(x_NF, weight, owned_mask, mean, invstd)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.count, ctx.group = count, group
+        ctx.count, ctx.communicator = count, communicator
         scale = invstd if weight is None else weight.double() * invstd
         shift = -mean * scale if bias is None else bias.double() - mean * scale
         return torch.addcmul(shift.to(x_NF.dtype), x_NF, scale.to(x_NF.dtype))
@@ -165,7 +167,10 @@ class _Normalise(torch.autograd.Function):
             sum_dy_xhat += torch.sub(x_NF[rows], centre, out=work).mul_(dy_NF[rows]).sum(0)
         sum_dy_xhat *= invstd
         # Before anything that depends on what this rank needs: the number of collectives must not differ by rank.
-        mean_dy, mean_dy_xhat = sum_over_ranks(torch.stack([sum_dy, sum_dy_xhat]), ctx.group) / ctx.count
+        sums = torch.stack([sum_dy, sum_dy_xhat])
+        if ctx.communicator is not None:
+            ctx.communicator.sum_(sums)
+        mean_dy, mean_dy_xhat = sums / ctx.count
         dx_NF = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else weight.double() * invstd

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics over the rows of all ranks: the same number on every rank, whatever the partition.
 
-Each `global_*` function is collective over its group and runs a fixed number of collectives, rows or none. A row counts
-with its `weight`; a row a rank merely borrowed (to have something to compute) has weight 0, and a row without label (-1
-in integer labels, NaN in floating ones) never counts. Where nothing counts on any rank, the result is NaN.
+Each `global_*` function is collective over its communicator and runs a fixed number of collectives, rows or none. A row
+counts with its `weight`; a row a rank merely borrowed (to have something to compute) has weight 0, and a row without
+label (-1 in integer labels, NaN in floating ones) never counts. Where nothing counts on any rank, the result is NaN.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dgl_hybrid.training.reduction import gather_rows, sum_over_ranks
+from dgl_hybrid.exchange.communicator import Communicator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +42,14 @@ def count_correct(logits: Tensor, labels: Tensor, weight: Tensor | None = None) 
 
 
 def global_accuracy(
-    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
     """The share of labelled rows that are classified correctly, over all ranks. One collective; see `count_correct`."""
-    correct, total = sum_over_ranks(count_correct(logits, labels, weight), group).tolist()
+    correct, total = _sum(count_correct(logits, labels, weight), communicator).tolist()
     return correct / total if total else math.nan
 
 
-def global_mean(values: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None) -> float:
+def global_mean(values: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None) -> float:
     """The mean over the rows of all ranks, for instance of a loss with `reduction="none"`. One collective.
 
     Args:
@@ -63,12 +62,12 @@ def global_mean(values: Tensor, weight: Tensor | None = None, *, group: dist.Pro
         raise ValueError(f"weight must be ({len(values)},) (got {tuple(weight.shape)})")
     weight_N = torch.ones_like(values, dtype=torch.float64) if weight is None else weight.double()
     products = torch.where(weight_N != 0, values.detach().double() * weight_N, 0.0)
-    total, weights = sum_over_ranks(torch.stack([products.sum(), weight_N.sum()]), group).tolist()
+    total, weights = _sum(torch.stack([products.sum(), weight_N.sum()]), communicator).tolist()
     return total / weights if weights else math.nan
 
 
 def global_f1(
-    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> F1Scores:
     """F1 over the rows of all ranks. One collective.
 
@@ -93,7 +92,7 @@ def global_f1(
         (pairs.double() * weight_NC).sum(0)
         for pairs in (actual_NC & predicted_NC, ~actual_NC & predicted_NC, actual_NC & ~predicted_NC)
     ]
-    hits, false_alarms, misses = sum_over_ranks(torch.stack(counts), group)
+    hits, false_alarms, misses = _sum(torch.stack(counts), communicator)
     denominators = 2 * hits + false_alarms + misses
     seen = denominators > 0
     if not bool(seen.any()):
@@ -104,7 +103,7 @@ def global_f1(
 
 
 def global_roc_auc(
-    scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, group: dist.ProcessGroup | None = None
+    scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
     """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Two collectives.
 
@@ -124,7 +123,8 @@ def global_roc_auc(
             scores = scores[:, 1] - scores[:, 0]
     scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
-    packed = gather_rows(torch.cat([scores_NC, labels.double(), weight_NC], dim=1), group)
+    packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)
+    packed = packed if communicator is None else communicator.gather_rows(packed)
     scores_NC, labels_NC, weight_NC = packed.chunk(3, dim=1)
     if bool((scores_NC.isnan() & (weight_NC > 0)).any()):
         raise ValueError("ROC AUC needs comparable scores (got NaN)")
@@ -166,3 +166,7 @@ def _check_rows(logits: Tensor, labels: Tensor, weight: Tensor | None, *, labels
         raise ValueError(f"expected one label per row (got rows {tuple(logits.shape)}, labels {tuple(labels.shape)})")
     if weight is not None and weight.shape != rows:
         raise ValueError(f"weight must be ({len(labels)},) (got {tuple(weight.shape)})")
+
+
+def _sum(values: Tensor, communicator: Communicator | None) -> Tensor:
+    return values if communicator is None else communicator.sum_(values.clone())

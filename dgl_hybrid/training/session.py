@@ -123,7 +123,7 @@ def _batch_norm(
         training=True,
         momentum=momentum,
         eps=eps,
-        group=step.communicator.group,
+        communicator=step.communicator,
         num_vertices=step.num_vertices,
     )
 

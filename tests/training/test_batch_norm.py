@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgl_hybrid.exchange.communicator import create_communicator
 from dgl_hybrid.training import batch_norm
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
@@ -96,6 +97,7 @@ def run_rank(rank: int, world_size: int, problem: Problem, momentum: float) -> R
     leaves = [t.clone().requires_grad_() for t in (problem.features[held_0], *problem.parameters)]
     running = fresh_running()
     marks = [0]
+    communicator = create_communicator()
     with counted_all_reduces() as counter:
         for _ in range(NUM_STEPS):
             h = leaves[0]
@@ -104,7 +106,15 @@ def run_rank(rank: int, world_size: int, problem: Problem, momentum: float) -> R
                 mean, var = running[2 * layer : 2 * layer + 2]
                 is_owned = problem.part[sources] == rank
                 normed = distributed_batch_norm(
-                    h @ linear, is_owned, mean, var, weight, bias, training=True, momentum=momentum
+                    h @ linear,
+                    is_owned,
+                    mean,
+                    var,
+                    weight,
+                    bias,
+                    training=True,
+                    momentum=momentum,
+                    communicator=communicator,
                 )
                 h = problem.adjacency[targets][:, sources] @ normed.relu()
             marks.append(counter[0])
@@ -170,7 +180,9 @@ def run_empty_rank(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """Rank 1 holds no row at all; it takes part all the same."""
     rows = torch.arange(12.0, dtype=torch.float64).reshape(6, 2).sin()
     x = (rows if rank == 0 else rows[:0]).clone().requires_grad_()
-    y = distributed_batch_norm(x, torch.ones(len(x), dtype=torch.bool), None, None, training=True)
+    y = distributed_batch_norm(
+        *(x, torch.ones(len(x), dtype=torch.bool), None, None), training=True, communicator=create_communicator()
+    )
     (dx,) = torch.autograd.grad((y**3).sum(), x)
     return y.detach(), dx
 
@@ -261,7 +273,23 @@ def test_evaluation_uses_the_running_statistics_and_communicates_nothing() -> No
 
 
 def run_one_vertex(rank: int, world_size: int) -> None:
-    distributed_batch_norm(torch.ones(1, 2), torch.tensor([rank == 0]), None, None, training=True)
+    owned = torch.tensor([rank == 0])
+    distributed_batch_norm(torch.ones(1, 2), owned, None, None, training=True, communicator=create_communicator())
+
+
+def run_missing_vertices(rank: int, world_size: int) -> None:
+    distributed_batch_norm(
+        *(torch.ones(2, 2), torch.tensor([True, rank == 0]), None, None),
+        training=True,
+        num_vertices=6,
+        communicator=create_communicator(),
+    )
+
+
+def test_fewer_vertices_than_the_graph_has_raise_on_every_rank() -> None:
+    for error in run_ranks_expect_errors(3, run_missing_vertices):
+        assert error.type_name == "ValueError"
+        assert "batch norm over 4 of 6 vertices" in error.message
 
 
 def test_too_few_vertices_raise_on_every_rank() -> None:

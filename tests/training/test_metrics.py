@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.training import reduction
+from dgl_hybrid.exchange.communicator import create_communicator
 from dgl_hybrid.training.metrics import (
     F1Scores,
     count_correct,
@@ -50,13 +50,14 @@ def run_all(rank: int, world_size: int) -> list[object]:
     losses = F.cross_entropy(own["logits"], own["labels"].clamp(min=0), reduction="none")
     losses[0] = math.nan
     binary = torch.where(own["labels"] < 0, -1, own["labels"] % 2)
+    communicator = create_communicator()
     return [
-        global_accuracy(own["logits"], own["labels"], weight),
-        global_mean(losses, weight),
-        global_f1(own["logits"], own["labels"], weight),
-        global_f1(own["task_logits"], own["tasks"], weight),
-        global_roc_auc(own["scores"], binary, weight),
-        global_roc_auc(own["task_logits"], own["tasks"], weight),
+        global_accuracy(own["logits"], own["labels"], weight, communicator=communicator),
+        global_mean(losses, weight, communicator=communicator),
+        global_f1(own["logits"], own["labels"], weight, communicator=communicator),
+        global_f1(own["task_logits"], own["tasks"], weight, communicator=communicator),
+        global_roc_auc(own["scores"], binary, weight, communicator=communicator),
+        global_roc_auc(own["task_logits"], own["tasks"], weight, communicator=communicator),
     ]
 
 
@@ -159,7 +160,7 @@ def test_nothing_to_count_is_nan() -> None:
 
 
 def run_gather(rank: int, world_size: int) -> Tensor:
-    return reduction.gather_rows(torch.full((2 * (world_size - 1 - rank), 2), float(rank)))
+    return create_communicator().gather_rows(torch.full((2 * (world_size - 1 - rank), 2), float(rank)))
 
 
 def test_gathered_rows_come_by_rank() -> None:
@@ -168,7 +169,8 @@ def test_gathered_rows_come_by_rank() -> None:
 
 
 def run_nan_score(rank: int, world_size: int) -> None:
-    global_roc_auc(torch.tensor([math.nan if rank == 1 else 0.0]), torch.tensor([1]))
+    score = torch.tensor([math.nan if rank == 1 else 0.0])
+    global_roc_auc(score, torch.tensor([1]), communicator=create_communicator())
 
 
 def test_a_nan_score_raises_on_every_rank() -> None:

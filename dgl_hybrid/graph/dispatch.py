@@ -35,6 +35,10 @@ class DeferredIndex:
         return getattr(self.__dict__["index"], name)
 
 
+def _is_layer_block(graph: Any) -> bool:
+    return isinstance(getattr(graph, "_graph", None), DeferredIndex)
+
+
 def _wrap_gspmm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def gspmm_internal(gidx: Any, op: str, reduce_op: str, lhs_data: Any, rhs_data: Any) -> Tensor:
@@ -89,11 +93,9 @@ def _wrap_edge_softmax(original: Callable[..., Tensor]) -> Callable[..., Tensor]
 def _wrap_edge_weight_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(original)
     def forward(self: Any, graph: Any, edge_weight: Tensor) -> Tensor:
-        from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
-        from dgl_hybrid.graph.layer_block import LayerBlock
-
-        if isinstance(graph, LayerBlock):
-            return normalise_edge_weights(graph, edge_weight, norm=self._norm, eps=self._eps)
+        if _is_layer_block(graph):
+            normalised: Tensor = graph.normalise_edge_weights(edge_weight, norm=self._norm, eps=self._eps)
+            return normalised
         return original(self, graph, edge_weight)
 
     return forward
@@ -102,9 +104,7 @@ def _wrap_edge_weight_norm(original: Callable[..., Tensor]) -> Callable[..., Ten
 def _reject(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, graph: Any, *args: Any, **kwargs: Any) -> Any:
-        from dgl_hybrid.graph.layer_block import LayerBlock
-
-        if isinstance(graph, LayerBlock):
+        if _is_layer_block(graph):
             raise BlockError(
                 f"{type(self).__name__} does not work on blocks, in stock DGL neither: it treats sources and "
                 f"destinations as one set, or runs several hops on one graph. Use a layer that accepts blocks: SGConv, "

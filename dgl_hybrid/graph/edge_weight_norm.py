@@ -3,22 +3,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from dgl import DGLError
 from dgl import function as fn
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.graph.layer_block import LayerBlock
 
 
-def normalise_edge_weights(block: LayerBlock, edge_weight: Tensor, *, norm: str, eps: float) -> Tensor:
+def normalise_edge_weights(
+    block: Any, edge_weight: Tensor, find_out_weights: Callable[[Tensor], Tensor], *, norm: str, eps: float
+) -> Tensor:
     """Returns what `EdgeWeightNorm` gives for these edges on the whole graph.
 
     Collective at its first call for an edge field when `norm` is "both".
 
     Args:
+        block: The DGL block of held and received sources.
         edge_weight: (E,) floating weights of the block's edges.
+        find_out_weights: Answers with the (C + R,) full-graph weighted out-degrees of all sources.
         norm: "none", "right" (by in-weights) or "both" (by out- and in-weights).
         eps: Added to the weighted degrees.
 
@@ -34,19 +40,18 @@ def normalise_edge_weights(block: LayerBlock, edge_weight: Tensor, *, norm: str,
         return edge_weight
     if norm == "both" and edge_weight.requires_grad:
         raise BlockError("EdgeWeightNorm(norm='both') on a LayerBlock takes static weights; these require a gradient")
-    real = block._block
-    with real.local_scope():
-        real.edata["w"] = edge_weight
-        real.update_all(fn.copy_e("w", "m"), fn.sum("m", "in_weight"))
-        in_weight = real.dstdata["in_weight"] + eps
+    with block.local_scope():
+        block.edata["w"] = edge_weight
+        block.update_all(fn.copy_e("w", "m"), fn.sum("m", "in_weight"))
+        in_weight = block.dstdata["in_weight"] + eps
         if norm == "right":
-            real.dstdata["scale"] = 1.0 / in_weight
-            real.apply_edges(fn.e_mul_v("w", "scale", "scaled"))
-            scaled: Tensor = real.edata["scaled"]
+            block.dstdata["scale"] = 1.0 / in_weight
+            block.apply_edges(fn.e_mul_v("w", "scale", "scaled"))
+            scaled: Tensor = block.edata["scaled"]
             return scaled
-        out_weight = block.weighted_out_degrees(edge_weight).to(edge_weight) + eps
-        real.srcdata["scale"] = torch.pow(out_weight, -0.5)
-        real.dstdata["scale"] = torch.pow(in_weight, -0.5)
-        real.apply_edges(fn.u_mul_v("scale", "scale", "scaled"))
-        factor: Tensor = real.edata["scaled"]
+        out_weight = find_out_weights(edge_weight).to(edge_weight) + eps
+        block.srcdata["scale"] = torch.pow(out_weight, -0.5)
+        block.dstdata["scale"] = torch.pow(in_weight, -0.5)
+        block.apply_edges(fn.u_mul_v("scale", "scale", "scaled"))
+        factor: Tensor = block.edata["scaled"]
         return factor * edge_weight

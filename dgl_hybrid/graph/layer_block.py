@@ -25,6 +25,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
+from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.fields import SourceFields
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
@@ -188,6 +189,10 @@ class LayerBlock:
                 f"learned or computed weights use norm='right' or 'none'."
             )
         return sums
+
+    def normalise_edge_weights(self, edge_weight: Tensor, *, norm: str, eps: float) -> Tensor:
+        """Returns what `EdgeWeightNorm` gives for this block's edges on the whole graph; see `edge_weight_norm`."""
+        return normalise_edge_weights(self._block, edge_weight, self.weighted_out_degrees, norm=norm, eps=eps)
 
     def source_ids(self) -> Tensor:
         """Returns the (C + R,) global ids of all sources, received ones last."""

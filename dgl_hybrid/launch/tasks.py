@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.launch.workspace import DataConfig
+from dgl_hybrid.planner import save_plan
 from dgl_hybrid.planner.explain import explain_vertex
 from dgl_hybrid.planner.report import report
 from dgl_hybrid.training.config import TrainJob
@@ -53,7 +54,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     assert outcome is not None
     if payload["out"] is not None:
         with communicator.agreed():
-            replace(plan, partition_fingerprint=partition_fingerprint(job.part_config)).save(payload["out"])
+            save_plan(replace(plan, partition_fingerprint=partition_fingerprint(job.part_config)), payload["out"])
     rows = [asdict(row) for row in report(outcome.problem, outcome.costs, [plan])]
     counts = count_dependencies(loader)
     explanations: list[str] = []

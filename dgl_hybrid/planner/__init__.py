@@ -9,6 +9,7 @@ from .forced import random_plan
 from .make import Candidate, make_plan, propose_plans
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .plan import DependencyPlan, check_plan, plan_objective
+from .plan_files import load_plan, save_plan
 from .problem import PlanProblem
 from .report import ReportRow, report, summarize_plan
 from .topology import Topology, uniform_topology
@@ -31,11 +32,13 @@ __all__ = [
     "choose_plan",
     "cost_model",
     "explain_vertex",
+    "load_plan",
     "make_plan",
     "plan_objective",
     "propose_plans",
     "random_plan",
     "report",
+    "save_plan",
     "summarize_plan",
     "synthetic_trace",
     "uniform_topology",

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -43,38 +42,6 @@ class DependencyPlan:
     def num_cached(self) -> tuple[int, ...]:
         """(L,) rows computed here per level."""
         return tuple(int(ids.numel()) for ids in self.cached)
-
-    def save(self, directory: str | Path) -> Path:
-        """Writes the plan of this rank into `directory`, aside first, and returns the JSON file's path."""
-        from .plan_files import save_plan
-
-        return save_plan(self, Path(directory))
-
-    @classmethod
-    def load(
-        cls,
-        directory: str | Path,
-        rank: int,
-        *,
-        world_size: int | None = None,
-        num_layers: int | None = None,
-        partition_fingerprint: str | None = None,
-    ) -> DependencyPlan:
-        """Reads and checks the plan of `rank`.
-
-        Args:
-            directory: where `save` wrote.
-            rank: whose plan.
-            world_size: checked if given.
-            num_layers: checked if given.
-            partition_fingerprint: checked if given.
-
-        Raises:
-            PlanError: missing, damaged, or for another rank, world size, layer count or partition.
-        """
-        from .plan_files import load_plan
-
-        return load_plan(Path(directory), rank, world_size, num_layers, partition_fingerprint)
 
 
 def plan_from_choice(

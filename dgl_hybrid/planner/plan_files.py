@@ -27,8 +27,12 @@ def plan_paths(directory: Path, rank: int) -> tuple[Path, Path]:
     return directory / f"plan_rank{rank}.json", directory / f"plan_rank{rank}.safetensors"
 
 
-def save_plan(plan: DependencyPlan, directory: Path) -> Path:
-    """Writes a plan; see `DependencyPlan.save`. A crash between the two files leaves a pair that does not load."""
+def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
+    """Writes one rank's plan into `directory`, aside first, and returns the JSON file's path.
+
+    A crash between the two files leaves a pair that does not load.
+    """
+    directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     json_path, ids_path = plan_paths(directory, plan.rank)
     blob = save_tensors({f"cached_{level}": ids.contiguous() for level, ids in enumerate(plan.cached)})
@@ -57,13 +61,26 @@ def save_plan(plan: DependencyPlan, directory: Path) -> Path:
 
 
 def load_plan(
-    directory: Path,
+    directory: str | Path,
     rank: int,
-    world_size: int | None,
-    num_layers: int | None,
-    partition_fingerprint: str | None,
+    *,
+    world_size: int | None = None,
+    num_layers: int | None = None,
+    partition_fingerprint: str | None = None,
 ) -> DependencyPlan:
-    """Reads and checks a plan; see `DependencyPlan.load`."""
+    """Reads and checks the plan of `rank`.
+
+    Args:
+        directory: Where `save_plan` wrote.
+        rank: Whose plan.
+        world_size: Checked if given.
+        num_layers: Checked if given.
+        partition_fingerprint: Checked if given.
+
+    Raises:
+        PlanError: Missing, damaged, or for another rank, world size, layer count or partition.
+    """
+    directory = Path(directory)
     json_path, ids_path = plan_paths(directory, rank)
     try:
         record = json.loads(json_path.read_bytes())

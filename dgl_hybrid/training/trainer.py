@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dgl_hybrid.datasets import check_features
 from dgl_hybrid.errors import DatasetError
 from dgl_hybrid.partition.manifest import MANIFEST_NAME
-from dgl_hybrid.planner import DependencyPlan
+from dgl_hybrid.planner import DependencyPlan, load_plan
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
 from dgl_hybrid.training.loader import FullGraphLoader
@@ -145,7 +145,7 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
     plan: DependencyPlan | None = None
     if job.strategy.plan is not None:
         with g.communicator.agreed():
-            plan = DependencyPlan.load(
+            plan = load_plan(
                 job.strategy.plan,
                 g.rank(),
                 world_size=g.communicator.world_size,

@@ -16,9 +16,11 @@ from dgl_hybrid.planner import (
     DependencyPlan,
     PlannerConfig,
     check_plan,
+    load_plan,
     make_plan,
     plan_objective,
     random_plan,
+    save_plan,
     synthetic_trace,
     uniform_topology,
 )
@@ -36,13 +38,13 @@ def saved_plan(directory: Path) -> DependencyPlan:
         topology=uniform_topology(3),
         partition_fingerprint="abc",
     )
-    plan.save(directory)
+    save_plan(plan, directory)
     return plan
 
 
 def test_saved_plan_loads_equal(tmp_path: Path) -> None:
     plan = saved_plan(tmp_path)
-    again = DependencyPlan.load(tmp_path, PROBLEM.rank, world_size=3, num_layers=3, partition_fingerprint="abc")
+    again = load_plan(tmp_path, PROBLEM.rank, world_size=3, num_layers=3, partition_fingerprint="abc")
     for field in dataclasses.fields(plan):
         if field.name != "cached":
             assert getattr(plan, field.name) == getattr(again, field.name), field.name
@@ -66,12 +68,12 @@ def test_saved_plan_loads_equal(tmp_path: Path) -> None:
 def test_plan_for_something_else_is_refused(tmp_path: Path, expected: dict[str, object], match: str) -> None:
     saved_plan(tmp_path)
     with pytest.raises(PlanError, match=match):
-        DependencyPlan.load(tmp_path, PROBLEM.rank, **expected)  # type: ignore[arg-type]
+        load_plan(tmp_path, PROBLEM.rank, **expected)  # type: ignore[arg-type]
 
 
 def test_missing_plan_says_how_to_make_one(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"no plan for rank 0: .*plan_rank0.json is missing; make one with"):
-        DependencyPlan.load(tmp_path, 0)
+        load_plan(tmp_path, 0)
 
 
 def test_damage_is_seen(tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     record, blob = json_path.read_bytes(), ids_path.read_bytes()
 
     def load() -> None:
-        DependencyPlan.load(tmp_path, plan.rank)
+        load_plan(tmp_path, plan.rank)
 
     ids_path.write_bytes(blob[:-8])
     with pytest.raises(PlanError, match=r"safetensors is damaged: it does not match the checksum"):
@@ -103,7 +105,7 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     (tmp_path / "plan_rank7.json").write_bytes(record)
     (tmp_path / "plan_rank7.safetensors").write_bytes(blob)
     with pytest.raises(PlanError, match=r"was made for rank \d \(expected 7\)"):
-        DependencyPlan.load(tmp_path, 7)
+        load_plan(tmp_path, 7)
     load()
 
 
@@ -162,8 +164,8 @@ def test_no_halo_at_all(strategy: str, tmp_path: Path) -> None:
     problem = make_problem(in_neighbours=[], demand=np.zeros((2, 0), dtype=bool), owner=[], world_size=1)
     plan = make_plan(problem, random_costs(0, num_layers=2, world_size=1), PlannerConfig(strategy=strategy))
     assert plan.num_cached == plan.communicated == (0, 0)
-    plan.save(tmp_path)
-    check_plan(problem, DependencyPlan.load(tmp_path, 0))
+    save_plan(plan, tmp_path)
+    check_plan(problem, load_plan(tmp_path, 0))
 
 
 def test_configuration_errors() -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -293,7 +294,11 @@ def _check_rows_apart(
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [x for x in flatten(value) if isinstance(x, Tensor) and x.is_floating_point()]
+    leaves = flatten(value)
+    for leaf in list(leaves):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            leaves += _tensors([getattr(leaf, entry.name) for entry in dataclasses.fields(leaf)])
+    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _differentiable(value: Any) -> list[Tensor]:

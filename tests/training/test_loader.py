@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 import dgl
 import dgl.nn as dglnn
@@ -216,6 +217,8 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["plan"] = [seeds[:0]] * 2
     elif mistake == "float plan":
         options["plan"] = [torch.tensor([1.5]), seeds[:0]]
+    elif mistake == "mixing in a dataclass":
+        options["model"] = _Wrapped(_Centred(model))
     elif mistake == "mixing":
         options["model"] = _Centred(model)
     FullGraphLoader(g, seeds, 2, topology=uniform_topology(world_size), **options)
@@ -228,6 +231,20 @@ class _Normalised(nn.Module):
 
     def forward(self, blocks: list[object], x: Tensor) -> Tensor:
         return self.norm(self.model(blocks, x))
+
+
+@dataclass
+class _Output:
+    logits: Tensor
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[object], x: Tensor) -> _Output:
+        return _Output(self.model(blocks, x))
 
 
 class _Centred(nn.Module):
@@ -253,6 +270,7 @@ class _Centred(nn.Module):
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),
         ("mixing", "mixes rows of different vertices"),
+        ("mixing in a dataclass", "mixes rows of different vertices"),
     ],
 )
 def test_a_mistake_on_one_rank_is_raised_on_all(mistake: str, message: str, partitions: PartitionStore) -> None:

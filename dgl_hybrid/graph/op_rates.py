@@ -39,6 +39,26 @@ def weighted_slowdown(num_heads: int, head_width: int) -> float:
     return max(1.0, weighted / copied)
 
 
+class InEdgeSum:
+    """The sum over in-edges as layers run it, by DGL's kernel: what the probe is to time, instead of a plain product.
+
+    Its graph is built at the first call for an `indptr`, so that repeated calls time the sum alone.
+    """
+
+    def __init__(self) -> None:
+        self._indptr: Tensor | None = None
+        self._graph: dgl.DGLGraph | None = None
+
+    def __call__(self, indptr: Tensor, sources: Tensor, rows: Tensor) -> Tensor:
+        """Returns the (N, F) sums of (N, F) `rows` over the in-edges of a CSC structure, (N + 1,) and (E,) int64."""
+        if self._indptr is not indptr:
+            edge_ids = torch.arange(len(sources), device=sources.device)
+            self._indptr = indptr
+            self._graph = dgl.graph(("csc", (indptr, sources, edge_ids)), num_nodes=len(rows))
+        summed: Tensor = dgl.ops.copy_u_sum(self._graph, rows)
+        return summed
+
+
 def row_slowdown(function: Callable[[Tensor], Tensor]) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
     x = torch.randn(4 * _NUM_NODES, 64).requires_grad_()

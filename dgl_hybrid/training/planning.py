@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import HybridError, PlanError
 from dgl_hybrid.exchange.problem import build_plan_problem
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.op_rates import InEdgeSum
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.planner import (
     DependencyPlan,
@@ -114,9 +115,8 @@ class PlanMaker:
     def make_from_trace(self, trace: ModelTrace, *, dense_below: int) -> PlanOutcome:
         """Plans for a trace that all ranks hold. Collective."""
         g, communicator = self._graph, self._graph.communicator
-
         if g.topology is None:
-            g.topology = probe(communicator.group)
+            g.topology = probe(communicator.group, aggregate=InEdgeSum())
         problem = build_plan_problem(
             communicator,
             g.nodes,

@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the probe and the trace time is what layers run."""
+
+from __future__ import annotations
+
+import torch
+
+from dgl_hybrid.graph.op_rates import InEdgeSum, row_slowdown, weighted_slowdown
+
+
+def test_sums_over_in_edges() -> None:
+    sum_in_edges = InEdgeSum()
+    rows = torch.tensor([[1.0, 10.0], [2.0, 20.0], [3.0, 30.0]])
+    # In-neighbours: 0 reads 1 and 2, 1 reads nothing, 2 reads 0 and itself.
+    indptr, sources = torch.tensor([0, 2, 2, 4]), torch.tensor([1, 2, 0, 2])
+    expected = torch.tensor([[5.0, 50.0], [0.0, 0.0], [4.0, 40.0]])
+    assert torch.equal(sum_in_edges(indptr, sources, rows), expected)
+    assert torch.equal(sum_in_edges(indptr, sources, 2 * rows), 2 * expected)
+    # Another structure is not taken for the last one.
+    assert torch.equal(sum_in_edges(torch.tensor([0, 0, 1, 1]), torch.tensor([2]), rows)[1], rows[2])
+
+
+def test_slowdowns_are_ratios_of_at_least_one() -> None:
+    # Timings themselves are not asserted: machines are noisy.
+    assert 1.0 <= weighted_slowdown(4, 8) < float("inf")
+    assert 1.0 <= row_slowdown(lambda x: torch.exp(torch.sin(x))) < float("inf")

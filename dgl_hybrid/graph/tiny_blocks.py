@@ -66,6 +66,8 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
             send_counts=(0,),
             recv_counts=(0,),
             recv_global=none,
+            # Nothing to exchange, nothing to copy: what an exchange costs is priced by the row received, not held.
+            is_idle=True,
         )
         layers.append(
             LayerStructure(

@@ -136,18 +136,20 @@ class _QuietMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.dropout:
-            return self._product(args[0] if args else kwargs["input"])
+            return self._product(*args, **kwargs)
         if func is F.batch_norm:
             return self._affine(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _product(self, x: Tensor) -> Tensor:
+    def _product(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if p == 0.0 or not training:
+            return input
         if self.costs is None:
-            return x * 1.0
+            return input * 1.0
         # Its backward is charged as one product, so the rest of a slower backward is charged here.
         self.costs.factor = 2.0 * self.slowdown - 1.0
         try:
-            return x * 1.0
+            return input * 1.0
         finally:
             self.costs.factor = 1.0
 

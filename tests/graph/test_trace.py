@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tracing a model on small blocks finds out: operands, costs by level, and which rows depend on each other."""
+
+from __future__ import annotations
+
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
+from dgl_hybrid.graph.trace import TraceResult, trace_model
+
+IN, HIDDEN, OUT = 5, 9, 3
+
+
+class Field:
+    """Stands for a graph's field: the trace asks for its row shape and dtype only."""
+
+    def __init__(self, width: int) -> None:
+        self.local = torch.zeros(1, width)
+
+
+class Stack(nn.Module):
+    def __init__(self, *layers: nn.Module, norm: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.layers, self.norm, self.dropout = nn.ModuleList(layers), norm, nn.Dropout(dropout)
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        h = x
+        for index, layer in enumerate(self.layers):
+            h = layer(blocks[index], self.dropout(h) if self.dropout.p else h)
+            h = h.flatten(1)
+            if index == 0 and self.norm is not None:
+                h = self.norm(h)
+        return h
+
+
+def trace(model: nn.Module, *, in_feats: int = IN, num_layers: int = 2) -> TraceResult:
+    fields = StaticFields(source={}, destination={}, edge={})
+    template = CallTemplate.of_convention({"feat": Field(in_feats)}, fields)
+    return trace_model(model, template, num_layers)
+
+
+def test_the_operand_is_the_narrower_side_of_the_product() -> None:
+    result = trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)))
+    first, second = result.trace.layers
+    # GraphConv multiplies after aggregating where that is narrower: 5 -> 9 sends 5, 9 -> 3 sends 3.
+    assert (first.operand_width, second.operand_width) == (IN, OUT)
+    assert first.operand_bytes_fwd == 4 * IN
+    assert first.static_operand
+    assert first.operand_bytes_bwd == 0
+    assert second.operand_bytes_bwd == 4 * OUT
+    assert result.dense_below == 0
+
+
+def test_raw_features_cost_nothing_to_hold() -> None:
+    levels = trace(Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))).trace.levels
+    assert levels[0].row_flops == 0
+    assert levels[0].row_bytes == 0
+
+
+def test_flops_of_a_level_are_its_products() -> None:
+    levels = trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT))).trace.levels
+    # Level 1 rows are made by 5 x 9 (weight gradient too; features need none) and read through 9 x 3 (all three).
+    assert levels[1].row_flops == pytest.approx(2 * (2 * IN * HIDDEN + 3 * HIDDEN * OUT))
+    assert levels[2].row_flops == 0
+
+
+def test_attention_travels_with_its_features_and_is_dearer_by_the_edge() -> None:
+    gat = trace(Stack(dglnn.GATConv(IN, HIDDEN // 3, 3), dglnn.GATConv(HIDDEN, OUT, 1))).trace.layers[0]
+    gcn = trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT))).trace.layers[0]
+    assert gat.operand_width == HIDDEN + 3
+    assert gat.edge_bytes > gcn.edge_bytes
+    assert gat.edge_held_bytes > 0
+
+
+def test_dropout_costs_rows() -> None:
+    plain = trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT))).trace.levels[0]
+    dropped = trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), dropout=0.5)).trace.levels[0]
+    assert dropped.row_bytes > plain.row_bytes
+
+
+def test_batch_norm_needs_every_vertex_of_its_level() -> None:
+    norm = nn.BatchNorm1d(HIDDEN)
+    model = Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=norm)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert trace(model).dense_below == 2
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), "the model was changed"
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dimension", [61, 98, 135, 247])
+def test_a_width_equal_to_a_number_of_rows_confuses_nothing(dimension: int) -> None:
+    result = trace(Stack(dglnn.GraphConv(IN, dimension), dglnn.GraphConv(dimension, OUT)))
+    assert result.trace.levels[2].row_flops == 0
+    assert result.trace.levels[1].row_flops == pytest.approx(2 * (2 * IN * dimension + 3 * dimension * OUT))
+
+
+class _Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x - x.mean(0))
+
+
+def test_a_mean_over_vertices_is_refused() -> None:
+    with pytest.raises(BlockError, match="mixes rows of different vertices"):
+        trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=_Mean()))
+
+
+def test_a_model_of_fewer_layers_is_refused() -> None:
+    with pytest.raises(BlockError, match=r"does not use the blocks of layers \[3\].*the model has 2"):
+        trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)), num_layers=3)

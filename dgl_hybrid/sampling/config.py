@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the halo store may hold: strategy and budget, and how both reach processes that a job starts.
+
+Imports nothing of DGL: launchers read it before any of that is loaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Strategy = Literal["hybrid", "depcache", "depcomm"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
+"""Set for every process of a job in which the plugin is on; holds a `HaloConfig`."""
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """Bytes that one trainer may hold of other machines' rows and in-edge lists; at most one field is set."""
+
+    num_bytes: int | None = None
+    share: float | None = None
+    """Of the bytes of all node features of the graph."""
+    is_auto: bool = False
+    """A quarter of the memory that is free when the first loader is made, shared by the host's trainers."""
+
+    @property
+    def is_unlimited(self) -> bool:
+        return self.num_bytes is None and self.share is None and not self.is_auto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HaloConfig:
+    """What `enable` was asked for.
+
+    Raises:
+        ValueError: An unknown strategy or a budget that cannot be read.
+    """
+
+    strategy: Strategy = "hybrid"
+    """`hybrid` decides per vertex, `depcache` holds all that the loaders reach, `depcomm` reads as DistDGL does."""
+    budget: str | int = "auto"
+    """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each trainer."""
+
+    def __post_init__(self) -> None:
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy must be one of {', '.join(STRATEGIES)} (got {self.strategy!r})")
+        self.parsed_budget()
+
+    def parsed_budget(self) -> Budget:
+        """Returns the budget that holds: `depcache` has none."""
+        budget = parse_budget(self.budget)
+        return Budget() if self.strategy == "depcache" else budget
+
+    def to_environment(self) -> str:
+        """Returns the value of `ENABLE_VARIABLE` that makes other processes enable the same."""
+        return json.dumps({"strategy": self.strategy, "budget": self.budget})
+
+    @classmethod
+    def from_environment(cls, value: str) -> HaloConfig:
+        """Reads the value of `ENABLE_VARIABLE`; `1` stands for the defaults.
+
+        Raises:
+            ValueError: It is not one that `to_environment` writes.
+        """
+        try:
+            fields = json.loads(value)
+        except json.JSONDecodeError:
+            fields = None
+        if fields == 1:
+            return cls()
+        if not isinstance(fields, dict) or not set(fields) <= {"strategy", "budget"}:
+            raise ValueError(f"{ENABLE_VARIABLE} must be 1 or a JSON object with strategy and budget (got {value!r})")
+        return cls(**fields)
+
+
+def parse_budget(text: str | int) -> Budget:
+    """Reads a budget.
+
+    Raises:
+        ValueError: It is none of the forms that `HaloConfig.budget` lists.
+    """
+    if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
+        return Budget(num_bytes=text)
+    if text == "auto":
+        return Budget(is_auto=True)
+    if text == "unlimited":
+        return Budget()
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", str(text), re.IGNORECASE)
+    if match is not None and match[2] == "%":
+        return Budget(share=float(match[1]) / 100)
+    if match is not None and match[2].upper() in _UNITS:
+        return Budget(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
+    raise ValueError(f"budget must be 'auto', 'unlimited', a share such as '10%' or bytes such as '256MB' (got {text!r})")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one door through which ranks talk to each other: a process group of our own, rows, ids, sums and agreement.
+"""The one door through which ranks talk to each other: rows, ids, sums and agreement over a transport of our own.
 
-Everything here is collective over the communicator's group and runs in program order. A world of one rank needs no
-process group at all.
+Everything here is collective over the communicator's ranks and runs in program order. A world of one rank needs no
+transport at all.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
+from dgl_hybrid.exchange.transport import CollectiveTransport, Transport
 
 DEFAULT_TIMEOUT_S = 600.0
 _MOVED_AS_BYTES = frozenset(
@@ -28,27 +29,25 @@ _MOVED_AS_BYTES = frozenset(
 )
 """What gloo or NCCL does not send as it is."""
 
-_PROGRESS_KEY = "dgl_hybrid/late/{group}/{rank}"
-
 
 class Communicator:
-    """Rank `rank` of `world_size`, with a process group that only exchanges use.
+    """Rank `rank` of `world_size`, with a transport that only exchanges use.
 
     Args:
-        group: A `torch.distributed` process group, or None for a world of one rank.
-        name: Names the group in messages about peers that did not take part.
+        transport: What carries tensors between the ranks, or None for a world of one rank.
+        name: Names the ranks' group where peers that did not take part are looked for.
 
     Attributes:
         rank, world_size: This process and their number.
         clock: Every exchange of rows, for the time split and the bytes sent.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, *, name: str = "exchange") -> None:
-        self.group = group
+    def __init__(self, transport: Transport | None, *, name: str = "exchange") -> None:
+        self.transport = transport
         self.name = name
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.backend = "none" if group is None else str(dist.get_backend(group))
+        self.rank = 0 if transport is None else transport.rank
+        self.world_size = 1 if transport is None else transport.world_size
+        self.backend = "none" if transport is None else transport.backend
         self.clock = ExchangeClock()
         self.num_calls = 0
         self.cross_check = False
@@ -88,14 +87,14 @@ class Communicator:
         self.num_calls += 1
         start_s = time.perf_counter()
         received = send.new_empty((sum(recv_counts), *send.shape[1:]))
-        if self.group is None:
+        if self.transport is None:
             received.copy_(send)
         else:
             if self.cross_check:
                 self._cross_check(send, send_counts, recv_counts, layer, backward)
             what = f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"
             with self._named(what):
-                self._all_to_all(received, send.contiguous(), list(recv_counts), list(send_counts))
+                self._all_to_all(self.transport, received, send.contiguous(), list(recv_counts), list(send_counts))
         row_bytes = send.element_size() * (send[0].numel() if len(send) else 0)
         own = send_counts[self.rank] if len(send_counts) > self.rank else 0
         self.clock.record(
@@ -131,47 +130,50 @@ class Communicator:
                         f"{peer} for layer {layer}, which sends {sent}. Rebuild both plans from one partition."
                     )
 
-    def _all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
-        if send.is_cuda and self.backend != "nccl":
+    @staticmethod
+    def _all_to_all(
+        transport: Transport, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
+    ) -> None:
+        if send.is_cuda and transport.device.type == "cpu":
             # gloo moves host memory: stage through pinned buffers. Several ranks may share one GPU this way, which
             # NCCL refuses.
             host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
             host_recv = torch.empty(received.shape, dtype=received.dtype, pin_memory=True)
             host_send.copy_(send, non_blocking=True)
             torch.cuda.current_stream(send.device).synchronize()
-            dist.all_to_all_single(host_recv, host_send, recv_counts, send_counts, group=self.group)
+            transport.all_to_all(host_recv, host_send, recv_counts, send_counts)
             received.copy_(host_recv, non_blocking=True)
             # The pinned buffer must outlive the copy that reads it.
             torch.cuda.current_stream(send.device).synchronize()
         else:
-            dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+            transport.all_to_all(received, send, recv_counts, send_counts)
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer how many rows it will get from this rank. Collective."""
-        if self.group is None:
+        if self.transport is None:
             return list(send_counts)
         sent = self._tensor(list(send_counts))
         received = torch.empty_like(sent)
+        ones = [1] * self.world_size
         with self._named("exchange of counts"):
-            dist.all_to_all_single(received, sent, group=self.group)
+            self.transport.all_to_all(received, sent, ones, ones)
         return [int(count) for count in received.tolist()]
 
     # ---------------------------------------------------------------- small things all ranks agree on
 
     def _tensor(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
-        device = torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.tensor(values, dtype=dtype, device=None if self.transport is None else self.transport.device)
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduces `tensor` by sum, in place. Collective."""
-        if self.group is not None:
+        if self.transport is not None:
             with self._named("sum over ranks"):
-                if tensor.is_cuda and self.backend != "nccl":
+                if tensor.is_cuda and self.transport.device.type == "cpu":
                     host = tensor.cpu()
-                    dist.all_reduce(host, group=self.group)
+                    self.transport.all_reduce(host)
                     tensor.copy_(host)
                 else:
-                    dist.all_reduce(tensor, group=self.group)
+                    self.transport.all_reduce(tensor)
         return tensor
 
     def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
@@ -185,12 +187,10 @@ class Communicator:
         return [[float(v) for v in row.tolist()] for row in gathered]
 
     def _gather(self, tensor: Tensor) -> list[Tensor]:
-        if self.group is None:
+        if self.transport is None:
             return [tensor]
-        out = [torch.empty_like(tensor) for _ in range(self.world_size)]
         with self._named("gather"):
-            dist.all_gather(out, tensor, group=self.group)
-        return out
+            return self.transport.all_gather(tensor)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Returns every rank's JSON-serialisable value, by rank. Collective (`all_gather_object` would pickle)."""
@@ -213,7 +213,7 @@ class Communicator:
         Returns:
             (sum of n, F), dtype and device of `rows_NF`.
         """
-        if self.group is None:
+        if self.transport is None:
             return rows_NF
         sizes = [row[0] for row in self.gather_ints([len(rows_NF)])]
         padded = rows_NF.new_zeros((max(sizes), rows_NF.shape[1]), device=self._tensor([0]).device)
@@ -277,24 +277,13 @@ class Communicator:
             self._explain(what, error)
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:
-        late = self._find_late_ranks()
+        late = [] if self.transport is None else self.transport.find_late_ranks(self.name, self.num_calls)
         who = f"rank {', '.join(map(str, late))} did not take part" if late else "a peer left or failed"
         raise ExchangeError(
             f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. Every rank must make the same "
             f"calls in the same order (an `if rank == 0: evaluate()` breaks this), and an exception on one rank ends "
             f"the job on all. ({error})"
         ) from error
-
-    def _find_late_ranks(self) -> list[int]:
-        """Each rank that is stuck says so in the store; after a moment, those that said nothing are the late ones."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(_PROGRESS_KEY.format(group=self.name, rank=self.rank), str(self.num_calls))
-            time.sleep(1.0)
-            keys = [_PROGRESS_KEY.format(group=self.name, rank=rank) for rank in range(self.world_size)]
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
-        except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
-            return []
 
 
 def _describe(header: list[int]) -> str:
@@ -338,4 +327,4 @@ def create_communicator(*, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | 
     group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
-    return Communicator(group)
+    return Communicator(CollectiveTransport(group))

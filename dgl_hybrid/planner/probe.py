@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -26,19 +27,57 @@ Aggregate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(indptr (N + 1,), sources (E,), rows (N, F)) -> (N, F): the sum of source rows over each row's in-edges."""
 
 
+class Links(Protocol):
+    """What ranks exchange tensors over: an `exchange.transport.Transport`, or the default process group."""
+
+    rank: int
+    world_size: int
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None: ...
+
+    def all_reduce(self, tensor: Tensor) -> None: ...
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+
+
+class _DefaultGroup:
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    @property
+    def device(self) -> torch.device:
+        is_nccl = "nccl" in str(dist.get_backend())
+        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        dist.all_to_all_single(received, send, recv_counts, send_counts)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        gathered = [torch.zeros_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
+
+
 def probe(
-    group: dist.ProcessGroup | None = None,
+    links: Links | None = None,
     *,
     device: str | torch.device = "cpu",
     aggregate: Aggregate | None = None,
 ) -> Topology:
-    """Measures device and link rates. Collective over `group` (or the default group); alone without torch.distributed.
+    """Measures device and link rates. Collective over `links` (or the default group); alone without torch.distributed.
 
     All ranks measure at once: on one host they share memory bandwidth in training too. The slowest rank's device rates
     count for all, so that every rank plans with the same numbers.
 
     Args:
-        group: ranks to probe; None: the default group if there is one.
+        links: between the ranks to probe; None: the default group if there is one.
         device: where the model runs; links are probed with tensors there if the backend carries them, else on the CPU.
         aggregate: sums rows over in-edges as training will; None: a plain torch product, slower than DGL's kernel.
 
@@ -46,28 +85,25 @@ def probe(
         The same topology on every rank.
     """
     device = torch.device(device)
-    grouped = group is not None or (dist.is_available() and dist.is_initialized())
-    world_size = dist.get_world_size(group) if grouped else 1
-    if grouped:
-        dist.barrier(group)
+    if links is None and dist.is_available() and dist.is_initialized():
+        links = _DefaultGroup()
+    if links is not None:
+        links.all_reduce(torch.zeros(1, device=links.device))  # all begin together
     rates = [
         _gemm_rate(device),
         _row_rate(device),
         *(_gather_rate(device, width, aggregate) for width in GATHER_WIDTHS),
     ]
-    if not grouped or world_size == 1:
+    if links is None or links.world_size == 1:
         return _topology(rates, [[0.0]], [[1e12]], 0.0, 1e12, device, time.time(), _machine(device))
-    link_device = device if "nccl" in str(dist.get_backend(group)) else torch.device("cpu")
-    latency_s, bandwidth = _links(group, world_size, link_device)
+    world_size, link_device = links.world_size, links.device
+    latency_s, bandwidth = _measure_links(links)
     tensors = [torch.zeros(num_bytes // 4, device=link_device) for num_bytes in (SMALL_BYTES, LINK_BYTES)]
-    small_s, large_s = (_best(partial(dist.all_reduce, x, group=group), link_device) for x in tensors)
+    small_s, large_s = (_best(partial(links.all_reduce, x), link_device) for x in tensors)
     mine = [*rates, small_s, _rate(small_s, large_s), *latency_s, *bandwidth, time.time(), *_encode(_machine(device))]
-    row = torch.tensor(mine, dtype=torch.float64, device=link_device)
-    gathered = [torch.zeros_like(row) for _ in range(world_size)]
-    dist.all_gather(gathered, row, group=group)
-    table = torch.stack(gathered)
-    # Every rank has the same table by now; a broadcast makes that true whatever the backend does.
-    dist.broadcast(table, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    table = torch.stack(links.all_gather(torch.tensor(mine, dtype=torch.float64, device=link_device)))
+    # Every rank has the same table by now; taking rank 0's makes that true whatever the backend does.
+    table = links.all_gather(table)[0]
     sizes = [len(rates), 1, 1, world_size, world_size, 1, MACHINE_CHARS]
     device_rates, reduce_s, reduce_rate, received_latency, received_rate, now, name = table.cpu().split(sizes, dim=1)
     return _topology(
@@ -123,13 +159,13 @@ def _rate(small_s: float, large_s: float) -> float:
     return LINK_BYTES / max(large_s - small_s, large_s / 2)
 
 
-def _links(group: dist.ProcessGroup | None, world_size: int, device: torch.device) -> tuple[list[float], list[float]]:
+def _measure_links(links: Links) -> tuple[list[float], list[float]]:
     """Measures, as receiver, latency and rate from each rank.
 
     Pair by pair would need P rounds and would not be what training sees; instead in round s every rank sends to
     `rank + s` and receives from `rank - s`, so each link carries one transfer at a time while all ranks are busy.
     """
-    rank = dist.get_rank(group)
+    rank, world_size, device = links.rank, links.world_size, links.device
     latency_s, rate = [0.0] * world_size, [1e12] * world_size
     for step in range(1, world_size):
         source, target = (rank - step) % world_size, (rank + step) % world_size
@@ -138,7 +174,7 @@ def _links(group: dist.ProcessGroup | None, world_size: int, device: torch.devic
             send_counts, recv_counts = [0] * world_size, [0] * world_size
             send_counts[target] = recv_counts[source] = num_bytes // 4
             sent, received = torch.zeros(num_bytes // 4, device=device), torch.zeros(num_bytes // 4, device=device)
-            exchange = partial(dist.all_to_all_single, received, sent, recv_counts, send_counts, group=group)
+            exchange = partial(links.all_to_all, received, sent, recv_counts, send_counts)
             seconds.append(_best(exchange, device))
         latency_s[source] = seconds[0]
         rate[source] = _rate(*seconds)

@@ -116,7 +116,7 @@ class PlanMaker:
         """Plans for a trace that all ranks hold. Collective."""
         g, communicator = self._graph, self._graph.communicator
         if g.topology is None:
-            g.topology = probe(communicator.group, aggregate=InEdgeSum())
+            g.topology = probe(communicator.transport, aggregate=InEdgeSum())
         problem = build_plan_problem(
             communicator,
             g.nodes,

@@ -49,7 +49,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     evaluator = Evaluator(g, job.model.num_layers)
     config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
-    if communicator.group is not None:
+    if communicator.transport is not None:
         wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     clock = EpochClock(communicator, job.model.num_layers)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What carries tensors between ranks: the few operations a `Communicator` needs, and their `torch.distributed` form."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_PROGRESS_KEY = "dgl_hybrid/late/{name}/{rank}"
+
+
+class Transport(ABC):
+    """Moves plain tensors between `world_size` ranks, in program order; every operation is collective.
+
+    A peer that does not take part makes an operation raise `RuntimeError` after the transport's timeout.
+
+    Attributes:
+        rank, world_size: This process and their number.
+        backend: "gloo", "nccl" or "kvstore".
+    """
+
+    rank: int
+    world_size: int
+    backend: str
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie that it moves as they are."""
+        return torch.device("cpu")
+
+    @abstractmethod
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        """Sends `send_counts[q]` consecutive rows of `send` to every rank q and fills `received`, by sending rank.
+
+        Both tensors are contiguous and on `device`; `send` may be written to again as soon as this returns.
+        """
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Replaces `tensor` by its sum over ranks."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns every rank's tensor, by rank; shapes are equal."""
+
+    @abstractmethod
+    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+        """Returns the ranks that did not come to a call that failed here, as far as can be told.
+
+        Args:
+            name: Of the communicator; alike on every rank.
+            num_calls: Exchanges this rank has begun.
+        """
+
+
+class CollectiveTransport(Transport):
+    """A process group of `torch.distributed`.
+
+    Args:
+        group: Used by nobody else, since calls on it are in program order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.backend = str(dist.get_backend(group))
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        out = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(out, tensor, group=self.group)
+        return out
+
+    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+        """Each rank that is stuck says so in the store; after a moment, those that said nothing are the late ones."""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(_PROGRESS_KEY.format(name=name, rank=self.rank), str(num_calls))
+            time.sleep(1.0)
+            keys = [_PROGRESS_KEY.format(name=name, rank=rank) for rank in range(self.world_size)]
+            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+        except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
+            return []

@@ -4,14 +4,23 @@
 `import dgl_hybrid` installs an import hook; when a module of DGL that has a fix in `patches/` is loaded, it gets the
 mended source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served
 by `dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where
-`import dgl` would fail.
+`import dgl` would fail, or where the environment variable `DGL_HYBRID_ENABLE` asks for the plugin.
+
+Fixes of how DistDGL behaves are switched on and off with the plugin (`dgl_hybrid.compat.repairs`).
 """
 
 from __future__ import annotations
 
-from dgl_hybrid.compat.hook import FINDER, CompatWarning, install
+from dgl_hybrid.compat.hook import FINDER, CompatWarning, after_dgl_import, install
 
-__all__ = ["CompatWarning", "describe", "dgl_version_supported", "install", "require_supported_dgl"]
+__all__ = [
+    "CompatWarning",
+    "after_dgl_import",
+    "describe",
+    "dgl_version_supported",
+    "install",
+    "require_supported_dgl",
+]
 
 
 def dgl_version_supported() -> bool:
@@ -40,7 +49,7 @@ def describe() -> dict[str, object]:
 
     Returns:
         JSON-like: `dgl`, `torch`, `numpy` (versions or None), `supported_dgl`, `dgl_supported`, `startup_hook` (is the
-        `.pth` file at work in this process), `fixes`: a list of dicts `name, summary, reason, upstream, state`.
+        `.pth` file at work in this process), `fixes`: a list of dicts `name, summary, reason, upstream, when, state`.
     """
     import sys
     from importlib import metadata
@@ -68,6 +77,7 @@ def describe() -> dict[str, object]:
                 "summary": fix.summary,
                 "reason": fix.reason,
                 "upstream": fix.upstream,
+                "when": fix.when,
                 "state": FINDER.state(fix.name),
             }
             for fix in load_fixes()

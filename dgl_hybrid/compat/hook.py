@@ -11,7 +11,8 @@ from importlib.machinery import SourceFileLoader
 
 TYPE_CHECKING = False  # not from typing: that import takes longer than the rest of this package
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
     from types import CodeType, ModuleType
 
@@ -42,14 +43,29 @@ class _MendedLoader(SourceFileLoader):
         return compile(self._mend(record=True), f"{self.path} (mended by dgl_hybrid)", "exec", dont_inherit=True)
 
     def _mend(self, *, record: bool) -> str:
-        from dgl_hybrid.compat.patchfile import apply_patches
-
         source = self.get_data(self.path).decode("utf-8").replace("\r\n", "\n")
-        mended = apply_patches(source, [(fix.name, patch) for fix, patch in self._patches])
+        mended = self._finder.mend(self.name, source, enabled=False)
         if record:
             for fix, _ in self._patches:
                 self._finder.record(fix.name, "in DGL's files already" if mended is source else "applied")
         return mended
+
+
+class _NotingLoader:
+    """Loads the package `dgl` by whichever loader found it, and tells the finder when it has run to its end."""
+
+    def __init__(self, loader: Loader, finder: MendingFinder) -> None:
+        self._loader = loader
+        self._finder = finder
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None
+        module.__spec__.loader = module.__loader__ = self._loader  # nobody else is to see this one
+        self._loader.exec_module(module)
+        self._finder.run_callbacks()
 
 
 class MendingFinder:
@@ -60,6 +76,8 @@ class MendingFinder:
         """Numbers of fixes to leave out (`{"0003"}`), for the tests that show what each one mends."""
         self._fixes: tuple[Fix, ...] | None = None
         self._by_module: dict[str, list[tuple[Fix, FilePatch]]] = {}
+        self._switchable: dict[str, list[tuple[Fix, FilePatch]]] = {}
+        self._callbacks: list[Callable[[], None]] = []
         self._states: dict[str, str] = {}
         self._searching = False
 
@@ -68,7 +86,11 @@ class MendingFinder:
         self._states[fix_name] = state
 
     def state(self, fix_name: str) -> str:
-        """Returns `applied`, `in DGL's files already`, `waiting` (not imported yet), `too late: …` or `left out`."""
+        """Returns what became of a fix.
+
+        `applied`, `in DGL's files already`, `waiting` (not imported yet), `too late: …` or `left out`; of a fix that
+        can be switched also `on` or `off`.
+        """
         return self._states.get(fix_name, "left out")
 
     def find_spec(
@@ -81,14 +103,65 @@ class MendingFinder:
             return None
         self.prepare()
         patches = self._by_module.get(fullname)
-        if not patches:
+        if not patches and fullname != "dgl":
             return None
         spec = self._find_elsewhere(fullname, path, target)
-        if spec is None or spec.origin is None or not isinstance(spec.loader, SourceFileLoader):
+        if spec is None or spec.loader is None:
             return spec
-        spec.loader = _MendedLoader(fullname, spec.origin, patches, self)
-        spec.cached = None
+        if patches and spec.origin is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _MendedLoader(fullname, spec.origin, patches, self)
+            spec.cached = None
+        if fullname == "dgl":
+            # Not a `Loader` by inheritance: importing importlib.abc would cost every process more than this module.
+            spec.loader = _NotingLoader(spec.loader, self)  # type: ignore[assignment]
         return spec
+
+    def call_after_dgl(self, callback: Callable[[], None]) -> None:
+        """Calls `callback` once, as soon as the package `dgl` has been imported: now, if it has."""
+        spec = getattr(sys.modules.get("dgl"), "__spec__", None)
+        if spec is not None and not getattr(spec, "_initializing", False):
+            callback()
+        else:
+            self._callbacks.append(callback)
+
+    def run_callbacks(self) -> None:
+        """Calls what waits for `dgl`, in the order of registration, each once; the first exception is the caller's."""
+        while self._callbacks:
+            self._callbacks.pop(0)()
+
+    def switchable(self) -> dict[str, list[tuple[Fix, FilePatch]]]:
+        """Returns the fixes that can be switched, by the name of the module that they mend."""
+        self.prepare()
+        return self._switchable
+
+    def mend(self, module: str, source: str, *, enabled: bool) -> str:
+        """Applies the fixes for one module to its text.
+
+        Args:
+            module: Its name.
+            source: The text of its file.
+            enabled: With the fixes that can be switched, or only with those made as DGL is imported.
+        Returns:
+            The mended text; `source` itself when all that is asked for is in it already.
+        Raises:
+            CompatError: when the text is neither the released one nor mended by hand.
+        """
+        from dgl_hybrid.compat.patchfile import apply_patches
+        from dgl_hybrid.errors import CompatError
+
+        always = [(fix.name, patch) for fix, patch in self._by_module.get(module, [])]
+        every = always + [(fix.name, patch) for fix, patch in self._switchable.get(module, [])]
+        if enabled or len(every) == len(always):
+            return apply_patches(source, every)
+        try:
+            return apply_patches(source, always) if always else source
+        except CompatError:
+            try:
+                if apply_patches(source, every) is source:
+                    return source  # mended by hand, with what could have been switched
+            except CompatError:
+                pass  # the first error says it better
+            raise
 
     def prepare(self) -> None:
         """Reads the fixes for the installed DGL, once; warns when that DGL is not a supported one."""
@@ -108,8 +181,11 @@ class MendingFinder:
             return
         self._fixes = tuple(fix for fix in load_fixes() if is_in(version, fix.dgl) and fix.name[:4] not in self.skip)
         for fix in self._fixes:
-            self.record(fix.name, "waiting")
+            self.record(fix.name, "off" if fix.when == "enabled" else "waiting")
             for patch in fix.files:
+                if fix.when == "enabled":
+                    self._switchable.setdefault(patch.module, []).append((fix, patch))
+                    continue
                 self._by_module.setdefault(patch.module, []).append((fix, patch))
                 loaded = sys.modules.get(patch.module)
                 if loaded is not None and not isinstance(loaded.__loader__, _MendedLoader):
@@ -137,3 +213,12 @@ def install() -> None:
     """Puts the finder in front of Python's own, once. Cheap: reads nothing until `dgl` is imported."""
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
+
+
+def after_dgl_import(callback: Callable[[], None]) -> None:
+    """Calls `callback` once, as soon as the top-level package `dgl` has been imported (at once if it already has).
+
+    An exception of the callback is raised by the `import dgl` that set it off, or by this call.
+    """
+    install()
+    FINDER.call_after_dgl(callback)

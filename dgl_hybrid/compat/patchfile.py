@@ -10,11 +10,15 @@ the file that is applied to the running process is the very file that is applied
       like this one
     Upstream: URL of the upstream change, or `none known`
     Test: tests/compat/test_fixes.py::test_...
+    When: enabled
 
     --- a/dgl/utils/__init__.py
     +++ b/dgl/utils/__init__.py
     @@ -9,6 +9,6 @@
     ...
+
+`When` may be left out: such a fix is applied as DGL is imported. One that says `enabled` changes how a DGL that works
+behaves, and is switched on and off while a program runs (`dgl_hybrid.compat.repairs`).
 
 Every context and removed line has to stand exactly where the hunk says: a fix that lands on code it was not written for
 is worse than none, so nothing is searched for and nothing is fuzzy.
@@ -26,10 +30,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal, get_args
 
 from dgl_hybrid.errors import CompatError
 
 HEADER_KEYS = ("Fix", "DGL", "Reason", "Upstream", "Test")
+When = Literal["import", "enabled"]
 _HUNK = re.compile(r"^@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
@@ -70,6 +76,8 @@ class Fix:
     reason: str
     upstream: str
     test: str
+    when: When
+    """`import`: applied as DGL is imported; `enabled`: switched on by `dgl_hybrid.compat.repairs`."""
     files: tuple[FilePatch, ...]
 
 
@@ -92,6 +100,7 @@ def read_fix(path: Path) -> Fix:
         reason=header["Reason"],
         upstream=header["Upstream"],
         test=header["Test"],
+        when=_parse_when(path.name, header.get("When", "import")),
         files=_parse_diff(path.name, lines, body),
     )
 
@@ -109,6 +118,13 @@ def _parse_header(name: str, lines: list[str]) -> dict[str, str]:
     if missing:
         raise CompatError(f"{name}: the header must have {', '.join(HEADER_KEYS)} (missing: {', '.join(missing)})")
     return header
+
+
+def _parse_when(name: str, value: str) -> When:
+    for when in get_args(When):
+        if value == when:
+            return when  # type: ignore[no-any-return]
+    raise CompatError(f"{name}: expected 'When: {' or '.join(get_args(When))}' (got {value!r})")
 
 
 def _parse_diff(name: str, lines: list[str], at: int) -> tuple[FilePatch, ...]:

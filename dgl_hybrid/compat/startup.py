@@ -6,6 +6,7 @@ Executed from its path, outside the package: deciding whether to act must not im
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,13 +16,17 @@ if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
 
+ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
+"""Set where the plugin is to be on; named again in `dgl_hybrid.sampling.config`, which must not be imported here."""
+
+
 def find_dgl() -> ModuleSpec | None:
-    """Imports `dgl_hybrid`, which mends DGL, if `import dgl` would fail without it.
+    """Imports `dgl_hybrid`, which mends DGL, if `import dgl` would fail without it or the plugin is to be on.
 
     Returns:
         What `dgl_hybrid`'s finder says about `dgl`, to be handed on; None leaves the search to Python.
     """
-    if not dgl_would_fail():
+    if not os.environ.get(ENABLE_VARIABLE) and not dgl_would_fail():
         return None
     from dgl_hybrid.compat.hook import FINDER
 

@@ -162,6 +162,42 @@ PROGRAMS = {
         torch.cat(ys, 1).square().sum().backward()
         torch.testing.assert_close(x.grad, plain.grad)
     """,
+    "0011": """
+        import dgl, torch
+        from dgl.distributed import rpc_client
+        from dgl.heterograph_index import create_heterograph_from_shared_memory
+        from dgl.ndarray import create_shared_mem_array, exist_shared_mem_array, get_shared_mem_array
+        names = lambda: {name for name in os.listdir("/dev/shm") if unique in name}
+        unique = f"several_{os.getpid()}_{os.urandom(4).hex()}"  # nobody else's
+        namebook = {i: [i, "127.0.0.1", 30050 + i, 1] for i in range(3)}
+        plain = dgl.graph(([0, 1], [1, 2])).shared_memory(unique)
+        assert rpc_client.get_local_machine_id(namebook) == 0
+        assert {name for name in names() if not name.startswith(unique)} == set()
+        del plain
+        held = []
+        for machine in (1, 2):
+            os.environ["DGL_HYBRID_MACHINE_ID"] = str(machine)
+            os.environ["DGL_HYBRID_SHM_PREFIX"] = f"machine{machine}_"
+            assert rpc_client.get_local_machine_id(namebook) == machine
+            assert not exist_shared_mem_array("/" + unique + "_rows")
+            held.append(dgl.graph(([0] * machine, [1] * machine)).shared_memory(unique, formats=("csc",)))
+            held.append(create_shared_mem_array("/" + unique + "_rows", (machine,), torch.int64).fill_(machine))
+        assert {name[:9] for name in names()} == {"machine1_", "machine2_"}, names()
+        for machine in (1, 2):
+            os.environ["DGL_HYBRID_SHM_PREFIX"] = f"machine{machine}_"
+            assert exist_shared_mem_array("/" + unique + "_rows")
+            rows = get_shared_mem_array("/" + unique + "_rows", (machine,), torch.int64)
+            assert rows.tolist() == [machine] * machine
+            graph, _, _ = create_heterograph_from_shared_memory(unique)
+            assert graph.num_edges(0) == machine
+        # GraphBolt's names, without its library.
+        class Bolted:
+            copy_to_shared_memory = staticmethod(lambda name: name)
+        from dgl.distributed import dist_graph
+        dist_graph.gb = type("gb", (), {"load_from_shared_memory": staticmethod(lambda name: name)})
+        assert dist_graph._copy_graph_to_shared_mem(Bolted, "name", ["csc"], True) == "machine2_name"
+        assert dist_graph._get_graph_from_shared_mem("name", True) == "machine2_name"
+    """,
 }
 
 FIXES = {fix.name[:4]: fix for fix in load_fixes()}

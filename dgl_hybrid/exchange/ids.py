@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.segments import gather_segments, indptr_of
+from dgl_hybrid.exchange.segments import indptr_of
+from dgl_hybrid.partition import EdgeLists
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,27 +105,26 @@ def fetch_rows(communicator: Communicator, ownership: Ownership, rows: Tensor, i
     return table.index_select(0, inverse.to(rows.device))
 
 
-def fetch_segments(
-    communicator: Communicator, ownership: Ownership, indptr: Tensor, columns: list[Tensor], ids_sorted_global: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """Fetches variable-length rows (in-edge lists) from their owners. Collective.
+def fetch_lists(
+    communicator: Communicator, ownership: Ownership, lists: EdgeLists, ids_sorted_global: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Fetches in-edge lists from their owners. Collective.
 
     Args:
-        indptr: (N + 1,) of the rows owned here.
-        columns: int64 values per entry, each (indptr[-1],).
+        lists: Of the nodes owned here.
         ids_sorted_global: (n,) ascending, none owned here.
 
     Returns:
-        `(counts, columns)`: (n,) entries per row and their values, in the order asked.
+        `(counts, src_global, eid_global)`: (n,) edges per node, and their values in the order asked.
     """
     routing = request_ids(communicator, ownership, ids_sorted_global)
-    counts, positions = gather_segments(indptr, routing.send_local)
+    counts, src, eid = lists.gather(routing.send_local)
     received_counts = communicator.exchange(counts, routing.send_counts, routing.recv_counts)
     send_entries = _sum_by_peer(counts, routing.send_counts)
     recv_entries = _sum_by_peer(received_counts, routing.recv_counts)
-    packed = torch.stack([column[positions] for column in columns], dim=1)
-    received = communicator.exchange(packed, send_entries, recv_entries)
-    return received_counts, [column.contiguous() for column in received.unbind(dim=1)]
+    received = communicator.exchange(torch.stack([src, eid], dim=1), send_entries, recv_entries)
+    src, eid = (column.contiguous() for column in received.unbind(dim=1))
+    return received_counts, src, eid
 
 
 def _sum_by_peer(counts: Tensor, rows_by_peer: tuple[int, ...]) -> list[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The in-edge lists this rank knows: its own, those the partition folder holds for halo nodes, those it asked for."""
+"""The in-edge lists this rank knows: its own, those its part holds for halo nodes, those it asked for."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.ids import Ownership, fetch_segments
-from dgl_hybrid.exchange.segments import difference, find_sorted, gather_segments, indptr_of
-from dgl_hybrid.partition import LocalPartition
+from dgl_hybrid.exchange.ids import Ownership, fetch_lists
+from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of
+from dgl_hybrid.partition import EdgeLists, RankPart, StoredLists
+from dgl_hybrid.partition.split import expand_ranges
 
 
 class InEdges:
-    """Complete in-edge lists by global id, in original edge-id order inside each list.
+    """Complete in-edge lists by global id, in ascending edge id inside each list.
 
-    What the folder does not hold (a plain DistDGL folder has one halo hop) is fetched from the owners once, so any
-    folder serves any number of layers.
+    What the part does not hold (a plain DistDGL part has one halo hop) is fetched from the owners once, so any part
+    serves any number of layers.
     """
 
-    def __init__(self, partition: LocalPartition, communicator: Communicator, ownership: Ownership) -> None:
+    def __init__(self, part: RankPart, communicator: Communicator, ownership: Ownership) -> None:
         self._communicator = communicator
         self._ownership = ownership
-        self._indptr, self._src, self._eid = partition.indptr, partition.src_global, partition.eid_global
-        self._halo = partition.halo_global
-        self._halo_indptr = partition.halo_indptr
-        self._halo_src, self._halo_eid = partition.halo_src_global, partition.halo_eid_global
+        self._owned = part.lists
+        self._halo, self._halo_lists = part.halo_global, part.halo_lists
+        self._fetched, self._fetched_lists = part.halo_global[:0], StoredLists.empty()
 
     def known_halo(self) -> Tensor:
         """Returns the halo nodes whose lists are known here, sorted."""
-        return self._halo
+        return torch.cat([self._halo, self._fetched]).sort().values
 
     def ensure(self, ids_global: Tensor) -> None:
         """Makes the lists of these halo nodes known. Collective: every rank calls it, with ids or none."""
         foreign = ids_global[~self._ownership.is_owned(ids_global)]
-        missing = torch.unique(difference(foreign, self._halo))
-        counts, (src, eid) = fetch_segments(
-            self._communicator, self._ownership, self._indptr, [self._src, self._eid], missing
-        )
+        missing = torch.unique(difference(difference(foreign, self._halo), self._fetched))
+        counts, src, eid = fetch_lists(self._communicator, self._ownership, self._owned, missing)
         if len(missing) == 0:
             return
         # Merge the two sorted tables: concatenate the lists, then order them by id.
-        ids = torch.cat([self._halo, missing])
+        ids = torch.cat([self._fetched, missing])
         order = torch.argsort(ids)
-        all_counts = torch.cat([self._halo_indptr.diff(), counts])
-        _, positions = gather_segments(indptr_of(all_counts), order)
-        self._halo = ids[order]
-        self._halo_indptr = indptr_of(all_counts[order])
-        self._halo_src = torch.cat([self._halo_src, src])[positions]
-        self._halo_eid = torch.cat([self._halo_eid, eid])[positions]
+        before = self._fetched_lists
+        merged = StoredLists(
+            indptr_of(torch.cat([before.counts, counts])),
+            torch.cat([before.src_global, src]),
+            torch.cat([before.eid_global, eid]),
+        )
+        counts, src, eid = merged.gather(order)
+        self._fetched, self._fetched_lists = ids[order], StoredLists(indptr_of(counts), src, eid)
 
     def lookup(self, ids_global: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the lists of owned or ensured nodes, in the order given.
@@ -62,26 +62,28 @@ class InEdges:
         """
         mine = self._ownership.is_owned(ids_global)
         if bool(mine.all()):
-            counts, positions = gather_segments(self._indptr, ids_global - self._ownership.start)
-            return counts, self._src[positions], self._eid[positions]
-        found, position = find_sorted(self._halo, ids_global)
-        if not bool((mine | found).all()):
-            unknown = ids_global[~(mine | found)]
+            return self._owned.gather(ids_global - self._ownership.start)
+        in_halo, halo_row = find_sorted(self._halo, ids_global)
+        is_fetched, fetched_row = find_sorted(self._fetched, ids_global)
+        known = mine | in_halo | is_fetched
+        if not bool(known.all()):
+            unknown = ids_global[~known]
             raise PartitionError(
                 f"the in-edges of {len(unknown)} halo nodes (first: global id {int(unknown[0])}) are not known on rank "
                 f"{self._ownership.rank} of {self._ownership.world_size}"
             )
-        # One table of owned and halo rows, so that lists of both kinds come out in the order asked.
-        counts_all = torch.cat([self._indptr.diff(), self._halo_indptr.diff()])
-        row = torch.where(mine, ids_global - self._ownership.start, position + len(self._indptr) - 1)
-        starts_all = torch.cat([self._indptr[:-1], self._halo_indptr[:-1] + len(self._src)])
-        counts, starts = counts_all[row], starts_all[row]
-        ends = torch.cumsum(counts, 0)
-        total = int(ends[-1]) if len(ends) else 0
-        positions = torch.arange(total) + torch.repeat_interleave(starts - (ends - counts), counts)
-        in_halo = positions >= len(self._src)
-        src, eid = torch.empty(total, dtype=torch.int64), torch.empty(total, dtype=torch.int64)
-        src[~in_halo], eid[~in_halo] = self._src[positions[~in_halo]], self._eid[positions[~in_halo]]
-        halo_positions = positions[in_halo] - len(self._src)
-        src[in_halo], eid[in_halo] = self._halo_src[halo_positions], self._halo_eid[halo_positions]
+        tables: list[tuple[Tensor, EdgeLists, Tensor]] = [
+            (mine, self._owned, ids_global - self._ownership.start),
+            (in_halo, self._halo_lists, halo_row),
+            (is_fetched, self._fetched_lists, fetched_row),
+        ]
+        found = [lists.gather(row[chosen]) for chosen, lists, row in tables]
+        counts = torch.empty(len(ids_global), dtype=torch.int64)
+        for (chosen, _, _), (counts_found, _, _) in zip(tables, found, strict=True):
+            counts[chosen] = counts_found
+        offsets = indptr_of(counts)
+        src, eid = (torch.empty(int(offsets[-1]), dtype=torch.int64) for _ in range(2))
+        for (chosen, _, _), (_, src_found, eid_found) in zip(tables, found, strict=True):
+            place = expand_ranges(offsets[:-1][chosen], offsets[1:][chosen])
+            src[place], eid[place] = src_found, eid_found
         return counts, src, eid

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import dgl
@@ -13,6 +14,7 @@ from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.edge_lists import StoredLists
 from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.partition.split import counts_to_offsets, expand_ranges
@@ -72,6 +74,16 @@ class LocalPartition:
     def num_inner(self) -> int:
         """N."""
         return self.indptr.numel() - 1
+
+    @cached_property
+    def lists(self) -> StoredLists:
+        """In-edge lists of inner vertices."""
+        return StoredLists(self.indptr, self.src_global, self.eid_global)
+
+    @cached_property
+    def halo_lists(self) -> StoredLists:
+        """In-edge lists of the vertices of `halo_global`."""
+        return StoredLists(self.halo_indptr, self.halo_src_global, self.halo_eid_global)
 
 
 @dataclass(frozen=True, kw_only=True)

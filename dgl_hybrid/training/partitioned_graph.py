@@ -20,7 +20,7 @@ from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.partition import LocalPartition, load_partition, read_partition_summary
+from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
 from dgl_hybrid.planner import Topology
 
 
@@ -177,20 +177,20 @@ class PartitionedGraph:
         out_degrees: (N,) full-graph out-degrees of this rank's nodes.
     """
 
-    def __init__(self, partition: LocalPartition, communicator: Communicator) -> None:
+    def __init__(self, partition: RankPart, communicator: Communicator) -> None:
         self.partition = partition
         self.communicator = communicator
         self.nodes = Ownership(offsets=partition.node_offsets, rank=communicator.rank)
         self.edges = Ownership(offsets=partition.edge_offsets, rank=communicator.rank)
         self.row_sets = RowSets(communicator)
-        self.ndata = GraphFields(partition.node_data, self.nodes, self.row_sets, "node")
-        self.edata = GraphFields(partition.edge_data, self.edges, self.row_sets, "edge")
+        self.ndata = GraphFields(dict(partition.node_data), self.nodes, self.row_sets, "node")
+        self.edata = GraphFields(dict(partition.edge_data), self.edges, self.row_sets, "edge")
         self.in_edges = InEdges(partition, communicator, self.nodes)
         known = communicator.gather_ints([int(partition.out_degrees is not None)])
         if all(row[0] for row in known) and partition.out_degrees is not None:
             self.out_degrees = partition.out_degrees
         else:
-            self.out_degrees = self.sum_over_out_edges(torch.ones(len(partition.src_global), dtype=torch.int64))
+            self.out_degrees = self.sum_over_out_edges()
         self.topology: Topology | None = None
         """Measured rates of these ranks, once they were probed."""
         self._weighted_out_degrees: dict[str, tuple[Tensor, Tensor]] = {}
@@ -240,22 +240,21 @@ class PartitionedGraph:
         """Fetches static per-node rows by global id from their owners. Collective."""
         return fetch_rows(self.communicator, self.nodes, local_rows, ids_global)
 
-    def sum_over_out_edges(self, values: Tensor) -> Tensor:
+    def sum_over_out_edges(self, values: Tensor | None = None) -> Tensor:
         """Sums a value over the out-edges of every node; each rank contributes its own nodes' in-edges. Collective.
 
         Args:
-            values: (E,) per in-edge of this rank's nodes, in the order of `partition.src_global`.
+            values: One for each in-edge of this rank's nodes, in the order of `partition.lists`; None counts edges.
 
         Returns:
             (N,) sums for this rank's nodes over all out-edges in the graph.
         """
-        sources, position = torch.unique(self.partition.src_global, return_inverse=True)
-        partial = torch.zeros(len(sources), dtype=values.dtype).index_add_(0, position, values)
+        sources, partial = self.partition.lists.sum_by_source(values)
         counts = torch.bincount(self.nodes.owner_of(sources), minlength=self.nodes.world_size).tolist()
         arriving = self.communicator.exchange_counts(counts)
         ids = self.communicator.exchange(sources, counts, arriving)
         sums = self.communicator.exchange(partial, counts, arriving)
-        total = torch.zeros(self.nodes.stop - self.nodes.start, dtype=values.dtype)
+        total = torch.zeros(self.nodes.stop - self.nodes.start, dtype=partial.dtype)
         return total.index_add_(0, ids - self.nodes.start, sums)
 
     def weighted_out_degrees(self, edge_weight: Tensor, ids_global: Tensor) -> Tensor | None:
@@ -267,7 +266,8 @@ class PartitionedGraph:
             if field.identify(edge_weight):
                 known = self._weighted_out_degrees.get(name)
                 if known is None or known[0] is not field.local:
-                    local = field.local[self.partition.eid_global - self.edges.start]
+                    # Ranks of one machine share its edges, so those of own nodes need not be own edges.
+                    local = fetch_rows(self.communicator, self.edges, field.local, self.partition.lists.all_eids())
                     known = (field.local, self.sum_over_out_edges(local.reshape(len(local))))
                     self._weighted_out_degrees[name] = known
                 return self.fetch_nodes(known[1], ids_global)

@@ -7,9 +7,11 @@ public names below are loaded at first use.
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 
 from dgl_hybrid.compat import install
+from dgl_hybrid.compat.hook import after_dgl_import
 
 __version__ = "0.1.0"
 
@@ -18,15 +20,27 @@ _EXPORTS: dict[str, str] = {
     "FullGraphLoader": "dgl_hybrid.training.loader",
     "PartitionedGraph": "dgl_hybrid.training.partitioned_graph",
     "PlannerConfig": "dgl_hybrid.planner",
+    "disable": "dgl_hybrid.sampling.switch",
+    "enable": "dgl_hybrid.sampling.switch",
     "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
     "load_partition": "dgl_hybrid.partition",
     "partition_graph": "dgl_hybrid.partition",
+    "read_counts": "dgl_hybrid.sampling.counts",
+    "reset_read_counts": "dgl_hybrid.sampling.counts",
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 install()
+
+
+def _enable_as_parent() -> None:
+    import_module("dgl_hybrid.sampling.switch").enable_from_environment()
+
+
+if os.environ.get("DGL_HYBRID_ENABLE"):  # set by `enable` and by launchers for all processes of a job
+    after_dgl_import(_enable_as_parent)
 
 
 def __getattr__(name: str) -> object:

@@ -97,4 +97,6 @@ def parse_budget(text: str | int) -> Budget:
         return Budget(share=float(match[1]) / 100)
     if match is not None and match[2].upper() in _UNITS:
         return Budget(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
-    raise ValueError(f"budget must be 'auto', 'unlimited', a share such as '10%' or bytes such as '256MB' (got {text!r})")
+    raise ValueError(
+        f"budget must be 'auto', 'unlimited', a share such as '10%' or bytes such as '256MB' (got {text!r})"
+    )

@@ -1,0 +1,401 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one process holds of other machines' parts of one graph, and how it decides what that is.
+
+A loader says what an epoch will read (`loaders`, `expected_reads`); measured costs and the budget choose the in-edge
+lists and rows that save the most (`choose`). Lists are fetched at once, since the decision needs them; the rows of a
+field when it is first read. Scripts whose loaders say nothing are learnt from (`observed`).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from dgl.distributed import role
+from torch import Tensor
+
+from dgl_hybrid.exchange.segments import difference, find_sorted, gather_segments
+from dgl_hybrid.sampling.choose import HoldChoice, RemoteCosts, choose_held
+from dgl_hybrid.sampling.config import HaloConfig
+from dgl_hybrid.sampling.counts import COUNTS
+from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
+from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
+from dgl_hybrid.sampling.held_rows import HeldRows, Pull
+from dgl_hybrid.sampling.in_edge_lists import SEEDS_PER_REQUEST, InEdgeLists
+from dgl_hybrid.sampling.observed import ObservedReads
+from dgl_hybrid.sampling.remote_costs import measure_remote_costs
+from dgl_hybrid.sampling.written import WrittenFields
+
+_logger = logging.getLogger(__name__)
+
+_EXPLORE_BYTES = 256 * 2**20
+"""Lists that may be held for a moment, beyond the budget, to decide by."""
+_NARROW_BYTES = 16
+"""Rows up to this size (labels, masks) are read for the seeds; a little of the budget is kept for them."""
+_NARROW_SHARE = 0.05
+_AUTO_SHARE = 0.25
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedHalo:
+    """What a trainer's sampler processes get of its store: tensors in shared memory."""
+
+    lists: HaloTensors | None
+    rows: dict[str, tuple[Tensor, Tensor]]
+
+
+class HaloStore:
+    """The store of one graph in one process.
+
+    Args:
+        g: The `DistGraph`; not kept.
+        config: Strategy and budget.
+        written: Which fields nobody has written into.
+        pull_unheld: Reads rows by client, field name and ids, past this store.
+        share: There are sampler processes to share with.
+    """
+
+    def __init__(
+        self,
+        g: Any,
+        config: HaloConfig,
+        written: WrittenFields,
+        pull_unheld: Callable[[Any, str, Tensor], Tensor],
+        *,
+        share: bool,
+    ) -> None:
+        self.written = written
+        self._pull_unheld = pull_unheld
+        self._client = g._client
+        self._book = g.get_partition_book()
+        self._share = share
+        self._ntypes: list[str] = list(g.ntypes)
+        self._etypes: list[tuple[str, str, str]] = list(g.canonical_etypes)
+        self._is_holding = config.strategy != "depcomm"
+        self._budget_bytes = _find_budget(config, self._node_bytes())
+        self._lists = InEdgeLists(g) if self._is_holding else None
+        self._expected = ExpectedReads.none()
+        self._costs: RemoteCosts | None = None
+        self._narrow_reserve = 0.0
+        self.halo_graph: HaloGraph | None = None
+        self._rows: dict[str, HeldRows] = {}
+        self._observed_rows: dict[str, ObservedReads] = {}
+        self._observed_seeds = ObservedReads()
+        if self._is_holding and not self.written.is_guarded:
+            _logger.warning(
+                "the server of machine %d runs without dgl_hybrid, so it cannot tell of writes: in-edge lists will be "
+                "held, rows will not. Call dgl_hybrid.enable() before dgl.distributed.initialize().",
+                self._client.machine_id,
+            )
+
+    # ---------------------------------------------------------------- deciding
+
+    def plan_for(self, g: Any, loader: LoaderAccess) -> None:
+        """Adds a loader's reads to what is expected, and decides anew what is held."""
+        if self._lists is None:
+            return
+        start_s = time.perf_counter()
+        edge_type_of = self._edge_type_of if len(self._etypes) > 1 else None
+        new = expect_reads(loader, self._lists, make_known=self._explore, edge_type_of=edge_type_of)
+        self._expected = add_reads(self._expected, new)
+        foreign = self._book.nid2partid(self._expected.ids) != self._book.partid
+        ids = self._expected.ids[foreign]
+        if len(ids):
+            self._costs = self._costs or self._measure(g, ids, loader)
+            choice = self._choose(ids, foreign)
+            self._hold_lists(ids[choice.lists])
+            for held in self._rows.values():
+                held.is_complete = False
+            _logger.info(
+                "expects to read %d vertices of other machines; holds %d in-edge lists (%.1f MB), rows of about %d "
+                "(decided in %.1f s)",
+                len(ids),
+                int(choice.lists.sum()),
+                0.0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes / 1e6,
+                int(choice.rows.sum()),
+                time.perf_counter() - start_s,
+            )
+
+    def _explore(self, ids: Tensor, reads: Tensor) -> None:
+        """Fetches the lists of a frontier that are not known, those drawn from most often first, up to a limit."""
+        assert self._lists is not None
+        unknown = ~self._lists.is_known(ids)
+        ids, reads = ids[unknown], reads[unknown]
+        ids = ids[torch.argsort(reads, descending=True, stable=True)]
+        limit = max(self._budget_bytes, _EXPLORE_BYTES)
+        for some in ids.split(SEEDS_PER_REQUEST):
+            if self._lists.fetched_bytes >= limit:
+                _logger.info("decides without the in-edge lists of %d vertices: they would not fit", len(ids))
+                break
+            self._lists.fetch(torch.sort(some).values)
+
+    def _choose(self, ids: Tensor, foreign: Tensor) -> HoldChoice:
+        assert self._lists is not None
+        assert self._costs is not None
+        known = self._lists.is_known(ids)
+        degrees = torch.zeros(len(ids), dtype=torch.int64)
+        degrees[known] = self._lists.lookup(ids[known]).counts
+        seed_reads = torch.where(known, self._expected.as_frontier[foreign], 0.0)
+        is_seed = self._expected.as_seed[foreign] > 0
+        narrow_bytes = sum(size for size in self._row_bytes().values() if size <= _NARROW_BYTES)
+        self._narrow_reserve = min(
+            float(narrow_bytes * int(is_seed.sum())), _NARROW_SHARE * min(self._budget_bytes, 2.0**62)
+        )
+        can_hold_rows = self.written.is_guarded
+        return choose_held(
+            seed_reads=seed_reads,
+            row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
+            list_bytes=12 * degrees + 24,
+            row_bytes=self._widest_row_bytes(ids) + 8,
+            costs=self._costs,
+            budget_bytes=self._budget_bytes - self._narrow_reserve,
+        )
+
+    def _measure(self, g: Any, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
+        if math.isinf(self._budget_bytes):
+            return RemoteCosts(row_s=1.0, seed_s=1.0, latency_s=0.0)  # everything is held: nothing to weigh
+        owner = self._book.nid2partid(ids)
+        part = int(torch.mode(owner).values)
+        ids = ids[owner == part]
+        ntype, typed_ids = self._typed_nodes(ids)
+        most = int(torch.mode(ntype).values)
+        ids, row_ids = ids[ntype == most], typed_ids[ntype == most]
+        fields = {
+            name: size for name, size in self._row_bytes().items() if self._policy(name).type_name == self._ntypes[most]
+        }
+        name = max(fields, key=lambda known: fields[known], default=None)
+        pull = None if name is None else self._pull_of(name)
+        first = loader.fanouts[-1]
+        fanout = first if isinstance(first, int) else max(first)
+        return measure_remote_costs(pull, ids, part, fanout=fanout, row_ids=row_ids)
+
+    def _hold_lists(self, ids: Tensor) -> None:
+        assert self._lists is not None
+        if len(ids) == 0:
+            self.halo_graph = None
+        elif self.halo_graph is None or not torch.equal(self.halo_graph.tensors.ids, ids):
+            self.halo_graph = self._pack(ids)
+        self._lists.keep_held(self.halo_graph)
+
+    def _pack(self, ids: Tensor) -> HaloGraph:
+        assert self._lists is not None
+        tensors = pack_lists(ids, self._lists.lookup(ids), self._book)
+        if self._share:
+            tensors.share()
+        return HaloGraph(tensors, self._book.partid)
+
+    # ---------------------------------------------------------------- reading
+
+    def is_of(self, client: Any) -> bool:
+        """Whether this store reads through that client of the KVStore."""
+        return self._client is client
+
+    def has_field(self, client: Any, name: str) -> bool:
+        """Whether a read of that field is this store's to answer."""
+        return self._client is client and name in client._part_policy
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """Reads rows of a field: those held from here, the others as DistDGL does.
+
+        Args:
+            name: The KVStore's name of the field.
+            ids: (n,) ids within the field's type.
+        """
+        original = self._pull_of(name)
+        self.written.announce_direct_writes()
+        if not self._is_holding or not self.written.may_hold(name):
+            self._rows.pop(name, None)
+            self._count_remote(name, ids)
+            return original(ids)
+        wide_ids = ids.to(torch.int64)
+        held = self._rows.get(name)
+        if held is None or not held.is_complete:
+            held = self._hold_rows(name, wide_ids)
+        rows, not_held = held.read(wide_ids, original)
+        remote = self._count_remote(name, not_held)
+        if len(remote):
+            self._note_remote_rows(name, held, remote)
+        return rows
+
+    def _hold_rows(self, name: str, ids: Tensor) -> HeldRows:
+        """Fetches what is wanted of a field, once it is known whether it is read for the seeds or for all inputs."""
+        held = self._rows.get(name)
+        if held is None:
+            held = self._rows[name] = HeldRows(self._policy(name).get_size(), share=self._share)
+        wanted = self._wanted(name, held, ids)
+        if wanted is not None:
+            missing = wanted if held.rows is None else wanted[held.index.find(wanted) < 0]
+            room = self._room_bytes(name)
+            row_bytes = self._row_bytes_of(name) + 8
+            missing = missing if math.isinf(room) else missing[: max(0, int(room // row_bytes))]
+            held.fetch(torch.sort(missing).values, self._pull_of(name))
+            held.is_complete = True
+        return held
+
+    def _wanted(self, name: str, held: HeldRows, ids: Tensor) -> Tensor | None:
+        """The ids worth holding, the most read first; None while nothing is expected or none of `ids` is remote."""
+        policy = self._policy(name)
+        remote = torch.unique(ids[policy.to_partid(ids) != self._book.partid])
+        if len(self._expected.ids) == 0 or len(remote) == 0:
+            return None
+        if not policy.is_node:
+            return self._wanted_edges(policy)
+        ntype, typed_ids = self._typed_nodes(self._expected.ids)
+        of_type = ntype == self._ntypes.index(policy.type_name)
+        of_type[of_type.clone()] = policy.to_partid(typed_ids[of_type]) != self._book.partid
+        candidates, reads = typed_ids[of_type], self._expected.as_input[of_type]
+        as_seed = self._expected.as_seed[of_type]
+        seeds = torch.sort(candidates[as_seed > 0]).values
+        held.read_for = None
+        if bool(find_sorted(seeds, remote)[0].all()):
+            held.read_for, reads = seeds, as_seed
+        order = torch.argsort(reads, descending=True, stable=True)
+        return candidates[order[reads[order] > 0]]
+
+    def _wanted_edges(self, policy: Any) -> Tensor | None:
+        """In-edges of the held lists: their data is read beside them."""
+        if self.halo_graph is None:
+            return None
+        tensors = self.halo_graph.tensors
+        reads = self._expected.as_frontier[torch.searchsorted(self._expected.ids, tensors.ids)]
+        vertices = torch.argsort(reads, descending=True, stable=True)
+        _, positions = gather_segments(tensors.indptr.to(torch.int64), vertices)
+        eids = tensors.eid_global[tensors.edge_order[positions].to(torch.int64)]
+        if len(self._etypes) == 1:
+            return eids
+        etype, typed = (torch.as_tensor(part).to(torch.int64) for part in self._book.map_to_per_etype(eids))
+        return typed[etype == self._etypes.index(policy.type_name)]
+
+    def _note_remote_rows(self, name: str, held: HeldRows, remote: Tensor) -> None:
+        """Learns from rows that had to be read: more is wanted of the field, or they may come back."""
+        if held.read_for is not None and not bool(find_sorted(held.read_for, remote)[0].all()):
+            held.is_complete = False  # read for inputs as well: fetched at the next read
+            return
+        row_bytes = self._row_bytes_of(name) + 8
+        if self._room_bytes(name) < row_bytes:
+            return
+        observed = self._observed_rows.setdefault(name, ObservedReads())
+        if observed.add(remote):
+            often = observed.review(self._min_count)
+            often = often if held.rows is None else often[held.index.find(often) < 0]
+            room = self._room_bytes(name)
+            often = often if math.isinf(room) else often[: int(room // row_bytes)]
+            held.fetch(torch.sort(often).values, self._pull_of(name))
+            observed.forget(often)
+
+    @property
+    def _min_count(self) -> int:
+        """Reads that make an id worth holding: what is read once only costs as much to hold as to read."""
+        return 1 if math.isinf(self._budget_bytes) else 2
+
+    def _pull_of(self, name: str) -> Pull:
+        return lambda ids: self._pull_unheld(self._client, name, ids)
+
+    def _count_remote(self, name: str, ids: Tensor) -> Tensor:
+        if len(ids) == 0:
+            return ids
+        remote = ids[self._policy(name).to_partid(ids) != self._book.partid]
+        COUNTS.remote_rows += len(remote)
+        COUNTS.remote_bytes += len(remote) * self._row_bytes_of(name)
+        return remote
+
+    # ---------------------------------------------------------------- sampling
+
+    def note_remote_seeds(self, ids: Tensor) -> None:
+        """Counts vertices that other machines are asked to draw from; lists that come back often are held."""
+        if self._lists is None or self._room_bytes() < 64:
+            return
+        if self._observed_seeds.add(ids):
+            held = torch.empty(0, dtype=torch.int64) if self.halo_graph is None else self.halo_graph.tensors.ids
+            often = difference(self._observed_seeds.review(self._min_count), held)
+            self._lists.fetch(torch.sort(often).values)
+            num_bytes = 12 * self._lists.lookup(often).counts + 24
+            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes()]
+            self._observed_seeds.forget(often)
+            self._hold_lists(torch.sort(torch.cat([held, often])).values)
+
+    # ---------------------------------------------------------------- sharing with sampler processes
+
+    def shared(self) -> SharedHalo:
+        """Returns what sampler processes of this trainer may use."""
+        return SharedHalo(
+            lists=None if self.halo_graph is None else self.halo_graph.tensors,
+            rows={name: (held.index.ids, held.rows) for name, held in self._rows.items() if held.rows is not None},
+        )
+
+    def adopt(self, shared: SharedHalo) -> None:
+        """Uses what the trainer shared with this process."""
+        if shared.lists is not None:
+            self.halo_graph = HaloGraph(shared.lists, self._book.partid)
+            if self._lists is not None:
+                self._lists.keep_held(self.halo_graph)
+        for name, (ids, rows) in shared.rows.items():
+            held = self._rows.setdefault(name, HeldRows(self._policy(name).get_size()))
+            held.adopt(ids, rows)
+            held.is_complete = True
+
+    # ---------------------------------------------------------------- sizes
+
+    def _policy(self, name: str) -> Any:
+        return self._client._part_policy[name]
+
+    def _row_bytes_of(self, name: str) -> int:
+        part: Tensor = self._client._data_store[name]
+        return part.element_size() * math.prod(part.shape[1:])
+
+    def _row_bytes(self) -> dict[str, int]:
+        """Of the node fields that may be held."""
+        return {
+            name: self._row_bytes_of(name)
+            for name in self.written.static_names
+            if name in self._client._data_store and self._policy(name).is_node
+        }
+
+    def _node_bytes(self) -> int:
+        return sum(size * self._policy(name).get_size() for name, size in self._row_bytes().items())
+
+    def _widest_row_bytes(self, ids: Tensor) -> Tensor:
+        widest = torch.zeros(len(self._ntypes), dtype=torch.int64)
+        for name, size in self._row_bytes().items():
+            ntype = self._ntypes.index(self._policy(name).type_name)
+            widest[ntype] = max(int(widest[ntype]), size)
+        return widest[self._typed_nodes(ids)[0]]
+
+    def _room_bytes(self, name: str | None = None) -> float:
+        """What is left of the budget; a narrow field may use what is kept for them."""
+        if math.isinf(self._budget_bytes):
+            return math.inf
+        used = sum(held.num_bytes for held in self._rows.values())
+        used += 0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes
+        is_narrow = name is not None and self._row_bytes_of(name) <= _NARROW_BYTES
+        return self._budget_bytes - used - (0.0 if is_narrow else self._narrow_reserve)
+
+    def _typed_nodes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Homogeneous ids -> (type index, id within the type)."""
+        if len(self._ntypes) == 1:
+            return torch.zeros_like(ids), ids
+        ntype, typed_ids = self._book.map_to_per_ntype(ids)
+        return torch.as_tensor(ntype).to(torch.int64), torch.as_tensor(typed_ids).to(torch.int64)
+
+    def _edge_type_of(self, eids: Tensor) -> Tensor:
+        return torch.as_tensor(self._book.map_to_per_etype(eids)[0]).to(torch.int64)
+
+
+def _find_budget(config: HaloConfig, node_bytes: int) -> float:
+    budget = config.parsed_budget()
+    processes = 1 + int(os.environ.get("DGL_NUM_SAMPLER", "0"))
+    if budget.is_unlimited:
+        return math.inf
+    if budget.num_bytes is not None:
+        return float(budget.num_bytes)
+    if budget.share is not None:
+        return budget.share * node_bytes
+    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(1, role.get_num_trainers())
+    return float(_AUTO_SHARE * psutil.virtual_memory().available / (trainers * processes))

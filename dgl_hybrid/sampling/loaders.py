@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads from a DistDGL data loader, before it runs, what it is going to read: its seeds, batches and fanouts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
+from dgl.distributed import DistGraph, graph_services
+from torch import Tensor
+
+from dgl_hybrid.sampling.expected_reads import Fanout, LoaderAccess
+
+_EDGES_AT_ONCE = 2**20
+
+
+def graph_of_loader(collate_fn: Any) -> Any:
+    """Returns the `DistGraph` that a loader's collate function samples from, or None if it cannot be told."""
+    owner = getattr(collate_fn, "__self__", collate_fn)
+    g = getattr(owner, "g_sampling", getattr(owner, "g", None))
+    return g if isinstance(g, DistGraph) else None
+
+
+def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_fn: Any) -> LoaderAccess | None:
+    """Returns what a loader will read, as far as its objects say; None when they do not.
+
+    DGL's node and edge collators are understood, and objects of scripts with `fanouts` whose data set is node ids (the
+    way DistDGL scripts were written before those collators).
+
+    Args:
+        g: What `graph_of_loader` found.
+        dataset, batch_size, drop_last, collate_fn: As `DistDataLoader` gets them.
+    """
+    owner = getattr(collate_fn, "__self__", collate_fn)
+    num_batches = len(dataset) // batch_size if drop_last else math.ceil(len(dataset) / batch_size)
+    if isinstance(owner, (NodeCollator, EdgeCollator)):
+        sampler = owner.graph_sampler
+        fanouts = _read_fanouts(g, getattr(sampler, "fanouts", None), first_drawn_last=True)
+        if fanouts is None or getattr(sampler, "edge_dir", "in") != "in":
+            return None
+        if isinstance(owner, NodeCollator):
+            seeds, occurrences = _count(_homogeneous_nodes(g, owner.nids))
+        else:
+            seeds, occurrences = _edge_seeds(g, owner)
+        replace = bool(getattr(sampler, "replace", False))
+        return LoaderAccess(
+            seeds=seeds, occurrences=occurrences, num_batches=num_batches, fanouts=fanouts, replace=replace
+        )
+    fanouts = _read_fanouts(g, getattr(owner, "fanouts", None), first_drawn_last=False)
+    ids = _as_ids(dataset)
+    if fanouts is None or ids is None or len(g.ntypes) > 1:
+        return None
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= g.num_nodes()):
+        return None  # not node ids
+    seeds, occurrences = _count(ids)
+    return LoaderAccess(seeds=seeds, occurrences=occurrences, num_batches=num_batches, fanouts=fanouts)
+
+
+def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fanout, ...] | None:
+    if not isinstance(fanouts, Sequence) or isinstance(fanouts, str) or not fanouts:
+        return None
+    known: list[Fanout] = []
+    for fanout in fanouts:
+        if isinstance(fanout, Mapping):
+            by_type = {g.to_canonical_etype(etype): int(limit) for etype, limit in fanout.items()}
+            if set(by_type) != set(g.canonical_etypes):
+                return None
+            known.append(tuple(by_type[etype] for etype in g.canonical_etypes))
+        elif isinstance(fanout, int) or (isinstance(fanout, Tensor) and fanout.numel() == 1):
+            known.append(int(fanout))
+        else:
+            return None
+    return tuple(known if first_drawn_last else reversed(known))
+
+
+def _as_ids(dataset: Any) -> Tensor | None:
+    try:
+        ids = torch.as_tensor(dataset)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+    is_id = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool
+    return ids.to(torch.int64) if is_id else None
+
+
+def _count(ids: Tensor) -> tuple[Tensor, Tensor]:
+    unique, counts = torch.unique(ids, return_counts=True)
+    return unique, counts.to(torch.float64)
+
+
+def _homogeneous_nodes(g: Any, nids: Any) -> Tensor:
+    book = g.get_partition_book()
+    if isinstance(nids, Mapping):
+        parts = [_homogeneous(book.map_to_homo_nid, ids, ntype) for ntype, ids in nids.items() if len(ids)]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+    if len(g.ntypes) == 1 and not book.is_homogeneous:
+        return _homogeneous(book.map_to_homo_nid, nids, g.ntypes[0])
+    ids: Tensor = nids.to(torch.int64)
+    return ids
+
+
+def _homogeneous(to_homogeneous: Any, ids: Tensor, of_type: Any) -> Tensor:
+    mapped: Tensor = torch.as_tensor(to_homogeneous(ids.to(torch.int64), of_type))
+    return mapped.to(torch.int64)
+
+
+def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
+    """Both ends of the loader's edges, and what a uniform negative sampler adds to every vertex it draws from."""
+    book = g.get_partition_book()
+    by_type = collator.eids if isinstance(collator.eids, Mapping) else {g.canonical_etypes[0]: collator.eids}
+    ends: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
+    drawn: list[tuple[Tensor, float]] = []
+    num_negatives = _negatives_per_edge(collator.negative_sampler)
+    for etype, eids in by_type.items():
+        edges = eids.to(torch.int64)
+        if not book.is_homogeneous:
+            edges = _homogeneous(book.map_to_homo_eid, edges, etype)
+        for some in edges.split(_EDGES_AT_ONCE):
+            ends.extend(torch.as_tensor(side).to(torch.int64) for side in graph_services.find_edges(g, some))
+        if num_negatives:
+            of_type = g.to_canonical_etype(etype)[2]
+            every = torch.arange(g.num_nodes(of_type))
+            if not book.is_homogeneous:
+                every = _homogeneous(book.map_to_homo_nid, every, of_type)
+            drawn.append((every, num_negatives * len(eids) / max(len(every), 1)))
+    ids = torch.unique(torch.cat([*ends, *(every for every, _ in drawn)]))
+    occurrences = torch.zeros(len(ids), dtype=torch.float64)
+    together = torch.cat(ends)
+    occurrences.index_add_(0, torch.searchsorted(ids, together), torch.ones(len(together), dtype=torch.float64))
+    for every, times in drawn:
+        occurrences[torch.searchsorted(ids, every)] += times
+    return ids, occurrences
+
+
+def _negatives_per_edge(negative_sampler: Any) -> float:
+    """DGL's samplers name their number `k`; of others nothing is known, and what they draw is learnt while it runs."""
+    number = getattr(negative_sampler, "k", 0)
+    return float(number) if isinstance(number, (int, float)) else 0.0

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the hooks do while the plugin is on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from dgl.distributed import graph_services
+from torch import Tensor
+
+from dgl_hybrid.partition import partition_graph
+from dgl_hybrid.sampling.config import HaloConfig
+from dgl_hybrid.sampling.counts import COUNTS
+from dgl_hybrid.sampling.halo_store import HaloStore, SharedHalo
+from dgl_hybrid.sampling.hooks import Hook, HookSet, answer_pulls, unhooked_pull, withdraw
+from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
+from dgl_hybrid.sampling.written import WrittenFields, publish_table
+
+_PARTITION_PARAMETERS = (
+    "g graph_name num_parts out_path num_hops part_method balance_ntypes balance_edges return_mapping "
+    "num_trainers_per_machine objtype graph_formats use_graphbolt kwargs"
+)
+_SERVER_PARAMETERS = (
+    "self server_id ip_config num_servers num_clients part_config disable_shared_mem graph_format use_graphbolt"
+)
+_LOADER_PARAMETERS = "self dataset batch_size shuffle collate_fn drop_last queue_size"
+
+
+class HaloPlugin:
+    """The stores of this process, by graph, and what every hooked function of DGL does with them."""
+
+    def __init__(self, config: HaloConfig) -> None:
+        self.config = config
+        self._stores: dict[str, HaloStore] = {}
+        self._written: WrittenFields | None = None
+        self._is_partitioning = False
+        self._hooks = HookSet(self._make_hooks())
+
+    def install(self) -> None:
+        """Puts everything in place, or raises CompatError and changes nothing."""
+        self._hooks.install()
+        answer_pulls(self._answer_pull, last=True)
+
+    def remove(self) -> None:
+        """Gives DGL its functions back and forgets what is held."""
+        withdraw(self._answer_pull)
+        self._hooks.remove()
+        self._stores.clear()
+
+    def _make_hooks(self) -> tuple[Hook, ...]:
+        def hook(module: str, name: str, parameters: str, action: Callable[..., Any]) -> Hook:
+            return Hook(module=f"dgl.distributed{module}", name=name, parameters=parameters, action=action)
+
+        return (
+            hook(".partition", "partition_graph", _PARTITION_PARAMETERS, self._partition_graph),
+            hook("", "partition_graph", _PARTITION_PARAMETERS, self._partition_graph),
+            hook(
+                ".graph_services", "_distributed_access", "g nodes issue_remote_req local_access", self._draw_neighbours
+            ),
+            hook(".kvstore", "KVClient.push", "self name id_tensor data_tensor", self._push),
+            hook(".kvstore", "KVClient.barrier", "self", self._barrier),
+            hook(".dist_graph", "DistGraph.__getstate__", "self", self._get_state),
+            hook(".dist_graph", "DistGraph.__setstate__", "self state", self._set_state),
+            hook(".dist_graph", "DistGraphServer.__init__", _SERVER_PARAMETERS, self._start_server),
+            hook(".dist_dataloader", "DistDataLoader.__init__", _LOADER_PARAMETERS, self._make_loader),
+        )
+
+    # ---------------------------------------------------------------- stores
+
+    def written_fields(self, client: Any) -> WrittenFields:
+        """Returns the one table of writes that this client looks at and writes to."""
+        if self._written is None or not self._written.is_of(client):
+            self._written = WrittenFields(client)
+        return self._written
+
+    def _store_of(self, g: Any, *, share: bool = False) -> HaloStore | None:
+        """Returns this process's store of a graph; None where DistDGL itself reads nothing from elsewhere."""
+        if os.environ.get("DGL_DIST_MODE", "standalone") == "standalone":
+            return None
+        if g.get_partition_book().num_partitions() == 1 or g.local_partition is None or g._use_graphbolt:
+            return None
+        store = self._stores.get(g.graph_name)
+        if store is None or not store.is_of(g._client):
+            store = HaloStore(g, self.config, self.written_fields(g._client), unhooked_pull, share=share)
+            self._stores[g.graph_name] = store
+        return store
+
+    # ---------------------------------------------------------------- what hooked functions do
+
+    def _partition_graph(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_partitioning:
+            return original(*args, **kwargs)  # ours leaves heterographs to DGL's
+        self._is_partitioning = True
+        try:
+            return partition_graph(*args, **kwargs)
+        finally:
+            self._is_partitioning = False
+
+    def _make_loader(
+        self,
+        original: Callable[..., Any],
+        loader: Any,
+        dataset: Any,
+        batch_size: int,
+        shuffle: bool = False,
+        collate_fn: Any = None,
+        drop_last: bool = False,
+        queue_size: int | None = None,
+    ) -> None:
+        g = graph_of_loader(collate_fn)
+        store = None if g is None else self._store_of(g, share=_has_samplers())
+        if store is not None:
+            access = read_loader(g, dataset, batch_size, drop_last, collate_fn)
+            if access is not None:
+                store.plan_for(g, access)
+        original(loader, dataset, batch_size, shuffle, collate_fn, drop_last, queue_size)
+
+    def _draw_neighbours(
+        self, original: Callable[..., Any], g: Any, nodes: Tensor, issue_remote_req: Any, local_access: Any
+    ) -> Any:
+        store = self._store_of(g)
+        if store is None:
+            return original(g, nodes, issue_remote_req, local_access)
+        asked: list[Tensor] = []
+
+        def ask(node_ids: Tensor) -> Any:
+            asked.append(node_ids)
+            return issue_remote_req(node_ids)
+
+        request, is_held = self._held_request(store, g, nodes, issue_remote_req)
+        halo = store.halo_graph
+        if request is None or halo is None:
+            frontier = original(g, nodes, ask, local_access)
+        else:
+
+            def draw(local_graph: Any, book: Any, local_nodes: Tensor) -> Any:
+                # Called while the requests to other machines are under way.
+                drawn, answer = local_access(local_graph, book, local_nodes), halo.answer(request)
+                return graph_services.LocalSampledGraph(
+                    torch.cat([drawn.global_src, answer.global_src]),
+                    torch.cat([drawn.global_dst, answer.global_dst]),
+                    torch.cat([drawn.global_eids, answer.global_eids]),
+                )
+
+            COUNTS.held_seeds += int(is_held.sum())
+            frontier = original(g, nodes[~is_held], ask, draw)
+        if asked:
+            COUNTS.remote_sampling_requests += len(asked)
+            COUNTS.remote_seeds += sum(len(ids) for ids in asked)
+            store.note_remote_seeds(torch.cat(asked))
+        return frontier
+
+    @staticmethod
+    def _held_request(store: HaloStore, g: Any, nodes: Tensor, issue_remote_req: Any) -> tuple[Any, Tensor]:
+        """The request for those of `nodes` whose lists are held, None if there are none, and which they are."""
+        halo = store.halo_graph
+        if halo is None:
+            return None, nodes
+        is_held = halo.holds(nodes)
+        held = nodes[is_held]
+        if len(held) == 0:
+            return None, is_held
+        # By owner: the order in which their answers would have come.
+        request = issue_remote_req(held[torch.argsort(g.get_partition_book().nid2partid(held), stable=True)])
+        return (request if halo.can_answer(request) else None), is_held
+
+    def _answer_pull(self, client: Any, name: str, ids: Tensor) -> Tensor | None:
+        for store in self._stores.values():
+            if store.has_field(client, name):
+                return store.pull(name, ids)
+        return None
+
+    def _push(
+        self, original: Callable[..., Any], client: Any, name: str, id_tensor: Tensor, data_tensor: Tensor
+    ) -> None:
+        self.written_fields(client).announce(name)
+        original(client, name, id_tensor, data_tensor)
+
+    def _barrier(self, original: Callable[..., Any], client: Any) -> None:
+        if self._written is not None:
+            self._written.announce_direct_writes()
+        original(client)
+
+    def _get_state(self, original: Callable[..., Any], g: Any) -> Any:
+        state = original(g)
+        store = self._stores.get(g.graph_name)
+        return state if store is None else (*state, store.shared())
+
+    def _set_state(self, original: Callable[..., Any], g: Any, state: Any) -> None:
+        shared = state[-1] if isinstance(state[-1], SharedHalo) else None
+        original(g, state if shared is None else state[:-1])
+        if shared is not None and g.graph_name not in self._stores:
+            store = self._store_of(g)
+            if store is not None:
+                store.adopt(shared)
+
+    def _start_server(self, original: Callable[..., Any], server: Any, *args: Any, **kwargs: Any) -> None:
+        original(server, *args, **kwargs)
+        if not server.is_backup_server():
+            publish_table(server)
+
+
+def _has_samplers() -> bool:
+    return int(os.environ.get("DGL_NUM_SAMPLER", "0")) > 0

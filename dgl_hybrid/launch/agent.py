@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A DistDGL job on one machine: starts its servers and trainers, relays what they write, ends them together.
+
+Run as `python -m dgl_hybrid.launch.agent`, on the controller's host or through a remote shell; takes orders on stdin
+and reports on stdout (`launch.messages`). Its parts end with it, whatever ends it: the order to do so, the loss of the
+controller, a signal, or SIGKILL (`launch.watch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.launch.leftovers import SHM_VARIABLE, find_processes, find_shared_memory, send_signal
+from dgl_hybrid.launch.machines import find_free_ports, why_port_unusable
+from dgl_hybrid.launch.messages import (
+    Cleaned,
+    End,
+    Exited,
+    Line,
+    LineSplitter,
+    Listening,
+    Message,
+    Ping,
+    Prepare,
+    Ready,
+    Refused,
+    StartPart,
+    decode,
+    encode,
+)
+from dgl_hybrid.launch.watch import Watch
+
+TURN_S = 0.05
+WATCH_TIMEOUT_S = 20.0
+LONGEST_LINE = 2**16
+
+# What a launcher around this one may have set: of no meaning, or a wrong one, for the job's own processes.
+_FOREIGN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
+    *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("DGL_ROLE", "DGL_SERVER_ID", "DGL_NUM_CLIENT", "DGL_NUM_SAMPLER", "DGL_GROUP_ID"),
+)
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class _ControllerGone(Exception):
+    """Nobody listens any more."""
+
+
+@dataclass(slots=True)
+class _RunningPart:
+    """A server or trainer that was started."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    splitters: dict[IO[bytes], tuple[bool, LineSplitter]] = field(default_factory=dict)
+    """Its pipes that are open -> (is it stderr, the rest of the last line)."""
+
+
+class Agent:
+    """One machine of a job."""
+
+    def __init__(self) -> None:
+        self._parent = os.getppid()
+        self._orders = LineSplitter()
+        self._selector = selectors.DefaultSelector()
+        self._parts: dict[int, _RunningPart] = {}
+        self._silent_ports: dict[str, int] = {}
+        self._last_heard = time.monotonic()
+        self._prepared: Prepare | None = None
+        self._folder: Path | None = None
+        self._watch: Watch | None = None
+        self._is_ending = False
+        self._is_alone = False
+
+    def run(self) -> None:
+        """Serves until there is nothing left to do, then cleans up."""
+        os.set_blocking(0, False)
+        self._selector.register(0, selectors.EVENT_READ)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal: the controller gets it as well, and decides
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # what a dead part leaves behind is reaped here
+        try:
+            while not self._is_ending:
+                self._turn()
+        except _ControllerGone:
+            self._is_alone = True
+        self._end()
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._is_ending = True
+
+    def _turn(self, timeout_s: float = TURN_S) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            if key.fd == 0:
+                self._read_orders()
+            else:
+                self._relay(key.data, key.fileobj)  # type: ignore[arg-type]
+        self._find_listening()
+        self._reap()
+        self._check_controller()
+
+    def _say(self, message: Message) -> None:
+        if self._is_alone:
+            return
+        data = encode(message)
+        try:
+            while data:
+                data = data[os.write(1, data) :]
+        except OSError as error:
+            raise _ControllerGone from error
+
+    def _read_orders(self) -> None:
+        data = os.read(0, 65536)
+        if not data:
+            raise _ControllerGone
+        self._last_heard = time.monotonic()
+        for line in self._orders.feed(data):
+            match decode(line):
+                case Prepare() as order:
+                    self._prepare(order)
+                case StartPart() as order:
+                    self._start(order)
+                case End():
+                    self._is_ending = True
+                case Ping() | None:
+                    pass
+                case other:
+                    raise AssertionError(f"agents do not receive {type(other).__name__}")
+
+    def _check_controller(self) -> None:
+        if os.getppid() != self._parent:
+            raise _ControllerGone
+        timeout_s = self._prepared.silence_timeout_s if self._prepared else None
+        if timeout_s is not None and time.monotonic() - self._last_heard > timeout_s:
+            raise _ControllerGone
+
+    def _prepare(self, order: Prepare) -> None:
+        self._prepared = order
+        problems = find_problems(order)
+        if problems:
+            self._say(Refused(problems=problems))
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{order.shm_prefix}"))
+        self._watch = Watch(order.shm_prefix, self._folder)
+        environment = {
+            "DGL_HYBRID_MACHINE_ID": str(order.machine_id),
+            SHM_VARIABLE: order.shm_prefix,
+            "TMPDIR": str(self._folder),
+        }
+        interface = find_interface(order.address)
+        for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+            if interface is not None and name not in os.environ:
+                environment[name] = interface
+        if order.ip_config_text is not None:
+            file = self._folder / "ip_config.txt"
+            file.write_text(order.ip_config_text, encoding="utf-8")
+            environment["DGL_IP_CONFIG"] = str(file)
+        self._say(
+            Ready(
+                cores=len(os.sched_getaffinity(0)),
+                host=_boot_id(),
+                free_port=find_free_ports(order.address, avoid=set(order.server_ports.values())),
+                folder=str(self._folder),
+                environment=environment,
+            )
+        )
+
+    def _start(self, order: StartPart) -> None:
+        assert self._prepared is not None
+        prepared = self._prepared
+        agent = os.getpid()
+
+        def die_with_agent() -> None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != agent:
+                os._exit(1)
+
+        try:
+            process = subprocess.Popen(
+                [prepared.python, *prepared.command],
+                cwd=prepared.workspace,
+                env=part_environment(os.environ, order.environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                preexec_fn=die_with_agent,
+            )
+        except OSError as error:
+            self._say(Line(part=order.name, is_error=True, text=f"{prepared.python}: {error.strerror}"))
+            self._say(Exited(part=order.name, code=127))
+            return
+        part = _RunningPart(order.name, process)
+        for stream, is_error in ((process.stdout, False), (process.stderr, True)):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            part.splitters[stream] = (is_error, LineSplitter(LONGEST_LINE))
+            self._selector.register(stream, selectors.EVENT_READ, part)
+        self._parts[process.pid] = part
+        if order.name in prepared.server_ports:
+            self._silent_ports[order.name] = prepared.server_ports[order.name]
+
+    def _relay(self, part: _RunningPart, stream: IO[bytes]) -> None:
+        """Sends on what a part has written, until there is no more for now."""
+        is_error, splitter = part.splitters[stream]
+        lines: list[bytes] = []
+        is_open = True
+        while is_open:
+            try:
+                data = os.read(stream.fileno(), 65536)
+            except BlockingIOError:
+                break
+            is_open = bool(data)
+            lines += splitter.feed(data)
+            if len(lines) > 1000:
+                break
+        if not is_open:
+            lines += splitter.flush()
+            self._selector.unregister(stream)
+            stream.close()
+            del part.splitters[stream]
+        for line in lines:
+            self._say(Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace").rstrip("\r")))
+
+    def _find_listening(self) -> None:
+        if not self._silent_ports:
+            return
+        listening = listening_ports()
+        for name, port in list(self._silent_ports.items()):
+            if port in listening:
+                del self._silent_ports[name]
+                self._say(Listening(part=name))
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if self._watch is not None and pid == self._watch.pid:
+                if self._is_ending or self._is_alone:
+                    self._watch = None
+                else:
+                    self._watch.restart()
+            elif pid in self._parts:
+                self._report_exit(pid, os.waitstatus_to_exitcode(status))
+
+    def _report_exit(self, pid: int, code: int) -> None:
+        part = self._parts.pop(pid)
+        part.process.returncode = code  # it is reaped: Popen must not look for it
+        for stream in list(part.splitters):
+            self._relay(part, stream)
+            # What a part has started may hold its pipes open; it ends soon, or writes on.
+            if stream in part.splitters:
+                is_error, splitter = part.splitters[stream]
+                for line in splitter.flush():
+                    self._say(Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace")))
+        self._silent_ports.pop(part.name, None)
+        self._say(Exited(part=part.name, code=code))
+
+    def _end(self) -> None:
+        """Asks all processes to end, has the watch kill the rest and clean up, and reports what became of them."""
+        self._is_ending = True
+        if self._prepared is not None and self._watch is not None:
+            prefix = self._prepared.shm_prefix
+            processes = find_processes(prefix)
+            shared_memory = find_shared_memory(processes)
+            send_signal(processes, signal.SIGTERM)
+            deadline = time.monotonic() + self._prepared.grace_s
+            while self._parts and time.monotonic() < deadline:
+                self._turn_at_end()
+            self._watch.clean(shared_memory | find_shared_memory(find_processes(prefix)))
+            deadline = time.monotonic() + WATCH_TIMEOUT_S
+            while self._watch is not None and time.monotonic() < deadline:
+                self._turn_at_end()
+            if self._watch is not None and self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+        with contextlib.suppress(_ControllerGone):
+            self._say(Cleaned())
+
+    def _turn_at_end(self) -> None:
+        try:
+            for key, _ in self._selector.select(TURN_S / 2):
+                if key.fd == 0:
+                    self._selector.unregister(0)  # more orders change nothing
+                else:
+                    self._relay(key.data, key.fileobj)  # type: ignore[arg-type]
+            self._reap()
+        except _ControllerGone:
+            self._is_alone = True
+
+
+def find_problems(order: Prepare) -> list[str]:
+    """Returns what keeps this machine's parts from running, before any is started."""
+    problems = []
+    workspace = Path(order.workspace)
+    if not workspace.is_dir():
+        return [f"the workspace {workspace} does not exist. Give the folder in which the script runs on every host."]
+    if shutil.which(workspace / order.python if os.sep in order.python else order.python) is None:
+        problems.append(f"the interpreter {order.python} does not exist or cannot be run")
+    script = order.command[0]
+    if not script.startswith("-") and not (workspace / script).exists():
+        problems.append(f"the script {workspace / script} does not exist. A relative path is one in the workspace.")
+    if not Path(order.part_config).is_file():
+        problems.append(f"the partition config {order.part_config} does not exist")
+    for name, port in order.server_ports.items():
+        reason = why_port_unusable(order.address, port)
+        if reason is not None:
+            problems.append(f"{name} cannot listen: {reason}. End what uses it, or change ip_config.")
+    return problems
+
+
+def part_environment(inherited: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment of a part: this agent's, less what another launcher may have left, and what is given."""
+    kept = {
+        name: value
+        for name, value in inherited.items()
+        if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
+    }
+    return {**kept, **given}
+
+
+def find_interface(address: str) -> str | None:
+    """Returns the network interface that has an address: gloo guesses by the host's name, often wrongly."""
+    import fcntl
+
+    if address.startswith("127.") or address == "localhost":
+        return "lo"
+    try:
+        wanted = socket.gethostbyname(address)
+    except OSError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an address
+                reply = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
+                if socket.inet_ntoa(reply[20:24]) == wanted:
+                    return name
+    return None
+
+
+def listening_ports() -> set[int]:
+    """Returns the TCP ports on which this network namespace listens; nobody is disturbed by a connection."""
+    ports = set()
+    for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A":  # TCP_LISTEN
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _prctl(option: int, value: int) -> None:
+    _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def main() -> int:
+    """Runs an agent; returns its exit code."""
+    if not Path("/proc/self/environ").exists():
+        sys.stderr.write("dgl_hybrid.launch.agent: DistDGL jobs need Linux with /proc\n")
+        return 1
+    try:
+        Agent().run()
+    except (LaunchError, OSError) as error:
+        sys.stderr.write(f"dgl_hybrid.launch.agent: {error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,442 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Holds a DistDGL job together: starts an agent per machine, follows all parts, ends everything when one dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.launch.cluster import (
+    ClusterFailure,
+    ClusterJob,
+    ClusterResult,
+    Part,
+    PartLine,
+    PartResult,
+    part_variables,
+)
+from dgl_hybrid.launch.machines import Machine, ip_config_text, is_local_address
+from dgl_hybrid.launch.messages import (
+    Cleaned,
+    End,
+    Exited,
+    Line,
+    LineSplitter,
+    Listening,
+    Message,
+    Ping,
+    Prepare,
+    Ready,
+    Refused,
+    StartPart,
+    decode,
+    encode,
+)
+
+logger = logging.getLogger(__name__)
+
+TURN_S = 0.05
+AGENT_TIMEOUT_S = 60.0
+"""Until an agent on another host has answered."""
+SETTLE_S = 0.4
+"""After the first death: what dies with it may have been reported first."""
+NEVER_SERVED_S = 3.0
+"""After a server has ended without having served, for trainers to end as well (a script that prints its --help)."""
+LINGER_S = 10.0
+"""For servers, after all trainers have ended: DGL ends them."""
+CLEAN_TIMEOUT_S = 12.0
+"""For an agent to clean up, beyond the grace between SIGTERM and SIGKILL."""
+PING_EVERY_S = 5.0
+SILENCE_TIMEOUT_S = 60.0
+WAITING_NOTE_S = 60.0
+NUM_LINES_KEPT = 200
+NUM_LINES_SHOWN = 20
+
+_LOST_PEER = re.compile(
+    r"gloo|NCCL|tensorpipe|Connection (closed|reset|refused)|Broken pipe|DistConnectError|DistNetworkError|EOFError",
+    re.IGNORECASE,
+)
+
+
+@dataclass(slots=True)
+class _Agent:
+    """The controller's side of one machine."""
+
+    machine: Machine
+    process: subprocess.Popen[bytes]
+    is_remote: bool
+    splitter: LineSplitter = field(default_factory=LineSplitter)
+    error_splitter: LineSplitter = field(default_factory=LineSplitter)
+    noise: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LINES_SHOWN))
+    """What came that is not a message: the remote shell's complaints."""
+    ready: Ready | None = None
+    is_cleaned: bool = False
+    num_open: int = 2
+    """Of its stdout and stderr."""
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of a part."""
+
+    part: Part
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=NUM_LINES_KEPT))
+    has_listened: bool = False
+    exit_code: int | None = None
+    ended_s: float = 0.0
+
+
+class Controller:
+    """Runs one job."""
+
+    def __init__(
+        self,
+        job: ClusterJob,
+        machines: tuple[Machine, ...],
+        parts: tuple[Part, ...],
+        on_line: Callable[[PartLine], None],
+        *,
+        verbose: bool = False,
+    ) -> None:
+        self._job = job
+        self._machines = machines
+        self._states = {part.name: _State(part) for part in parts}
+        self._on_line = on_line
+        self._verbose = verbose
+        self._job_id = secrets.token_hex(4)
+        self._selector = selectors.DefaultSelector()
+        self._agents: list[_Agent] = []
+        self._refusals: list[str] = []
+        self._deaths: list[_State] = []
+        """In the order in which they were heard of."""
+        self._started_s = 0.0
+        self._last_ping_s = time.monotonic()
+
+    def run(self) -> ClusterResult:
+        """Runs the job to its end."""
+        begun_s = time.monotonic()
+        try:
+            self._start_agents()
+            self._start_parts()
+            self._follow()
+        finally:
+            self._end_agents()
+        return ClusterResult(
+            parts=tuple(
+                PartResult(
+                    part=state.part,
+                    exit_code=state.exit_code or 0,
+                    elapsed_s=state.ended_s - self._started_s,
+                    last_lines=tuple(state.lines),
+                )
+                for state in self._states.values()
+            ),
+            elapsed_s=time.monotonic() - begun_s,
+        )
+
+    # Beginning
+
+    def _start_agents(self) -> None:
+        prefixes = self._job.machine_prefixes
+        for machine in self._machines:
+            is_remote = not prefixes and not is_local_address(machine.address)
+            prefix = prefixes[machine.machine_id] if prefixes else ()
+            self._agents.append(self._start_agent(machine, prefix, is_remote=is_remote))
+        for agent in self._agents:
+            self._send(agent, self._preparation(agent))
+        deadline = time.monotonic() + AGENT_TIMEOUT_S
+        while not all(agent.ready or self._refusals for agent in self._agents):
+            self._turn()
+            self._check_agents()
+            silent = [agent for agent in self._agents if agent.ready is None]
+            if silent and not self._refusals and time.monotonic() > deadline:
+                raise ClusterFailure(
+                    f"the agent of {silent[0].machine} did not answer within {AGENT_TIMEOUT_S:g} s",
+                    details="\n".join(silent[0].noise),
+                )
+        if self._refusals:
+            self._settle(SETTLE_S)  # for those of other machines
+            raise LaunchError(". ".join(self._refusals))
+
+    def _start_agent(self, machine: Machine, prefix: Sequence[str], *, is_remote: bool) -> _Agent:
+        # -P: what lies in the current folder must not pass for a module of Python's.
+        words = ["-P", "-m", "dgl_hybrid.launch.agent"]
+        if is_remote:
+            command = [*self._job.remote_shell, machine.address, f"exec {shlex.join([self._job.python, *words])}"]
+        else:
+            command = [*prefix, sys.executable, *words]
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C is for this process, which then ends the job in order
+            )
+        except OSError as error:
+            raise LaunchError(f"the agent of {machine} cannot be started: {command[0]}: {error.strerror}") from error
+        agent = _Agent(machine, process, is_remote)
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            os.set_blocking(stream.fileno(), False)
+            self._selector.register(stream, selectors.EVENT_READ, agent)
+        return agent
+
+    def _preparation(self, agent: _Agent) -> Prepare:
+        job, machine = self._job, agent.machine
+        python = job.python
+        if not agent.is_remote and os.sep in python:
+            python = os.path.abspath(python)  # not resolved: a virtual environment is known by its link
+        return Prepare(
+            machine_id=machine.machine_id,
+            address=machine.address,
+            server_ports={
+                state.part.name: machine.port + state.part.local_index
+                for state in self._states.values()
+                if state.part.role == "server" and state.part.machine is machine
+            },
+            shm_prefix=f"dgl_hybrid_{self._job_id}_{machine.machine_id}_",
+            python=python,
+            command=list(job.command),
+            workspace=str(job.folder),
+            part_config=str(job.folder / job.part_config),
+            ip_config_text=ip_config_text(self._machines) if job.ip_config is None else None,
+            grace_s=job.grace_s,
+            silence_timeout_s=SILENCE_TIMEOUT_S if agent.is_remote else None,
+        )
+
+    def _start_parts(self) -> None:
+        first = self._agents[0]
+        assert first.ready is not None
+        master = f"{first.machine.address}:{first.ready.free_port}"
+        machines_on = Counter(agent.ready.host for agent in self._agents if agent.ready)
+        self._started_s = time.monotonic()
+        for state in self._states.values():
+            agent = self._agents[state.part.machine.machine_id]
+            assert agent.ready is not None
+            trainers = self._job.num_trainers * machines_on[agent.ready.host]
+            threads = self._job.threads or max(1, agent.ready.cores // trainers)
+            variables = part_variables(self._job, state.part, len(self._machines), threads=threads, master=master)
+            self._send(agent, StartPart(name=state.part.name, environment={**agent.ready.environment, **variables}))
+
+    # Middle
+
+    def _follow(self) -> None:
+        """Returns when the job has ended well.
+
+        Raises:
+            ClusterFailure: It has not.
+        """
+        trainers = [state for state in self._states.values() if state.part.role == "trainer"]
+        servers = [state for state in self._states.values() if state.part.role == "server"]
+        trainers_ended_s: float | None = None
+        next_note_s = self._started_s + WAITING_NOTE_S
+        while any(state.exit_code is None for state in self._states.values()):
+            self._turn()
+            self._check_agents()
+            now = time.monotonic()
+            if self._deaths:
+                self._settle(SETTLE_S)
+                self._check_agents()
+                raise self._explain_death()
+            if all(state.exit_code == 0 for state in trainers):
+                trainers_ended_s = trainers_ended_s or now
+                if now - trainers_ended_s > LINGER_S:
+                    lingering = [state.part.name for state in servers if state.exit_code is None]
+                    logger.warning("all trainers have ended, %s have not: ended", ", ".join(lingering))
+                    for state in servers:
+                        state.ended_s = state.ended_s or now
+                    return
+            else:
+                self._check_servers(servers, now)
+            silent = [state for state in servers if not state.has_listened and state.exit_code is None]
+            if silent and trainers_ended_s is None and now > next_note_s:
+                next_note_s += WAITING_NOTE_S
+                logger.warning("waiting for %s to listen (%.0f s)", silent[0].part, now - self._started_s)
+            if self._job.timeout_s is not None and now - self._started_s > self._job.timeout_s:
+                running = [state.part.name for state in self._states.values() if state.exit_code is None]
+                raise ClusterFailure(
+                    f"the job did not end within {self._job.timeout_s:g} s; still running: {', '.join(running)}",
+                    details=self._details(self._states[running[0]]),
+                    exit_code=124,
+                )
+        if self._deaths:
+            raise self._explain_death()
+
+    def _check_servers(self, servers: Sequence[_State], now: float) -> None:
+        """Finds servers without which trainers would wait for very long."""
+        for state in servers:
+            if state.exit_code == 0 and not state.has_listened and now - state.ended_s > NEVER_SERVED_S:
+                raise ClusterFailure(
+                    f"{state.part} ended with exit code 0 without having served. "
+                    "Does the script call dgl.distributed.initialize?",
+                    details=self._details(state),
+                    part=state.part.name,
+                )
+            late = not state.has_listened and now - self._started_s > self._job.start_timeout_s
+            if late and state.exit_code is None:
+                port = state.part.machine.port + state.part.local_index
+                raise ClusterFailure(
+                    f"{state.part} does not listen on port {port} after {self._job.start_timeout_s:g} s. "
+                    "Servers load their partition in dgl.distributed.initialize; give them more time with "
+                    "start_timeout_s if the partition is large.",
+                    details=self._details(state),
+                    part=state.part.name,
+                )
+
+    def _check_agents(self) -> None:
+        """Finds an agent that is gone, though nobody told it to go."""
+        for agent in self._agents:
+            code = agent.process.poll()
+            if code is None:
+                continue
+            self._settle(CLEAN_TIMEOUT_S, until=lambda agent=agent: agent.num_open == 0)  # type: ignore[misc]
+            if agent.is_cleaned and self._refusals:
+                continue
+            raise ClusterFailure(
+                f"the agent of {agent.machine} {_how_it_ended(code)}",
+                details="\n".join(agent.noise),
+                exit_code=_exit_code(code) or 1,
+            )
+
+    def _explain_death(self) -> ClusterFailure:
+        """Finds the death from which the others followed."""
+
+        def is_consequence(state: _State) -> bool:
+            assert state.exit_code is not None
+            last = "\n".join(list(state.lines)[-NUM_LINES_SHOWN:])
+            return state.exit_code > 0 and _LOST_PEER.search(last) is not None
+
+        killed = [state for state in self._deaths if (state.exit_code or 0) < 0]
+        own = [state for state in self._deaths if not is_consequence(state)]
+        state = (killed or own or self._deaths)[0]
+        assert state.exit_code is not None
+        return ClusterFailure(
+            f"{state.part} {_how_it_ended(state.exit_code)}",
+            details=self._details(state),
+            exit_code=_exit_code(state.exit_code),
+            part=state.part.name,
+        )
+
+    def _details(self, state: _State) -> str:
+        lines = list(state.lines)[-NUM_LINES_SHOWN:]
+        return "\n".join([f"last lines of {state.part}:", *(f"  {line}" for line in lines or ["(none)"])])
+
+    # End
+
+    def _end_agents(self) -> None:
+        """Has all agents end what still runs, and waits until they have cleaned up."""
+        for agent in self._agents:
+            self._send(agent, End())
+        try:
+            self._settle(
+                self._job.grace_s + CLEAN_TIMEOUT_S, until=lambda: all(agent.num_open == 0 for agent in self._agents)
+            )
+        finally:
+            for agent in self._agents:
+                if agent.process.poll() is None and agent.num_open > 0:
+                    logger.warning("the agent of %s does not end: killed", agent.machine)
+                    agent.process.send_signal(signal.SIGKILL)  # its watch cleans up
+                agent.process.wait()
+                for stream in (agent.process.stdin, agent.process.stdout, agent.process.stderr):
+                    if stream is not None:
+                        with contextlib.suppress(OSError):
+                            stream.close()
+            self._selector.close()
+
+    # Talking
+
+    def _settle(self, timeout_s: float, until: Callable[[], bool] | None = None) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not (until is not None and until()):
+            self._turn()
+
+    def _turn(self) -> None:
+        if not self._selector.get_map():
+            time.sleep(TURN_S)
+        for key, _ in self._selector.select(TURN_S):
+            self._receive(key.data, key.fileobj)  # type: ignore[arg-type]
+        if time.monotonic() - self._last_ping_s > PING_EVERY_S:
+            self._last_ping_s = time.monotonic()
+            for agent in self._agents:
+                self._send(agent, Ping())
+
+    def _send(self, agent: _Agent, message: Message) -> None:
+        assert agent.process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it is gone: seen in the next turn
+            data = memoryview(encode(message))
+            while data:
+                data = data[agent.process.stdin.write(data) :]
+
+    def _receive(self, agent: _Agent, stream: IO[bytes]) -> None:
+        try:
+            data = os.read(stream.fileno(), 2**18)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        is_error = stream is agent.process.stderr
+        splitter = agent.error_splitter if is_error else agent.splitter
+        lines = splitter.feed(data) if data else splitter.flush()
+        if not data:
+            self._selector.unregister(stream)
+            agent.num_open -= 1
+        for line in lines:
+            message = None if is_error else decode(line)
+            if message is None:
+                agent.noise.append(line.decode("utf-8", errors="replace").rstrip())
+            else:
+                self._handle(agent, message)
+
+    def _handle(self, agent: _Agent, message: Message) -> None:
+        match message:
+            case Ready():
+                agent.ready = message
+            case Refused():
+                self._refusals += [f"{agent.machine}: {problem.removesuffix('.')}" for problem in message.problems]
+            case Line():
+                state = self._states[message.part]
+                state.lines.append(message.text)
+                if self._verbose or state.part.role == "trainer":
+                    self._on_line(PartLine(part=state.part, is_error=message.is_error, text=message.text))
+            case Listening():
+                self._states[message.part].has_listened = True
+            case Exited():
+                state = self._states[message.part]
+                state.exit_code, state.ended_s = message.code, time.monotonic()
+                if message.code != 0:
+                    self._deaths.append(state)
+            case Cleaned():
+                agent.is_cleaned = True
+            case other:
+                raise AssertionError(f"agents do not send {type(other).__name__}")
+
+
+def _how_it_ended(code: int) -> str:
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if -code == signal.SIGKILL else "")
+
+
+def _exit_code(code: int) -> int:
+    """Returns what a shell would: 128 and the signal's number."""
+    return code if code >= 0 else 128 - code

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds and removes what the parts of a DistDGL job leave on a host: processes, shared memory, temporary files.
+
+Processes are known by a variable of their environment, which everything they start inherits: samplers whose trainer was
+killed, and what has left its process group, are found too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+
+SHM_VARIABLE = "DGL_HYBRID_SHM_PREFIX"
+SHM_FOLDER = Path("/dev/shm")
+KILL_TIMEOUT_S = 8.0
+TRACKER_GRACE_S = 2.0
+_OTHERS_SHM = re.compile(rb"/dev/shm/((?:sem\.mp-|torch_)[^ \n/]+)")
+_TURN_S = 0.02
+
+
+def find_processes(shm_prefix: str) -> list[int]:
+    """Returns the processes of the machine with this prefix, zombies left out."""
+    wanted = f"\0{SHM_VARIABLE}={shm_prefix}\0".encode()
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if wanted in b"\0" + Path("/proc", entry, "environ").read_bytes() + b"\0":
+                    found.append(int(entry))
+    return found
+
+
+def send_signal(processes: list[int], number: signal.Signals) -> None:
+    """Sends a signal to those that still are there."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def find_shared_memory(processes: list[int]) -> set[str]:
+    """Returns the names of semaphores and tensors that `multiprocessing` gave these processes; seen while they live."""
+    names: set[str] = set()
+    for process in processes:
+        with contextlib.suppress(OSError):
+            maps = Path("/proc", str(process), "maps").read_bytes()
+            names.update(os.fsdecode(name) for name in _OTHERS_SHM.findall(maps))
+    return names
+
+
+def remove_everything(shm_prefix: str, folder: Path, shared_memory: set[str]) -> None:
+    """Kills all processes of a machine, then removes their shared memory and the folder of temporary files.
+
+    Args:
+        shm_prefix: Of the machine.
+        folder: Removed with all that is in it.
+        shared_memory: Names from `find_shared_memory` of processes that may be gone by now.
+    """
+    names = set(shared_memory)
+    # `multiprocessing` has a process of its own that removes semaphores once their users are gone: it goes last.
+    give_up = time.monotonic() + KILL_TIMEOUT_S
+    while others := [process for process in find_processes(shm_prefix) if not _is_resource_tracker(process)]:
+        if time.monotonic() > give_up:
+            break  # a process inside a system call that does not return
+        names |= find_shared_memory(others)
+        send_signal(others, signal.SIGKILL)
+        time.sleep(_TURN_S)
+    deadline = time.monotonic() + TRACKER_GRACE_S
+    while trackers := find_processes(shm_prefix):
+        if time.monotonic() > deadline:
+            send_signal(trackers, signal.SIGKILL)
+        if time.monotonic() > deadline + TRACKER_GRACE_S:
+            break
+        time.sleep(_TURN_S)
+    names.update(path.name for path in SHM_FOLDER.glob(f"{shm_prefix}*"))
+    for name in names:
+        (SHM_FOLDER / name).unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_resource_tracker(process: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"multiprocessing.resource_tracker" in Path("/proc", str(process), "cmdline").read_bytes()
+    return False

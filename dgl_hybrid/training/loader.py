@@ -20,8 +20,9 @@ from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFiel
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
+from dgl_hybrid.training.fields import GraphFields
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
-from dgl_hybrid.training.partitioned_graph import GraphFields, PartitionedGraph
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.step import Step
 

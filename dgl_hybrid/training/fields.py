@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Node and edge fields as one rank sees them, and the id tensors whose rows are always the same tensor."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.ids import Ownership, fetch_rows
+
+
+@dataclass(frozen=True)
+class _RowSet:
+    reference: weakref.ref[Tensor]
+    ids_global: Tensor | None
+    """None: the referenced tensor itself, which must not be kept alive from here."""
+
+
+class GraphField(ABC):
+    """One node or edge field: `field[ids]` reads rows by global id, `field.local` is this rank's part.
+
+    The rows of an id tensor that a loader yielded (`input_nodes`, `seeds`, `blocks[i].srcdata[dgl.NID]`,
+    `blocks[i].edata[dgl.EID]`, …) are the same tensor at every read, until somebody writes into the field or into that
+    tensor.
+    """
+
+    name: str
+    ownership: Ownership
+
+    @property
+    @abstractmethod
+    def local(self) -> Tensor:
+        """(N, ...) the rows this rank owns."""
+
+    @property
+    @abstractmethod
+    def version(self) -> int:
+        """Counts the writes that all ranks know of: equal on all of them."""
+
+    @abstractmethod
+    def __getitem__(self, ids: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def identify(self, rows: Tensor) -> bool:
+        """Whether `rows` is a tensor that this field returned for a loader's id tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the whole field, all ranks together."""
+        return torch.Size((self.ownership.total, *self.local.shape[1:]))
+
+    def __len__(self) -> int:
+        return self.ownership.total
+
+
+class StoredField(GraphField):
+    """A field of a graph without servers.
+
+    The first read of a loader's id tensor is collective, since some rows are owned elsewhere. Any other ids must be
+    owned by this rank.
+    """
+
+    def __init__(self, name: str, local: Tensor, ownership: Ownership, row_sets: RowSets, kind: str) -> None:
+        self.name = name
+        self.ownership = ownership
+        self._local = local
+        self._version = 0
+        self._row_sets = row_sets
+        self._kind = kind
+        self._read: dict[int, tuple[Tensor, int]] = {}  # by identity of the ids: rows, and their version
+
+    @property
+    def local(self) -> Tensor:
+        return self._local
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        known = self._row_sets.find(self._kind, ids)
+        if known is not None:
+            key = id(ids)
+            if key not in self._read or was_changed(*self._read[key]):
+                # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
+                with torch.inference_mode(False):
+                    rows = fetch_rows(self._row_sets.communicator, self.ownership, self.local, known).to(ids.device)
+                if key not in self._read:
+                    weakref.finalize(ids, self._read.pop, key, None)
+                self._read[key] = rows, rows._version
+            return self._read[key][0]
+        given: Any = ids
+        ids_global = torch.empty(()) if given is None or isinstance(given, slice) else torch.as_tensor(given)
+        if ids_global.dim() != 1 or ids_global.dtype == torch.bool or ids_global.is_floating_point():
+            got = f"{ids_global.dtype}, shape {tuple(ids_global.shape)}" if ids_global.dim() else repr(ids)
+            raise TypeError(f"{self._kind} field {self.name!r} is read by a vector of integer ids (got {got})")
+        host_ids = ids_global.to("cpu", torch.int64)
+        if not bool(self.ownership.is_owned(host_ids).all()):
+            self.ownership.check_range(host_ids, f"{self._kind} ids")
+            foreign = host_ids[~self.ownership.is_owned(host_ids)]
+            raise ValueError(
+                f"{self._kind} field {self.name!r}: {len(foreign)} of {len(host_ids)} ids are not owned by rank "
+                f"{self.ownership.rank} of {self.ownership.world_size} (first: {int(foreign[0])}). Without servers "
+                f"only owned rows and the id tensors that the loader yields can be read."
+            )
+        return self.local[host_ids - self.ownership.start].to(ids_global.device)
+
+    def identify(self, rows: Tensor) -> bool:
+        return any(rows is known for known, _ in self._read.values())
+
+    def set_local(self, rows: Tensor) -> None:
+        """Replaces this rank's rows; every rank must do so, since rows read before are read again."""
+        if len(rows) != len(self.local):
+            raise ValueError(f"{self._kind} field {self.name!r} must have {len(self.local)} rows (got {len(rows)})")
+        self._local = rows
+        self._version += 1
+        self._read.clear()
+
+
+def was_changed(rows: Tensor, version: int) -> bool:
+    """Whether the script wrote into rows it had read, or made them a leaf: the next read gives the field's rows anew.
+
+    Alike on every rank, as it follows from the program.
+    """
+    return rows._version != version or rows.requires_grad
+
+
+class RowSets:
+    """The id tensors that loaders yielded, by identity: reading their rows is a collective all ranks share."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._sets: dict[tuple[str, int], _RowSet] = {}
+
+    def register_nodes(self, ids: Tensor) -> None:
+        """Makes the rows of these node ids readable, whoever owns them. Every rank registers its own."""
+        self._register("node", ids)
+
+    def register_edges(self, ids: Tensor) -> None:
+        """Makes the rows of these edge ids readable, whoever owns them. Every rank registers its own."""
+        self._register("edge", ids)
+
+    def _register(self, kind: str, ids: Tensor) -> None:
+        key = (kind, id(ids))
+        host_ids = ids.to("cpu", torch.int64)
+        self._sets[key] = _RowSet(weakref.ref(ids), None if host_ids is ids else host_ids)
+        weakref.finalize(ids, self._sets.pop, key, None)
+
+    def find(self, kind: str, ids: object) -> Tensor | None:
+        known = self._sets.get((kind, id(ids)))
+        if known is None or known.reference() is not ids:
+            return None
+        return known.reference() if known.ids_global is None else known.ids_global
+
+
+class GraphFields(Mapping[str, GraphField]):
+    """The node or edge fields by name; a name that does not exist raises KeyError listing those that do."""
+
+    @abstractmethod
+    def __setitem__(self, name: str, value: Any) -> None: ...
+
+
+class StoredFields(GraphFields):
+    """The fields of a graph without servers."""
+
+    def __init__(self, data: Mapping[str, Tensor], ownership: Ownership, row_sets: RowSets, kind: str) -> None:
+        self._ownership, self._row_sets, self._kind = ownership, row_sets, kind
+        self._fields = {name: StoredField(name, rows, ownership, row_sets, kind) for name, rows in data.items()}
+
+    def __getitem__(self, name: str) -> StoredField:
+        if name not in self._fields:
+            raise KeyError(f"no {self._kind} field {name!r}; there are {sorted(self._fields) or 'none'}")
+        return self._fields[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._fields
+
+    def __setitem__(self, name: str, local_rows: Tensor) -> None:
+        """Adds or replaces a field by this rank's rows. Every rank does the same."""
+        if name in self._fields:
+            self._fields[name].set_local(local_rows)
+            return
+        num_owned = self._ownership.stop - self._ownership.start
+        if len(local_rows) != num_owned:
+            raise ValueError(f"{self._kind} field {name!r} must have {num_owned} rows (got {len(local_rows)})")
+        self._fields[name] = StoredField(name, local_rows, self._ownership, self._row_sets, self._kind)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the switchable fixes mend, on running servers; and that it is broken while they are off."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import dgl
+import pytest
+import torch
+
+from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
+
+pytestmark = pytest.mark.slow
+SCRIPT = Path(__file__).with_name("repairs_script.py")
+Found = list[dict[str, Any]]
+
+
+def partition(folder: Path, num_parts: int) -> Path:
+    """Edge i + half is the reverse of edge i; node 7 is a hub; a third of the weights are 0."""
+    torch.manual_seed(0)
+    src, dst = torch.randint(240, (2, 900))
+    dst[:150] = 7
+    graph = dgl.graph((torch.cat([src, dst]), torch.cat([dst, src])), num_nodes=240)
+    graph.edata["weight"] = torch.tensor([0.0, 1.0, 3.0])[torch.randint(3, (graph.num_edges(),))]
+    graph.edata["original"] = torch.arange(graph.num_edges())
+    dgl.distributed.partition_graph(graph, "repairs", num_parts, str(folder), part_method="random")
+    return folder / "repairs.json"
+
+
+def partition_typed(folder: Path) -> Path:
+    """`bought-by` has the edges of `buys`, reversed, under the same ids."""
+    torch.manual_seed(0)
+    buys = torch.randint(100, (500,)), torch.randint(60, (500,))
+    follows = torch.randint(100, (2, 600))
+    graph = dgl.heterograph(
+        {
+            ("user", "follows", "user"): (follows[0], follows[1]),
+            ("user", "buys", "item"): buys,
+            ("item", "bought-by", "user"): buys[::-1],
+        },
+        {"user": 100, "item": 60},
+    )
+    dgl.distributed.partition_graph(graph, "repairs", 2, str(folder), part_method="random")
+    return folder / "repairs.json"
+
+
+def run(part_config: Path, out: Path, *checks: str, on: bool = True, **options: Any) -> Found:
+    """Runs the script; returns what each trainer found."""
+    out.mkdir(exist_ok=True)
+    job = ClusterJob(
+        part_config=part_config,
+        command=(str(SCRIPT), str(out), "on" if on else "off", *checks),
+        timeout_s=150,
+        **options,
+    )
+    lines: list[str] = []
+    try:
+        run_cluster(job, on_line=lambda line: lines.append(f"[{line.part.name}] {line.text}"), verbose=True)
+    except ClusterFailure as failure:
+        if on:
+            pytest.fail(f"{failure}\n{failure.details}\n" + "\n".join(lines[-60:]))
+        raise
+    return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
+
+
+@pytest.fixture(scope="module")
+def two_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return partition(tmp_path_factory.mktemp("two"), 2)
+
+
+@pytest.fixture(scope="module")
+def mended(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(two_parts, tmp_path_factory.mktemp("on"), "fence", "in_subgraph", "exclude", "edge_loader")
+
+
+@pytest.fixture(scope="module")
+def with_backups(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Three partitions, two servers each: pushes and requests go to main servers and backups."""
+    folder = tmp_path_factory.mktemp("three")
+    return run(partition(folder, 3), folder / "out", "fence", "in_subgraph", "exclude", num_servers=2)
+
+
+@pytest.fixture(scope="module")
+def with_two_trainers(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(two_parts, tmp_path_factory.mktemp("trainers"), "fence", "exclude", num_trainers=2)
+
+
+@pytest.fixture(scope="module")
+def as_released(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    return run(two_parts, tmp_path_factory.mktemp("off"), "fence", "exclude", "edge_loader", on=False)
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Found]:
+    folder = tmp_path_factory.mktemp("typed")
+    part_config = partition_typed(folder)
+    checks = ("exclude_typed", "typed_edge_loader")
+    return {on: run(part_config, folder / str(on), *checks, on=on) for on in (True, False)}
+
+
+def test_pushed_rows_are_seen_after_the_barrier(
+    mended: Found, with_backups: Found, with_two_trainers: Found, as_released: Found
+) -> None:
+    """100 of 100 trials; an idle barrier sends its own request alone, a fence one to each machine pushed to."""
+    for found, num_others in ((mended, 1), (with_backups, 2), (with_two_trainers, 1)):
+        assert [trainer["fence"]["stale"] for trainer in found] == [0] * len(found)
+        assert {tuple(trainer["fence"]["requests"]) for trainer in found} == {(1, 1 + num_others, 1)}
+    assert sum(trainer["fence"]["stale"] for trainer in as_released) > 0
+
+
+def test_remote_in_subgraph(mended: Found, with_backups: Found) -> None:
+    for trainer in mended + with_backups:
+        assert trainer["in_subgraph"]["same"]
+        assert trainer["in_subgraph"]["edges"] > 0
+
+
+def test_remote_in_subgraph_kills_a_stock_server(two_parts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ClusterFailure, match="server . on machine") as caught:
+        run(two_parts, tmp_path, "in_subgraph", on=False)
+    assert "too many values to unpack" in caught.value.details
+
+
+def test_excluded_edges_are_no_candidates(
+    mended: Found, with_backups: Found, with_two_trainers: Found, as_released: Found
+) -> None:
+    """None is sampled, nodes have their full fanout of what is left, and what is left is sampled evenly."""
+    for trainer in mended + with_backups + with_two_trainers:
+        found = trainer["exclude"]
+        assert abs(found.pop("spread")) < 5
+        assert abs(found.pop("weighted_spread")) < 5
+        assert found == {
+            "full": True,
+            "leaks": 0,
+            "wrong": 0,
+            "replace": True,
+            "weighted": True,
+            "twice": True,
+            "untouched": True,
+            "out": True,
+        }
+    for trainer in as_released:
+        assert trainer["exclude"]["leaks"] > 0
+        assert trainer["exclude"]["spread"] > 100
+        assert not trainer["exclude"]["out"]
+
+
+def test_edge_loader_hides_what_is_to_be_predicted(mended: Found, as_released: Found) -> None:
+    assert [trainer["edge_loader"]["leaks"] for trainer in mended] == [0, 0]
+    assert all(trainer["edge_loader"]["leaks"] > 0 for trainer in as_released)
+
+
+def test_excluded_edges_of_heterographs(typed: dict[bool, Found]) -> None:
+    for trainer in typed[True]:
+        found = trainer["exclude_typed"]
+        assert (found["leaks"], found["wrong"]) == (0, 0)
+        assert all(abs(spread) < 5 for spread in found["spreads"].values()), found
+        assert "Must specify etype" in found["message"]
+        assert trainer["typed_edge_loader"]["leaks"] == 0
+        assert trainer["typed_edge_loader"]["mixed"] > 0
+    for trainer in typed[False]:
+        assert trainer["exclude_typed"]["leaks"] > 0
+        assert trainer["typed_edge_loader"]["leaks"] > 0

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+LIST_SHARE = 0.25
+"""Of a limited budget, for in-edge lists: a held row is one that no message carries, while a batch that still asks for
+one neighbourhood sends its sampling request all the same."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteCosts:
@@ -43,7 +47,8 @@ def choose_held(
     """Chooses by saving per byte until the budget is used up (the greedy for a knapsack of small items).
 
     The saving of a row is its expected reads times the measured cost of reading one, that of a list the expected draws
-    times the measured cost of one. Whatever is never read is never held, also without a limit.
+    times the measured cost of one. Lists get `LIST_SHARE` of a budget at most, and what rows leave over. Whatever is
+    never read is never held, also without a limit.
 
     Args:
         seed_reads: (n,) expected draws from each vertex's list per epoch.
@@ -52,12 +57,18 @@ def choose_held(
         costs: Measured.
         budget_bytes: May be infinite.
     """
+    num_vertices = len(seed_reads)
     saving = torch.cat([seed_reads * costs.seed_s, row_reads * costs.row_s])
     num_bytes = torch.cat([list_bytes, row_bytes]).to(torch.float64)
-    useful = torch.cat([seed_reads, row_reads]) > 0
+    useful = saving > 0
     density = torch.where(useful, saving / num_bytes.clamp(min=1.0), -1.0)
     order = torch.argsort(density, descending=True, stable=True)
     order = order[useful[order]]
+    is_list = order < num_vertices
+    within_share = torch.cumsum(num_bytes[order] * is_list, 0) <= LIST_SHARE * budget_bytes
+    first = order[~is_list | within_share]
+    last = order[is_list & ~within_share]
+    order = torch.cat([first, last])
     held = torch.zeros(len(saving), dtype=torch.bool)
     held[order[torch.cumsum(num_bytes[order], 0) <= budget_bytes]] = True
-    return HoldChoice(lists=held[: len(seed_reads)], rows=held[len(seed_reads) :])
+    return HoldChoice(lists=held[:num_vertices], rows=held[num_vertices:])

@@ -80,7 +80,8 @@ class HaloTensors:
     indices: Tensor
     """(E,) positions in `node_ids`, dtype of `indptr`."""
     edge_order: Tensor
-    """(E,) local edge id of every entry, dtype of `indptr`: ids ascend by edge type, as in a DistDGL partition."""
+    """(E,) local edge id of every entry, dtype of `indptr`: ids ascend by edge type, as in a DistDGL partition. Empty
+    where there is one type: entry k is edge k."""
     eid_global: Tensor
     """(E,) int64 by local edge id: homogeneous edge ids."""
     etype_offset: tuple[int, ...]
@@ -92,6 +93,11 @@ class HaloTensors:
     def num_bytes(self) -> int:
         tensors = (self.ids, self.node_ids, self.indptr, self.indices, self.edge_order, self.eid_global)
         return sum(tensor.nbytes for tensor in tensors)
+
+    def eids_at(self, positions: Tensor) -> Tensor:
+        """Returns the homogeneous edge ids of some entries."""
+        local = self.edge_order[positions].to(torch.int64) if len(self.edge_order) else positions
+        return self.eid_global[local]
 
     def share(self) -> None:
         """Moves everything to shared memory, before anybody reads it."""
@@ -132,7 +138,7 @@ def pack_lists(ids: Tensor, lists: EdgeLists, partition_book: Any) -> HaloTensor
         position, local_of_entry = position[within], local_of_entry[within]
     else:
         per_type = torch.tensor([num_edges])
-        local_of_entry = torch.arange(num_edges)
+        local_of_entry = torch.empty(0, dtype=torch.int64)
         eid_global = lists.eid_global
     indptr = torch.zeros(len(node_ids) + 1, dtype=small)
     indptr[1 : len(ids) + 1] = torch.cumsum(lists.counts, 0)
@@ -191,5 +197,5 @@ class HaloGraph:
         return EdgeLists(
             counts=counts,
             src_global=t.node_ids[t.indices[positions].to(torch.int64)],
-            eid_global=t.eid_global[t.edge_order[positions].to(torch.int64)],
+            eid_global=t.eids_at(positions),
         )

@@ -28,7 +28,7 @@ from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldRows, Pull
-from dgl_hybrid.sampling.in_edge_lists import SEEDS_PER_REQUEST, InEdgeLists
+from dgl_hybrid.sampling.in_edge_lists import LIST_BYTES, LIST_ENTRY_BYTES, SEEDS_PER_REQUEST, InEdgeLists
 from dgl_hybrid.sampling.observed import ObservedReads
 from dgl_hybrid.sampling.remote_costs import measure_remote_costs
 from dgl_hybrid.sampling.written import WrittenFields
@@ -86,6 +86,7 @@ class HaloStore:
         self._narrow_reserve = 0.0
         self.halo_graph: HaloGraph | None = None
         self._rows: dict[str, HeldRows] = {}
+        self._held_sizes: dict[str, int] = {}
         self._observed_rows: dict[str, ObservedReads] = {}
         self._observed_seeds = ObservedReads()
         if self._is_holding and not self.written.is_guarded:
@@ -152,8 +153,8 @@ class HaloStore:
         return choose_held(
             seed_reads=seed_reads,
             row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
-            list_bytes=12 * degrees + 24,
-            row_bytes=self._widest_row_bytes(ids) + 8,
+            list_bytes=LIST_ENTRY_BYTES * degrees + LIST_BYTES,
+            row_bytes=self._widest_row_bytes(ids),
             costs=self._costs,
             budget_bytes=self._budget_bytes - self._narrow_reserve,
         )
@@ -228,14 +229,10 @@ class HaloStore:
         """Fetches what is wanted of a field, once it is known whether it is read for the seeds or for all inputs."""
         held = self._rows.get(name)
         if held is None:
-            held = self._rows[name] = HeldRows(self._policy(name).get_size(), share=self._share)
+            held = self._rows[name] = self._make_rows(name)
         wanted = self._wanted(name, held, ids)
         if wanted is not None:
-            missing = wanted if held.rows is None else wanted[held.index.find(wanted) < 0]
-            room = self._room_bytes(name)
-            row_bytes = self._row_bytes_of(name) + 8
-            missing = missing if math.isinf(room) else missing[: max(0, int(room // row_bytes))]
-            held.fetch(torch.sort(missing).values, self._pull_of(name))
+            held.fetch(wanted[~held.holds(wanted)], self._pull_of(name), self._room_bytes(name))
             held.is_complete = True
         return held
 
@@ -251,6 +248,7 @@ class HaloStore:
         of_type = ntype == self._ntypes.index(policy.type_name)
         of_type[of_type.clone()] = policy.to_partid(typed_ids[of_type]) != self._book.partid
         candidates, reads = typed_ids[of_type], self._expected.as_input[of_type]
+        held.expected = torch.sort(candidates).values
         as_seed = self._expected.as_seed[of_type]
         seeds = torch.sort(candidates[as_seed > 0]).values
         held.read_for = None
@@ -267,7 +265,7 @@ class HaloStore:
         reads = self._expected.as_frontier[torch.searchsorted(self._expected.ids, tensors.ids)]
         vertices = torch.argsort(reads, descending=True, stable=True)
         _, positions = gather_segments(tensors.indptr.to(torch.int64), vertices)
-        eids = tensors.eid_global[tensors.edge_order[positions].to(torch.int64)]
+        eids = tensors.eids_at(positions)
         if len(self._etypes) == 1:
             return eids
         etype, typed = (torch.as_tensor(part).to(torch.int64) for part in self._book.map_to_per_etype(eids))
@@ -278,16 +276,13 @@ class HaloStore:
         if held.read_for is not None and not bool(find_sorted(held.read_for, remote)[0].all()):
             held.is_complete = False  # read for inputs as well: fetched at the next read
             return
-        row_bytes = self._row_bytes_of(name) + 8
-        if self._room_bytes(name) < row_bytes:
+        if self._room_bytes(name) < held.row_bytes:
             return
         observed = self._observed_rows.setdefault(name, ObservedReads())
-        if observed.add(remote):
+        # The others were decided about.
+        if observed.add(difference(remote, held.expected)):
             often = observed.review(self._min_count)
-            often = often if held.rows is None else often[held.index.find(often) < 0]
-            room = self._room_bytes(name)
-            often = often if math.isinf(room) else often[: int(room // row_bytes)]
-            held.fetch(torch.sort(often).values, self._pull_of(name))
+            held.fetch(often[~held.holds(often)], self._pull_of(name), self._room_bytes(name))
             observed.forget(often)
 
     @property
@@ -310,15 +305,16 @@ class HaloStore:
 
     def note_remote_seeds(self, ids: Tensor) -> None:
         """Counts vertices that other machines are asked to draw from; lists that come back often are held."""
-        if self._lists is None or self._room_bytes() < 64:
+        if self._lists is None or self._room_bytes() < LIST_BYTES:
             return
-        if self._observed_seeds.add(ids):
+        # The others were decided about.
+        if self._observed_seeds.add(difference(ids, self._expected.ids)):
             held = torch.empty(0, dtype=torch.int64) if self.halo_graph is None else self.halo_graph.tensors.ids
             often = difference(self._observed_seeds.review(self._min_count), held)
             self._lists.fetch(torch.sort(often).values)
-            num_bytes = 12 * self._lists.lookup(often).counts + 24
-            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes()]
+            num_bytes = LIST_ENTRY_BYTES * self._lists.lookup(often).counts + LIST_BYTES
             self._observed_seeds.forget(often)
+            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes()]
             self._hold_lists(torch.sort(torch.cat([held, often])).values)
 
     # ---------------------------------------------------------------- sharing with sampler processes
@@ -327,7 +323,7 @@ class HaloStore:
         """Returns what sampler processes of this trainer may use."""
         return SharedHalo(
             lists=None if self.halo_graph is None else self.halo_graph.tensors,
-            rows={name: (held.index.ids, held.rows) for name, held in self._rows.items() if held.rows is not None},
+            rows={name: rows for name, held in self._rows.items() if (rows := held.shared()) is not None},
         )
 
     def adopt(self, shared: SharedHalo) -> None:
@@ -337,11 +333,13 @@ class HaloStore:
             if self._lists is not None:
                 self._lists.keep_held(self.halo_graph)
         for name, (ids, rows) in shared.rows.items():
-            held = self._rows.setdefault(name, HeldRows(self._policy(name).get_size()))
-            held.adopt(ids, rows)
-            held.is_complete = True
+            self._rows[name] = self._make_rows(name)
+            self._rows[name].adopt(ids, rows)
 
     # ---------------------------------------------------------------- sizes
+
+    def _make_rows(self, name: str) -> HeldRows:
+        return HeldRows(self._client._data_store[name], self._policy(name).get_size(), share=self._share)
 
     def _policy(self, name: str) -> Any:
         return self._client._part_policy[name]
@@ -358,14 +356,19 @@ class HaloStore:
             if name in self._client._data_store and self._policy(name).is_node
         }
 
+    def _held_row_bytes(self, name: str) -> int:
+        if name not in self._held_sizes:
+            self._held_sizes[name] = self._make_rows(name).row_bytes
+        return self._held_sizes[name]
+
     def _node_bytes(self) -> int:
         return sum(size * self._policy(name).get_size() for name, size in self._row_bytes().items())
 
     def _widest_row_bytes(self, ids: Tensor) -> Tensor:
         widest = torch.zeros(len(self._ntypes), dtype=torch.int64)
-        for name, size in self._row_bytes().items():
+        for name in self._row_bytes():
             ntype = self._ntypes.index(self._policy(name).type_name)
-            widest[ntype] = max(int(widest[ntype]), size)
+            widest[ntype] = max(int(widest[ntype]), self._held_row_bytes(name))
         return widest[self._typed_nodes(ids)[0]]
 
     def _room_bytes(self, name: str | None = None) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.id_index import IdIndex
+from dgl_hybrid.sampling.narrow import holds_exactly, narrowest_dtype
 
-_BYTES_PER_MESSAGE = 64 * 2**20
+_BYTES_PER_MESSAGE = 32 * 2**20
+_ID_BYTES = 8
 
 Pull = Callable[[Tensor], Tensor]
 
@@ -19,56 +22,86 @@ Pull = Callable[[Tensor], Tensor]
 class HeldRows:
     """Rows of other machines' vertices or edges, by the id within their type.
 
+    They are kept in the smallest type that holds them bit for bit.
+
     Args:
+        part: (n, ...) this machine's own rows of the field: of the same shape, and, likely, of the same kind of values.
         bound: Number of vertices (edges) of that type in the whole graph.
         share: Keep them in shared memory, for the sampler processes of this trainer.
     """
 
-    def __init__(self, bound: int, *, share: bool = False) -> None:
-        self.index = IdIndex(torch.empty(0, dtype=torch.int64), bound=0)
-        self.rows: Tensor | None = None
+    def __init__(self, part: Tensor, bound: int, *, share: bool = False) -> None:
+        self.dtype = part.dtype
         self.is_complete = False
         """What is wanted of the field was decided, and fetched."""
         self.read_for: Tensor | None = None
         """The seeds, ascending, as long as nothing else of the field was read; None: it is read for inputs."""
+        self.expected = torch.empty(0, dtype=torch.int64)
+        """All ids, ascending, that were weighed when it was decided what to hold."""
         self._bound = bound
         self._share = share
+        self._index: IdIndex | None = None
+        self._rows = torch.empty((0, *part.shape[1:]), dtype=likely_dtype(part))
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.rows is None else self.rows.nbytes + self.index.ids.nbytes
+        return self._rows.nbytes + _ID_BYTES * len(self._rows)
 
-    def adopt(self, ids_sorted: Tensor, rows: Tensor) -> None:
+    @property
+    def row_bytes(self) -> int:
+        """What one more row takes, with its id."""
+        return self._rows.element_size() * math.prod(self._rows.shape[1:]) + _ID_BYTES
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """Which of these rows are held."""
+        if self._index is None:
+            return torch.zeros(len(ids), dtype=torch.bool)
+        return self._index.find(ids) >= 0
+
+    def shared(self) -> tuple[Tensor, Tensor] | None:
+        """Returns ids and rows as they are kept, for `adopt` in another process."""
+        return None if self._index is None else (self._index.ids, self._rows)
+
+    def adopt(self, ids: Tensor, rows: Tensor) -> None:
         """Takes rows that another process fetched."""
-        self.index, self.rows = IdIndex(ids_sorted, self._bound), rows
+        self._index, self._rows, self.is_complete = IdIndex(ids, self._bound), rows, True
 
-    def fetch(self, ids_sorted: Tensor, pull: Pull) -> None:
-        """Fetches rows once and adds them to those that are held.
+    def fetch(self, ids: Tensor, pull: Pull, room_bytes: float) -> None:
+        """Fetches rows once and adds them to those that are held, as many as there is room for.
 
         Args:
-            ids_sorted: (n,) ascending, none of them held.
+            ids: (n,) without duplicates, none of them held, the most wanted first.
             pull: Reads rows by id from their owners.
+            room_bytes: May be infinite.
         """
-        if len(ids_sorted) == 0:
+        full_row_bytes = max(1, self.dtype.itemsize * math.prod(self._rows.shape[1:]))
+        fetched_ids: list[Tensor] = [] if self._index is None else [self._index.ids]
+        fetched = [self._rows]
+        for some in ids.split(max(1, _BYTES_PER_MESSAGE // full_row_bytes)):
+            fitting = some if math.isinf(room_bytes) else some[: max(0, int(room_bytes // self.row_bytes))]
+            if len(fitting) == 0:
+                break
+            rows = pull(fitting)
+            COUNTS.fill_rows += len(fitting)
+            COUNTS.fill_bytes += len(fitting) * full_row_bytes
+            if not holds_exactly(rows, self._rows.dtype):
+                # The other machines' values are not like ours: from here on everything is kept as it comes.
+                held_before = sum(len(part) for part in fetched)
+                room_bytes -= held_before * (full_row_bytes + _ID_BYTES - self.row_bytes)
+                fetched = [part.to(self.dtype) for part in fetched]
+                self._rows = self._rows.to(self.dtype)
+                rows = rows[: max(0, int(room_bytes // self.row_bytes))] if not math.isinf(room_bytes) else rows
+                fitting = fitting[: len(rows)]
+            fetched.append(rows.to(self._rows.dtype))
+            fetched_ids.append(fitting)
+            room_bytes -= len(fitting) * self.row_bytes
+        if len(fetched) == 1:
             return
-        first = pull(ids_sorted[:1])
-        row_bytes = max(first[0].nbytes, 1)
-        all_ids, order = torch.sort(torch.cat([self.index.ids, ids_sorted]))
-        rows = torch.empty((len(all_ids), *first.shape[1:]), dtype=first.dtype)
+        all_ids, all_rows = torch.cat(fetched_ids), torch.cat(fetched)
         if self._share:
-            rows.share_memory_()
             all_ids.share_memory_()
-        place = torch.empty_like(order)
-        place[order] = torch.arange(len(order))
-        if self.rows is not None:
-            rows[place[: len(self.index)]] = self.rows
-        new_place = place[len(self.index) :]
-        rows_per_message = max(1, _BYTES_PER_MESSAGE // row_bytes)
-        for ids, positions in zip(ids_sorted.split(rows_per_message), new_place.split(rows_per_message), strict=True):
-            rows[positions] = pull(ids)
-        COUNTS.fill_rows += len(ids_sorted)
-        COUNTS.fill_bytes += len(ids_sorted) * row_bytes
-        self.index, self.rows = IdIndex(all_ids, self._bound), rows
+            all_rows.share_memory_()
+        self._index, self._rows = IdIndex(all_ids, self._bound), all_rows
 
     def read(self, ids: Tensor, pull: Pull) -> tuple[Tensor, Tensor]:
         """Reads rows, those that are held from here and the others by `pull`.
@@ -76,18 +109,30 @@ class HeldRows:
         Returns:
             `(rows, not_held)`: rows in the order of `ids`; the ids that `pull` was asked for.
         """
-        if self.rows is None:
+        if self._index is None:
             return pull(ids), ids
-        position = self.index.find(ids)
+        position = self._index.find(ids)
         held = position >= 0
         if not bool(held.any()):
             return pull(ids), ids
-        COUNTS.held_rows += int(held.sum())
         if bool(held.all()):
-            return self.rows[position], ids[:0]
+            COUNTS.held_rows += len(ids)
+            return self._rows[position].to(self.dtype), ids[:0]
         rest = ids[~held]
         pulled = pull(rest)
         rows = torch.empty((len(ids), *pulled.shape[1:]), dtype=pulled.dtype)
-        rows[held] = self.rows[position[held]]
+        rows[held] = self._rows[position[held]].to(self.dtype)
         rows[~held] = pulled
+        COUNTS.held_rows += len(ids) - len(rest)
         return rows, rest
+
+
+_SAMPLE_ROWS = 4096
+
+
+def likely_dtype(part: Tensor) -> torch.dtype:
+    """Returns the type that holds a sample of these rows exactly; whether it holds others is seen when they come."""
+    if len(part) == 0:
+        return part.dtype
+    step = max(1, len(part) // _SAMPLE_ROWS)
+    return narrowest_dtype(part[::step][:_SAMPLE_ROWS])

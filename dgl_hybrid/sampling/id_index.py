@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the positions of ids in a fixed set, fast enough for every batch."""
+"""Finds the positions of ids in a fixed list, fast enough for every batch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,31 @@ _TABLE_PER_ID = 16  # entries per id beyond which a sorted search takes less mem
 
 
 class IdIndex:
-    """A set of ids, with the position of each.
+    """A list of ids and the position of each.
 
     Args:
-        ids_sorted: (n,) int64, ascending, without duplicates.
+        ids: (n,) int64 in any order, without duplicates.
         bound: All ids that will ever be asked for are below it.
     """
 
-    def __init__(self, ids_sorted: Tensor, bound: int) -> None:
-        self.ids = ids_sorted
+    def __init__(self, ids: Tensor, bound: int) -> None:
+        self.ids = ids
         self._table: Tensor | None = None
-        if bound <= _FREE_TABLE + _TABLE_PER_ID * len(ids_sorted) and len(ids_sorted) < 2**31:
+        self._sorted = self._position = ids[:0]
+        if bound <= _FREE_TABLE + _TABLE_PER_ID * len(ids) and len(ids) < 2**31:
             self._table = torch.full((bound,), -1, dtype=torch.int32)
-            self._table[ids_sorted] = torch.arange(len(ids_sorted), dtype=torch.int32)
+            self._table[ids] = torch.arange(len(ids), dtype=torch.int32)
+        else:
+            self._sorted, self._position = torch.sort(ids)
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def find(self, ids: Tensor) -> Tensor:
-        """Returns the (m,) int64 position of every id, -1 where it is not in the set."""
+        """Returns the (m,) int64 position of every id, -1 where it is not in the list."""
         if self._table is not None:
             return self._table[ids].to(torch.int64)
         if len(self.ids) == 0:
             return torch.full_like(ids, -1)
-        position = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
-        return torch.where(self.ids[position] == ids, position, -1)
+        position = torch.searchsorted(self._sorted, ids).clamp_(max=len(self.ids) - 1)
+        return torch.where(self._sorted[position] == ids, self._position[position], -1)

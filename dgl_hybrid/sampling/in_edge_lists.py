@@ -21,6 +21,11 @@ from dgl_hybrid.sampling.counts import COUNTS
 SEEDS_PER_REQUEST = 50_000
 """Vertices asked for in one message; an answer has 24 bytes for each of their in-edges."""
 
+LIST_ENTRY_BYTES = 16
+"""What an in-edge takes in a held list: an index, an edge id, and its share of the ids of sources."""
+LIST_BYTES = 24
+"""What a held list takes besides its entries."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EdgeLists:
@@ -35,8 +40,8 @@ class EdgeLists:
 
     @property
     def num_bytes(self) -> int:
-        """What holding them takes, about: an index and an edge id for each entry, three numbers for each vertex."""
-        return 12 * len(self.src_global) + 24 * len(self.counts)
+        """What holding them takes, about."""
+        return LIST_ENTRY_BYTES * len(self.src_global) + LIST_BYTES * len(self.counts)
 
 
 def concatenate_lists(parts: list[EdgeLists]) -> EdgeLists:

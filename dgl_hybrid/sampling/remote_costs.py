@@ -12,7 +12,7 @@ from torch import Tensor
 from dgl_hybrid.sampling.choose import RemoteCosts
 from dgl_hybrid.sampling.counts import COUNTS
 
-_FEW, _MANY, _REPEATS = 1, 512, 3
+_FEW, _MANY, _REPEATS = 1, 2048, 5
 _SMALLEST_S = 1e-9  # a difference of two timings can come out as nothing, or less
 
 

@@ -26,7 +26,13 @@ from pathlib import Path
 from typing import IO
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.launch.leftovers import SHM_VARIABLE, find_processes, find_shared_memory, send_signal
+from dgl_hybrid.launch.leftovers import (
+    SHM_VARIABLE,
+    find_processes,
+    find_shared_memory,
+    is_resource_tracker,
+    send_signal,
+)
 from dgl_hybrid.launch.machines import find_free_ports, why_port_unusable
 from dgl_hybrid.launch.messages import (
     Cleaned,
@@ -286,7 +292,8 @@ class Agent:
             prefix = self._prepared.shm_prefix
             processes = find_processes(prefix)
             shared_memory = find_shared_memory(processes)
-            send_signal(processes, signal.SIGTERM)
+            # Resource trackers end by themselves, after what they look after. One that has just been started would die.
+            send_signal([one for one in processes if not is_resource_tracker(one)], signal.SIGTERM)
             deadline = time.monotonic() + self._prepared.grace_s
             while self._parts and time.monotonic() < deadline:
                 self._turn_at_end()

@@ -19,7 +19,8 @@ SHM_VARIABLE = "DGL_HYBRID_SHM_PREFIX"
 SHM_FOLDER = Path("/dev/shm")
 KILL_TIMEOUT_S = 8.0
 TRACKER_GRACE_S = 2.0
-_OTHERS_SHM = re.compile(rb"/dev/shm/((?:sem\.mp-|torch_)[^ \n/]+)")
+_MULTIPROCESSING = ("sem.mp-", "torch_")
+_MAPPED_SHM = re.compile(rb" (\d+) +/dev/shm/")
 _TURN_S = 0.02
 
 
@@ -44,11 +45,17 @@ def send_signal(processes: list[int], number: signal.Signals) -> None:
 
 def find_shared_memory(processes: list[int]) -> set[str]:
     """Returns the names of semaphores and tensors that `multiprocessing` gave these processes; seen while they live."""
-    names: set[str] = set()
+    inodes: set[int] = set()
     for process in processes:
         with contextlib.suppress(OSError):
             maps = Path("/proc", str(process), "maps").read_bytes()
-            names.update(os.fsdecode(name) for name in _OTHERS_SHM.findall(maps))
+            inodes.update(map(int, _MAPPED_SHM.findall(maps)))
+    names: set[str] = set()
+    for entry in os.scandir(SHM_FOLDER):
+        with contextlib.suppress(OSError):
+            # By inode: a semaphore is made under another name, which its maker's map goes on to show.
+            if entry.name.startswith(_MULTIPROCESSING) and entry.inode() in inodes:
+                names.add(entry.name)
     return names
 
 
@@ -63,7 +70,7 @@ def remove_everything(shm_prefix: str, folder: Path, shared_memory: set[str]) ->
     names = set(shared_memory)
     # `multiprocessing` has a process of its own that removes semaphores once their users are gone: it goes last.
     give_up = time.monotonic() + KILL_TIMEOUT_S
-    while others := [process for process in find_processes(shm_prefix) if not _is_resource_tracker(process)]:
+    while others := [process for process in find_processes(shm_prefix) if not is_resource_tracker(process)]:
         if time.monotonic() > give_up:
             break  # a process inside a system call that does not return
         names |= find_shared_memory(others)
@@ -76,13 +83,15 @@ def remove_everything(shm_prefix: str, folder: Path, shared_memory: set[str]) ->
         if time.monotonic() > deadline + TRACKER_GRACE_S:
             break
         time.sleep(_TURN_S)
-    names.update(path.name for path in SHM_FOLDER.glob(f"{shm_prefix}*"))
+    for pattern in (f"{shm_prefix}*", f"sem.{shm_prefix}*"):
+        names.update(path.name for path in SHM_FOLDER.glob(pattern))
     for name in names:
         (SHM_FOLDER / name).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_resource_tracker(process: int) -> bool:
+def is_resource_tracker(process: int) -> bool:
+    """Tells whether a process is the one that `multiprocessing` starts to remove what its users leave."""
     with contextlib.suppress(OSError):
         return b"multiprocessing.resource_tracker" in Path("/proc", str(process), "cmdline").read_bytes()
     return False

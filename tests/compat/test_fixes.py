@@ -190,6 +190,13 @@ PROGRAMS = {
             assert rows.tolist() == [machine] * machine
             graph, _, _ = create_heterograph_from_shared_memory(unique)
             assert graph.num_edges(0) == machine
+        # Semaphores of the sampler pool, here without servers.
+        from dgl.distributed import dist_context
+        os.environ["DGL_NUM_SAMPLER"] = "0"
+        dist_context.initialize("")
+        import multiprocessing
+        semaphore = multiprocessing.get_context("spawn").Semaphore()
+        assert semaphore._semlock.name.startswith("/machine2_"), semaphore._semlock.name
         # GraphBolt's names, without its library.
         class Bolted:
             copy_to_shared_memory = staticmethod(lambda name: name)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one rank must know of its share of a graph, wherever that lies."""
+"""What one rank must know of the structure of its share of a graph, wherever that lies."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,14 +53,6 @@ class RankPart(Protocol):
     def orig_edge_ids(self) -> Tensor | None:
         """(E,) int64 by owned edge; None where nobody kept them."""
 
-    @property
-    def node_data(self) -> Mapping[str, Tensor]:
-        """(N, ...) each."""
-
-    @property
-    def edge_data(self) -> Mapping[str, Tensor]:
-        """(E, ...) each."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPart:
@@ -72,11 +63,12 @@ class SharedPart:
     lists: EdgeLists
     halo_global: Tensor
     halo_lists: EdgeLists
+    first_node_of_machine: int
+    """Global id of the first node of the part, of which this rank's nodes are a range."""
+    first_edge_of_machine: int
     out_degrees: Tensor | None
     orig_node_ids: Tensor | None
     orig_edge_ids: Tensor | None
-    node_data: Mapping[str, Tensor]
-    edge_data: Mapping[str, Tensor]
 
     @property
     def in_degrees(self) -> Tensor:

@@ -6,21 +6,24 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
+from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.loader import FullGraphLoader
-from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 
 
 def infer(
     model: nn.Module,
-    g: PartitionedGraph,
+    g: PartitionedGraph | DistGraph,
     sampler: Any,
     *,
     nids: Tensor | None = None,
     feature: str = "feat",
     device: torch.device | str | None = None,
     loader: FullGraphLoader | None = None,
+    transport: TransportName | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs `model(blocks, x)` in evaluation mode for some nodes. Collective; no gradients.
 
@@ -30,20 +33,22 @@ def infer(
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
         feature: The node field that is the model's input.
         loader: One made before for the same nodes, to save building it.
+        transport: Of a `DistGraph`, as for `FullGraphLoader`.
 
     Returns:
         `(nids, output)`: the ids this rank owns among all those asked for, ascending, and their output rows.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if loader is None:
-        wanted = g.owned_nodes() if nids is None else nids
-        loader = FullGraphLoader(g, wanted, sampler, device, strategy="depcomm")
+        graph = as_partitioned(g, transport)
+        wanted = graph.owned_nodes() if nids is None else nids
+        loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm")
     was_training = inner.training
     inner.eval()
     try:
         with torch.no_grad():
             input_nodes, seeds, blocks = next(iter(loader))
-            output = inner(blocks, g.ndata[feature][input_nodes])
+            output = inner(blocks, loader.graph.ndata[feature][input_nodes])
     finally:
         inner.train(was_training)
     return seeds[: loader.num_seeds], output[: loader.num_seeds]

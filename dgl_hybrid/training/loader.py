@@ -10,6 +10,7 @@ from typing import Any
 
 import dgl
 import torch
+from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import PlanError
@@ -20,9 +21,10 @@ from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFiel
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
+from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.fields import GraphFields
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
-from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.step import Step
 
@@ -41,7 +43,7 @@ class FullGraphLoader:
     Construction and every `iter` are collective: all ranks make the same loaders and iterate them in the same order.
 
     Args:
-        g: The graph as this rank sees it.
+        g: A running `DistGraph`, or the graph as this rank sees it (`PartitionedGraph`).
         nids: (n,) global ids of this rank's seeds, or a bool mask over its own nodes.
         sampler: A DGL neighbour sampler, for its number of layers and its `prefetch_*` fields, or that number. Fanouts
             are not used: every neighbour is.
@@ -55,6 +57,8 @@ class FullGraphLoader:
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
             `find_loss_weight`.
         seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()`.
+        transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
+            script has initialised) or "kvstore" (DistDGL's servers); None means "collective".
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 
@@ -65,7 +69,7 @@ class FullGraphLoader:
 
     def __init__(
         self,
-        g: PartitionedGraph,
+        g: PartitionedGraph | DistGraph,
         nids: Tensor,
         sampler: Any,
         device: torch.device | str | None = None,
@@ -78,16 +82,13 @@ class FullGraphLoader:
         loss_reduction: Reduction = "mean",
         loss_denominator: float | None = None,
         seed: int | None = None,
+        transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        if not isinstance(g, PartitionedGraph):
-            raise TypeError(
-                f"FullGraphLoader takes a dgl_hybrid.PartitionedGraph (got {type(g).__name__}); open the partition "
-                f"folder with PartitionedGraph.open(part_config)"
-            )
         unknown = sorted(set(dataloader_kwargs) - _IGNORED)
         if unknown:
             raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
+        g = as_partitioned(g, transport)
         self.graph = g
         self.communicator = g.communicator
         self.device = torch.device("cpu") if device is None else torch.device(device)
@@ -183,6 +184,7 @@ class FullGraphLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
+        self.graph.agree_on_writes()
         if self.outcome is None and not (self.forced and self._is_checked):
             self._use_first_call()
         step = Step(

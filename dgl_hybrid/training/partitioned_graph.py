@@ -7,9 +7,11 @@ nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from dgl.distributed import DistGraph
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
@@ -18,13 +20,15 @@ from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
 from dgl_hybrid.planner import Topology
+from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
 from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields
+from dgl_hybrid.training.stable_reads import StableReads
 
 
 class PartitionedGraph:
     """One rank's view of a partitioned homogeneous graph.
 
-    Create it with `PartitionedGraph.open(part_config)` on every rank.
+    Create it with `PartitionedGraph.open(part_config)` or `PartitionedGraph.from_dist_graph(g)` on every rank.
 
     Attributes:
         ndata, edata: Fields by name; see `GraphField`.
@@ -34,14 +38,21 @@ class PartitionedGraph:
         out_degrees: (N,) full-graph out-degrees of this rank's nodes.
     """
 
-    def __init__(self, partition: RankPart, communicator: Communicator) -> None:
+    def __init__(
+        self,
+        partition: RankPart,
+        communicator: Communicator,
+        *,
+        node_data: Mapping[str, Tensor] | None = None,
+        edge_data: Mapping[str, Tensor] | None = None,
+    ) -> None:
         self.partition = partition
         self.communicator = communicator
         self.nodes = Ownership(offsets=partition.node_offsets, rank=communicator.rank)
         self.edges = Ownership(offsets=partition.edge_offsets, rank=communicator.rank)
         self.row_sets = RowSets(communicator)
-        self.ndata: GraphFields = StoredFields(partition.node_data, self.nodes, self.row_sets, "node")
-        self.edata: GraphFields = StoredFields(partition.edge_data, self.edges, self.row_sets, "edge")
+        self.ndata: GraphFields = StoredFields(node_data or {}, self.nodes, self.row_sets, "node")
+        self.edata: GraphFields = StoredFields(edge_data or {}, self.edges, self.row_sets, "edge")
         self.in_edges = InEdges(partition, communicator, self.nodes)
         known = communicator.gather_ints([int(partition.out_degrees is not None)])
         if all(row[0] for row in known) and partition.out_degrees is not None:
@@ -50,6 +61,7 @@ class PartitionedGraph:
             self.out_degrees = self.sum_over_out_edges()
         self.topology: Topology | None = None
         """Measured rates of these ranks, once they were probed."""
+        self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[int, Tensor]] = {}
 
     @staticmethod
@@ -75,7 +87,35 @@ class PartitionedGraph:
                     f"{summary.num_parts} ranks, or partition the graph into {chosen.world_size} parts."
                 )
             partition = load_partition(part_config, chosen.rank, verify=verify)
-        return PartitionedGraph(partition, chosen)
+        return PartitionedGraph(partition, chosen, node_data=partition.node_data, edge_data=partition.edge_data)
+
+    @staticmethod
+    def from_dist_graph(g: DistGraph, *, transport: TransportName = "collective") -> PartitionedGraph:
+        """Sees a running `DistGraph` as this trainer's rank. Collective over all trainers; made once for each graph.
+
+        Structure and fields stay where DistDGL's servers put them, in the machine's shared memory. Trainers of one
+        machine share its partition.
+
+        Args:
+            g: Of a homogeneous graph, on a machine whose server keeps it by destination (format csc, the default).
+            transport: "collective" exchanges rows over `torch.distributed`, "kvstore" over DistDGL's servers, slowly,
+                where no backend of torch.distributed spans the hosts.
+
+        Raises:
+            ExchangeError: On all ranks, if they are not numbered machine by machine, one for each trainer.
+            PartitionError: On all ranks, if the structure of any machine cannot be read so.
+        """
+        views: dict[str, PartitionedGraph] = g.__dict__.setdefault("_dgl_hybrid_views", {})
+        if transport not in views:
+            communicator = connect_trainers(g, transport)
+            part = share_partition(g, communicator)
+            view = PartitionedGraph(part, communicator)
+            reads = StableReads(g._client, communicator, view.row_sets)
+            view.ndata = DistFields(g.ndata, view.nodes, part.first_node_of_machine, reads)
+            view.edata = DistFields(g.edata, view.edges, part.first_edge_of_machine, reads)
+            view._reads = reads
+            views[transport] = view
+        return views[transport]
 
     def rank(self) -> int:
         return self.communicator.rank
@@ -96,6 +136,11 @@ class PartitionedGraph:
     def fetch_nodes(self, local_rows: Tensor, ids_global: Tensor) -> Tensor:
         """Fetches static per-node rows by global id from their owners. Collective."""
         return fetch_rows(self.communicator, self.nodes, local_rows, ids_global)
+
+    def agree_on_writes(self) -> None:
+        """Makes rows that any rank wrote into servers' fields be read again everywhere. Collective."""
+        if self._reads is not None:
+            self._reads.agree()
 
     def sum_over_out_edges(self, values: Tensor | None = None) -> Tensor:
         """Sums a value over the out-edges of every node; each rank contributes its own nodes' in-edges. Collective.
@@ -129,3 +174,21 @@ class PartitionedGraph:
                     self._weighted_out_degrees[name] = known
                 return self.fetch_nodes(known[1], ids_global)
         return None
+
+
+def as_partitioned(g: PartitionedGraph | DistGraph, transport: TransportName | None) -> PartitionedGraph:
+    """Returns `g` itself, or a `DistGraph` as this rank sees it. Collective.
+
+    Raises:
+        TypeError, ValueError: Neither, or a transport for a graph that has its own.
+    """
+    if isinstance(g, DistGraph):
+        return PartitionedGraph.from_dist_graph(g, transport=transport or "collective")
+    if not isinstance(g, PartitionedGraph):
+        raise TypeError(
+            f"full-graph training takes a dgl.distributed.DistGraph or a dgl_hybrid.PartitionedGraph (got "
+            f"{type(g).__name__}); open a partition folder without servers with PartitionedGraph.open(part_config)"
+        )
+    if transport is not None:
+        raise ValueError(f"transport is for a DistGraph (got {transport!r} with a PartitionedGraph, which has its own)")
+    return g

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
 
 TOLERANCE = 1e-9
@@ -214,15 +215,32 @@ def run_step(
         original_ids: (num_nodes,) by global id, where the folder does not tell them.
     """
     g = PartitionedGraph.open(part_config)
+    local = g.partition.orig_node_ids if original_ids is None else original_ids[g.nodes.owned()]
+    return step_on(g, g, case, local)
+
+
+def step_on(
+    graph: Any, g: PartitionedGraph, case: Case, original_ids: Tensor, *, transport: str | None = None
+) -> StepResult:
+    """One rank's training.
+
+    Args:
+        graph: What the script has: `g` itself, or a `DistGraph`.
+        g: As this rank sees it.
+        original_ids: (N,) of the nodes this rank owns.
+        transport: Of a `DistGraph`; with "kvstore" gradients are averaged without DDP.
+    """
     plan = forced_plan(g, case)
+    world_size = g.nodes.world_size
     model = case.build(g.ndata["feat"].shape[1])
-    ddp = nn.parallel.DistributedDataParallel(model)
+    has_ddp = transport != "kvstore" and torch.distributed.is_initialized()
+    ddp = nn.parallel.DistributedDataParallel(model) if has_ddp else model
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         case.num_layers, prefetch_node_feats=["feat"], prefetch_edge_feats=["w"]
     )
     strategy = case.plan.partition(":")[2] if plan is None else "depcomm"
     loader = FullGraphLoader(
-        g,
+        graph,
         g.owned_nodes("train_mask"),
         sampler,
         plan=plan,
@@ -230,28 +248,30 @@ def run_step(
         strategy=strategy,
         topology=uniform_topology(world_size),
         seed=7,
+        transport=transport,
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
     losses = []
     g.communicator.clock.drain()
     for _ in range(case.epochs):
         for input_nodes, seeds, blocks in loader:
-            x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+            x = graph.ndata["feat"][input_nodes].clone().requires_grad_()
             optimizer.zero_grad()
             logits = ddp(blocks, x)
-            loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+            loss = F.cross_entropy(logits, graph.ndata["label"][seeds])
             loss.backward()
+            if not has_ddp:
+                average_gradients(model, loader)
         losses.append(loss.item() * loader.loss_weight / world_size)
         grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         optimizer.step()
     events = [event for event in g.communicator.clock.drain() if event.layer > 0]
-    local = g.partition.orig_node_ids if original_ids is None else original_ids[g.nodes.owned()]
     own = loader.num_seeds
     return StepResult(
         losses=losses,
-        node_ids=local[seeds[:own] - g.nodes.start],
+        node_ids=original_ids[seeds[:own] - g.nodes.start],
         logits=logits.detach()[:own],
-        input_ids=g.fetch_nodes(local, input_nodes),
+        input_ids=g.fetch_nodes(original_ids, input_nodes),
         # Every rank's loss entered with the factor world_size that DDP's average takes away again.
         input_grad=x.grad / world_size,
         weight_grads=grads,

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads of a `DistGraph` with a loader's id tensors: the same rows tensor every time, until somebody writes.
+
+A static first layer and `EdgeWeightNorm` recognise their inputs by identity, and no row is read from another machine
+twice. A write of this process drops what it concerns at once; a write of another is known from the next barrier of the
+KVStore or the next epoch on, where all ranks agree what was written.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from dgl.distributed import kvstore, rpc
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.sampling.hooks import answer_pulls
+from dgl_hybrid.training.fields import RowSets, was_changed
+
+_NODE_PREFIX = "node~"
+
+
+@dataclass(frozen=True)
+class _Stamp:
+    """A tensor and its state; two stamps are equal if nobody wrote in between and it is the same tensor."""
+
+    tensor: weakref.ref[Tensor] | None
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor | None) -> _Stamp:
+        return _Stamp(None, 0) if tensor is None else _Stamp(weakref.ref(tensor), tensor._version)
+
+    def holds(self, tensor: Tensor | None) -> bool:
+        if self.tensor is None or tensor is None:
+            return self.tensor is None and tensor is None
+        return self.tensor() is tensor and self.version == tensor._version
+
+
+@dataclass(frozen=True)
+class _Read:
+    rows: Tensor
+    rows_version: int
+    local: _Stamp
+    """Of this machine's part of the field."""
+
+
+class StableReads:
+    """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as the client lives.
+
+    Args:
+        client: Of DGL's KVStore; its `push` and `barrier` are watched through attributes of this one object.
+        communicator: Over the trainers.
+        row_sets: The id tensors that loaders yielded.
+    """
+
+    def __init__(self, client: Any, communicator: Communicator, row_sets: RowSets) -> None:
+        self._client = client
+        self._communicator = communicator
+        self._row_sets = row_sets
+        self._reads: dict[tuple[str, int], _Read] = {}
+        self._is_pulling = False
+        self._pushed: set[str] = set()
+        self._agreed: dict[str, _Stamp] = {}
+        self._num_writes: Counter[str] = Counter()
+        self.num_pulls = 0
+        """Reads that went to the KVStore."""
+        self._watch()
+
+    def _watch(self) -> None:
+        client = self._client
+        push, barrier = client.push, client.barrier
+
+        def watched_push(name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
+            push(name=name, id_tensor=id_tensor, data_tensor=data_tensor)
+            self._pushed.add(name)
+            self._drop({name})
+
+        def watched_barrier() -> None:
+            barrier()
+            self.agree()
+
+        client.push, client.barrier = watched_push, watched_barrier
+        self._agreed = self._stamps()
+        if isinstance(client, kvstore.KVClient):
+            answer_pulls(self.answer)
+            return
+        pull = client.pull  # of DGL's standalone mode
+
+        def watched_pull(name: str, id_tensor: Tensor) -> Tensor:
+            rows = self.answer(client, name, id_tensor)
+            return pull(name=name, id_tensor=id_tensor) if rows is None else rows
+
+        client.pull = watched_pull
+
+    # ---------------------------------------------------------------- reads
+
+    def answer(self, client: Any, name: str, id_tensor: Tensor) -> Tensor | None:
+        """Returns the rows of an id tensor that a loader yielded; None for all others."""
+        if self._is_pulling or client is not self._client:
+            return None
+        ids_global = self._row_sets.find("node" if name.startswith(_NODE_PREFIX) else "edge", id_tensor)
+        if ids_global is None:
+            return None
+        key = (name, id(id_tensor))
+        read = self._reads.get(key)
+        if read is None or not self._is_current(name, read):
+            if read is None:
+                weakref.finalize(id_tensor, self._reads.pop, key, None)
+            rows = self._pull(name, ids_global).to(id_tensor.device)
+            read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)))
+        return read.rows
+
+    def _pull(self, name: str, ids_global: Tensor) -> Tensor:
+        self.num_pulls += 1
+        self._is_pulling = True
+        try:
+            # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
+            with torch.inference_mode(False):
+                rows: Tensor = self._client.pull(name=name, id_tensor=ids_global)
+                return rows
+        finally:
+            self._is_pulling = False
+
+    def _is_current(self, name: str, read: _Read) -> bool:
+        return not was_changed(read.rows, read.rows_version) and read.local.holds(self._local(name))
+
+    def identify(self, name: str, rows: Tensor) -> bool:
+        """Whether `rows` is what a read of this field returned."""
+        return any(read.rows is rows for (field, _), read in self._reads.items() if field == name)
+
+    # ---------------------------------------------------------------- writes
+
+    def num_writes(self, name: str) -> int:
+        """Counts the agreements that found the field written: equal on all ranks."""
+        return self._num_writes[name]
+
+    def agree(self) -> None:
+        """Makes writes of any rank known to all. Collective, except after the process group's end."""
+        if self._communicator.world_size > 1 and self._communicator.backend != "kvstore" and not dist.is_initialized():
+            return
+        written = {name for name in self._agreed if not self._agreed[name].holds(self._local(name))} | self._pushed
+        if self._pushed:
+            self._fence()
+        self._pushed = set()
+        self._agreed = self._stamps()
+        if any(count for (count,) in self._communicator.gather_ints([len(written)])):
+            everywhere = {name for names in self._communicator.gather_json(sorted(written)) for name in names}
+            self._num_writes.update(everywhere)
+            self._drop(everywhere)
+
+    def _fence(self) -> None:
+        """Waits until every server has done what this process pushed: an answer comes after all that was sent before.
+
+        A barrier alone meets at one server, while pushes may still be under way to the others.
+        """
+        if self._communicator.world_size == 1:
+            return
+        num_servers = self._client.num_servers
+        for server in range(num_servers):
+            rpc.send_request(server, rpc.GetNumberClientsRequest(rpc.get_rank()))
+        for _ in range(num_servers):
+            rpc.recv_response()
+
+    def _drop(self, names: set[str]) -> None:
+        # Replaced, not removed: each key has a finalizer already.
+        for key, read in list(self._reads.items()):
+            if key[0] in names:
+                self._reads[key] = _Read(read.rows, -1, read.local)
+
+    def _local(self, name: str) -> Tensor | None:
+        rows: Tensor | None = self._client.data_store.get(name)
+        return rows
+
+    def _stamps(self) -> dict[str, _Stamp]:
+        return {name: _Stamp.of(rows) for name, rows in self._client.data_store.items()}

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs of real DistDGL servers, trainers and samplers: partitions that share a host, and what a kill leaves of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dgl_hybrid  # before dgl, which it makes importable
+
+# isort: split
+import dgl
+import torch
+
+from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
+from dgl_hybrid.launch.leftovers import SHM_FOLDER
+from dgl_hybrid.launch.machines import write_ip_config
+from tests.launch.jobs import END_WITHIN_S, SCRIPTS, Observer, driver_command, is_alive, run_observed
+
+START_WITHIN_S = 400.0
+"""Several processes import DGL at once, on a machine that may be busy."""
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    """Number of partitions -> partition config; written at first use."""
+    folder = tmp_path_factory.mktemp("parts")
+
+    def write(num_parts: int) -> Path:
+        path = folder / str(num_parts) / "tiny.json"
+        if not path.exists():
+            torch.manual_seed(0)
+            graph = dgl.rand_graph(100, 700)
+            graph.ndata["original"] = torch.arange(100)
+            graph.ndata["feat"] = torch.arange(100.0)[:, None].repeat(1, 4)
+            graph.ndata["train_mask"] = torch.arange(100) < 60
+            dgl_hybrid.partition_graph(graph, "tiny", num_parts, str(path.parent), part_method="random")
+        return path
+
+    return write
+
+
+def tiny_job(part_config: Path, folder: Path, stay: str, **options: Any) -> ClusterJob:
+    num_parts = int(part_config.parent.name)
+    return ClusterJob(
+        part_config=part_config,
+        command=(str(SCRIPTS / "tiny_distdgl.py"), stay),
+        workspace=folder,
+        ip_config=write_ip_config(folder / "ip_config.txt", num_parts, num_servers=options.get("num_servers", 1)),
+        timeout_s=START_WITHIN_S,
+        threads=1,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_parts", "options"),
+    [(2, {}), pytest.param(3, {"num_servers": 2, "num_trainers": 2, "num_samplers": 1}, marks=pytest.mark.slow)],
+)
+def test_partitions_share_a_host(
+    num_parts: int, options: dict[str, int], parts: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """Each machine serves its own partition: every row that trainers read is the right one."""
+
+    def act(name: str, text: str) -> None:
+        if text == "at epoch" and observer.acted_s is None:
+            observer.note()
+            observer.shared_memory |= {f"{prefix}tiny" for prefix in observer.prefixes}
+            assert all((SHM_FOLDER / name).exists() for name in observer.shared_memory)
+
+    job = tiny_job(parts(num_parts), tmp_path, "nowhere", **options)
+    observer = Observer(act)
+    result = run_cluster(job, on_line=observer, verbose=True)
+    told = sorted(text for name, text in observer.lines if text.startswith("machine "))
+    num_trainers = options.get("num_trainers", 1)
+    assert told == [f"machine {i}: 60 seeds, 0 wrong rows" for i in range(num_parts) for _ in range(num_trainers)]
+    assert {one.exit_code for one in result.parts} == {0}
+    assert observer.acted_s is not None
+    observer.assert_nothing_left(job.ip_config)
+
+
+def victim(observer: Observer, target: str) -> int:
+    return observer.agents()[1] if target == "agent" else observer.pids[target]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("target", "moment", "num_samplers"),
+    [
+        ("trainer 1", "start", 0),
+        ("server 0", "start", 0),
+        ("trainer 0", "epoch", 1),
+        ("trainer 1", "epoch", 0),
+        ("server 1", "epoch", 1),
+        ("agent", "epoch", 1),
+        ("trainer 1", "exit", 1),
+        ("server 0", "exit", 0),
+    ],
+)
+def test_a_kill_ends_the_job(
+    target: str, moment: str, num_samplers: int, parts: Callable[[int], Path], tmp_path: Path
+) -> None:
+    job = tiny_job(parts(2), tmp_path, moment, num_samplers=num_samplers)
+
+    def act(name: str, text: str) -> None:
+        is_time = target in observer.pids if moment == "start" else text == f"at {moment}"
+        if is_time and observer.acted_s is None:
+            observer.note()
+            os.kill(victim(observer, target), signal.SIGKILL)
+
+    observer = Observer(act)
+    with pytest.raises(ClusterFailure) as caught:
+        run_cluster(job, on_line=observer, verbose=True)
+    assert observer.acted_s is not None
+    assert time.monotonic() - observer.acted_s < END_WITHIN_S
+    assert caught.value.exit_code == 137
+    name = "the agent of machine 1" if target == "agent" else f"{target} on machine {target[-1]}"
+    assert str(caught.value) == f"{name} (127.0.0.1) was killed by SIGKILL (out of memory?)"
+    observer.assert_nothing_left(job.ip_config)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_takes_servers_and_samplers_with_it(parts: Callable[[int], Path], tmp_path: Path) -> None:
+    job = tiny_job(parts(2), tmp_path, "epoch", num_samplers=1)
+    observer = Observer()
+    with subprocess.Popen(driver_command(job), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as driver:
+        assert driver.stdout is not None
+        text = ""
+        while text != "at epoch":
+            name, _, text = driver.stdout.readline().rstrip("\n").partition("|")
+            assert name, "the driver has ended early"
+            observer.hear(name, text)
+        observer.note(driver.pid)
+        driver.kill()
+    assert observer.acted_s is not None
+    while any(is_alive(process.pid) for process in observer.processes):
+        assert time.monotonic() - observer.acted_s < END_WITHIN_S
+        time.sleep(0.05)
+    observer.assert_nothing_left(job.ip_config)
+
+
+@pytest.mark.slow
+def test_an_exception_in_a_trainer_is_shown(parts: Callable[[int], Path], tmp_path: Path) -> None:
+    """(Before it is in `initialize`: once connected, DGL waits for all peers at exit unless the plugin is on.)"""
+    script = tmp_path / "broken.py"
+    script.write_text(
+        "import os\nimport dgl\n"
+        "if os.environ.get('RANK') == '1':\n    raise KeyError('no such thing')\n"
+        "dgl.distributed.initialize(os.environ['DGL_IP_CONFIG'])\n"
+    )
+    job = tiny_job(parts(2), tmp_path, "")
+    fields = {name: getattr(job, name) for name in job.__slots__} | {"command": ("broken.py",)}
+    with pytest.raises(ClusterFailure, match=r"trainer 1 on machine 1 .* exited with code 1") as caught:
+        run_observed(ClusterJob(**fields))
+    assert "KeyError: 'no such thing'" in caught.value.details

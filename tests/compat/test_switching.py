@@ -1,0 +1,268 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Switching fixes on and off in loaded modules: what is swapped, what stays, what is refused."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from dgl_hybrid.compat import describe, repairs
+from dgl_hybrid.compat.hook import FINDER
+from dgl_hybrid.compat.patchfile import read_fix
+from dgl_hybrid.errors import CompatError
+from tests.compat.processes import run_python
+
+STOCK = """import os
+
+LIMIT = 1
+
+
+def plain(a, b=1):
+    return a + b
+
+
+def untouched():
+    return plain(1)
+
+
+def outer():
+    def inner():
+        return 1
+
+    return inner
+
+
+def fails():
+    raise ValueError
+
+
+class Base:
+    def name(self):
+        return "base"
+
+
+class Thing(Base):
+    def method(self):
+        return 1
+
+    @property
+    def size(self):
+        return 1
+
+    @staticmethod
+    def still():
+        return 1
+
+    @classmethod
+    def of(cls, *, k=1):
+        return cls, k
+
+    def name(self):
+        return super().name()
+"""
+MENDED = (
+    STOCK.replace("import os\n", "import os\nimport json\n")
+    .replace("LIMIT = 1", "LIMIT = 2")
+    .replace(
+        "def plain(a, b=1):\n    return a + b", "def plain(a, b=LIMIT * 10, *, c=3):\n    return helper(a) + b + c"
+    )
+    .replace("        return 1\n\n    return inner", "        return 2\n\n    return inner")
+    .replace("def fails():\n    raise ValueError", 'def fails():\n\n\n    raise ValueError("mended")')
+    .replace("    def method(self):\n        return 1", "    def method(self):\n        return self.added()")
+    .replace("    def size(self):\n        return 1", "    def size(self):\n        return 2")
+    .replace("    def still():\n        return 1", "    def still():\n        return 2")
+    .replace("*, k=1", "*, k=2")
+    .replace(
+        "return super().name()\n",
+        "return super().name() + '!'\n\n    def added(self, n=2):\n        return (super().name(), n)\n",
+    )
+    + "\n\ndef helper(a):\n    return json.loads('100') + a\n"
+)
+
+
+@pytest.fixture
+def thing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module `dgl_thing` with one fix that can be switched; the fixes of DGL itself are left alone."""
+    (tmp_path / "dgl_thing.py").write_text(STOCK)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("dgl_hybrid.compat.require_supported_dgl", lambda: None)
+    use(monkeypatch, tmp_path, MENDED)
+    sys.modules.pop("dgl_thing", None)  # that of the test before
+    return importlib.import_module("dgl_thing")
+
+
+@pytest.fixture(autouse=True)
+def off() -> Iterator[None]:
+    yield
+    repairs.switch_off()
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path, mended: str) -> None:
+    """Makes `mended` what the one fix turns `STOCK` into."""
+    header = "Fix: x.\nDGL: >=2.1\nReason: x\nUpstream: x\nTest: x\nWhen: enabled\n\n"
+    names = "--- a/dgl_thing.py\n+++ b/dgl_thing.py\n"
+    old, new = STOCK.splitlines(), mended.splitlines()
+    body = [f"@@ -1,{len(old)} +1,{len(new)} @@", *(f"-{line}" for line in old), *(f"+{line}" for line in new)]
+    path = folder / "0099-thing.patch"
+    path.write_text(header + names + "\n".join(body) + "\n")
+    fix = read_fix(path)
+    monkeypatch.setattr(FINDER, "_switchable", {"dgl_thing": [(fix, fix.files[0])]})
+    monkeypatch.setattr(FINDER, "_fixes", (fix,))
+
+
+def contents(module: ModuleType) -> dict[str, object]:
+    """Everything that a switch could change, and the identity of what it must not replace."""
+    found: dict[str, object] = {}
+    for owner in (module, module.Base, module.Thing):
+        for name, value in vars(owner).items():
+            if name.startswith("__"):
+                continue
+            function = inspect.unwrap(value) if callable(value) else getattr(value, "fget", None)
+            function = getattr(value, "__func__", function)
+            found[f"{owner.__name__}.{name}"] = (id(value), value if isinstance(value, int) else None)
+            if inspect.isfunction(function):
+                state = (function.__code__, function.__defaults__, function.__kwdefaults__)
+                found[f"{owner.__name__}.{name}()"] = state
+    return found
+
+
+def test_swaps_code_in_place_and_back(thing: ModuleType) -> None:
+    """Functions by name, methods, properties, nested functions, defaults, new names: on, and off as before."""
+    by_name, bound, before = thing.plain, thing.Thing().method, contents(thing)
+    assert (by_name(1), thing.untouched(), bound()) == (2, 2, 1)
+    repairs.switch_on()
+    assert repairs.is_on()
+    assert (by_name(1), by_name(1, 0, c=0), thing.untouched()) == (114, 101, 114)
+    assert bound() == ("base", 2)
+    instance = thing.Thing()
+    assert (instance.size, instance.still(), thing.Thing.of(), instance.name()) == (2, 2, (thing.Thing, 2), "base!")
+    assert thing.outer()() == 2
+    assert thing.LIMIT == 2
+    assert instance.added.__qualname__ == "Thing.added"
+    same = {name: value for name, value in contents(thing).items() if not name.endswith("()")}
+    assert {name: value for name, value in same.items() if name in before and name != "dgl_thing.LIMIT"} == {
+        name: value for name, value in before.items() if not name.endswith("()") and name != "dgl_thing.LIMIT"
+    }
+    repairs.switch_on()  # again: nothing more happens
+    repairs.switch_off()
+    assert not repairs.is_on()
+    assert contents(thing) == before
+    assert (by_name(1), bound(), hasattr(thing, "json"), hasattr(thing, "helper")) == (2, 1, False, False)
+    repairs.switch_off()
+    repairs.switch_on()
+    assert by_name(1) == 114
+
+
+def test_default_of_a_new_constant_is_what_it_was(thing: ModuleType) -> None:
+    """Defaults are evaluated with the names that the module has while nothing is switched."""
+    repairs.switch_on()
+    assert thing.plain.__defaults__ == (10,)
+
+
+def test_tracebacks_show_the_mended_lines(thing: ModuleType) -> None:
+    repairs.switch_on()
+    with pytest.raises(ValueError, match="mended") as caught:
+        thing.fails()
+    last = traceback.extract_tb(caught.value.__traceback__)[-1]
+    assert last.line == 'raise ValueError("mended")'
+    assert last.filename.endswith("dgl_thing.py (mended by dgl_hybrid, switched on)")
+
+
+def test_functions_behind_wrappers_are_found(thing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = thing.Thing.method
+
+    @functools.wraps(original)
+    def wrapper(self: object) -> object:
+        return ["wrapped", original(self)]
+
+    monkeypatch.setattr(thing.Thing, "method", wrapper)
+    repairs.switch_on()
+    assert thing.Thing().method() == ["wrapped", ("base", 2)]
+    repairs.switch_off()
+    assert thing.Thing().method() == ["wrapped", 1]
+
+
+def test_a_replaced_function_is_refused_and_nothing_is_switched(
+    thing: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(thing.Thing, "method", lambda self: 3)
+    before = contents(thing)
+    with pytest.raises(CompatError, match=r"expected DGL's own Thing\.method in .*dgl_thing\.py \(got <function"):
+        repairs.switch_on()
+    assert contents(thing) == before
+    assert not repairs.is_on()
+
+
+def test_a_failing_change_takes_the_others_back(
+    thing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(monkeypatch, tmp_path, MENDED + "\n\n1 / 0\n")
+    before = contents(thing)
+    with pytest.raises(ZeroDivisionError):
+        repairs.switch_on()
+    assert contents(thing) == before
+    assert not repairs.is_on()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("    @staticmethod\n    def still", "    @classmethod\n    def still", "may not change decorators"),
+        ("        return cls, k", "        return super(), k", "closes over"),
+        ("def untouched():\n    return plain(1)", "", r"may not remove \['untouched'\]"),
+        ("class Base:\n", "class Base:\n    limit = 1\n\n", "cannot be switched on and off"),
+    ],
+)
+def test_what_cannot_be_switched_is_refused(
+    thing: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str
+) -> None:
+    assert old in STOCK
+    use(monkeypatch, tmp_path, STOCK.replace(old, new))
+    with pytest.raises(CompatError, match=r"dgl_thing\.py.*" + message):
+        repairs.switch_on()
+
+
+def test_another_file_is_refused_by_name(thing: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "dgl_thing.py").write_text(STOCK.replace("LIMIT = 1", "LIMIT = 3"))
+    with pytest.raises(CompatError, match=r"0099-thing does not fit dgl_thing\.py:3: expected 'LIMIT = 1'"):
+        repairs.switch_on()
+
+
+def test_a_file_mended_by_hand_is_left_alone(thing: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "dgl_thing.py").write_text(MENDED)
+    before = contents(thing)
+    repairs.switch_on()
+    assert contents(thing) == before
+    assert FINDER.state("0099-thing") == "in DGL's files already"
+
+
+def test_fixes_of_dgl_switch_on_and_off() -> None:
+    """In a process of its own; modules that nobody imported yet are imported; the state is told."""
+    ran = run_python(
+        "import dgl_hybrid, sys\n"
+        "from dgl_hybrid.compat import describe, repairs\n"
+        "def states(): return {f['state'] for f in describe()['fixes'] if f['when'] == 'enabled'}\n"
+        "assert states() == {'off'}\n"
+        "repairs.switch_on()\n"
+        "assert states() == {'on'}, states()\n"
+        "import dgl\n"
+        "from dgl.distributed.kvstore import KVClient\n"
+        "assert hasattr(KVClient, '_fence') and 'switched on' in KVClient.push.__code__.co_filename\n"
+        "repairs.switch_off()\n"
+        "assert states() == {'off'}\n"
+        "assert not hasattr(KVClient, '_fence') and 'mended' not in KVClient.push.__code__.co_filename\n"
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_every_switchable_fix_is_described() -> None:
+    switchable = [fix for fix in describe()["fixes"] if fix["when"] == "enabled"]  # type: ignore[attr-defined]
+    assert [fix["name"][:4] for fix in switchable][:2] == ["0012", "0013"]

@@ -149,6 +149,52 @@ def test_spawned_processes_are_mended() -> None:
     assert (ran.returncode, ran.stdout) == (0, "1\n"), ran.stderr[-2000:]
 
 
+AFTER = """
+import sys
+from dgl_hybrid.compat import after_dgl_import
+seen = []
+def note(name):
+    spec = sys.modules["dgl"].__spec__
+    seen.append((name, hasattr(sys.modules["dgl"], "last"), type(spec.loader).__name__))
+after_dgl_import(lambda: note("first"))
+after_dgl_import(lambda: note("second"))
+assert seen == []
+import dgl._ffi
+assert dgl.__loader__ is dgl.__spec__.loader
+after_dgl_import(lambda: note("late"))
+import dgl
+print(seen)
+"""
+
+
+def test_callback_runs_once_when_dgl_is_there(tmp_path: Path) -> None:
+    """At the end of dgl's own code, in order, also when a submodule is asked for; afterwards at once."""
+    fake_dgl(tmp_path, "2.1.0")
+    (tmp_path / "dgl" / "__init__.py").write_text("from ._ffi.libinfo import __version__\nlast = 1\n")
+    ran = run_python(AFTER, path=(tmp_path,))
+    assert ran.returncode == 0, ran.stderr
+    loader = "'SourceFileLoader'"
+    assert ran.stdout == f"[('first', True, {loader}), ('second', True, {loader}), ('late', True, {loader})]\n"
+
+
+def test_callback_waits_for_an_import_that_ends_well(tmp_path: Path) -> None:
+    """Its own exception is raised by the import that set it off."""
+    fake_dgl(tmp_path, "2.1.0")
+    (tmp_path / "dgl" / "__init__.py").write_text("import os\n1 / int(os.environ['GOOD'])\n")
+    ran = run_python(
+        "import os, dgl_hybrid.compat as compat\n"
+        "def fail(): raise ValueError('from the callback')\n"
+        "compat.after_dgl_import(lambda: print('called'))\n"
+        "compat.after_dgl_import(fail)\n"
+        "for good in '01':\n"
+        "    os.environ['GOOD'] = good\n"
+        "    try: import dgl\n"
+        "    except Exception as error: print(type(error).__name__, error)\n",
+        path=(tmp_path,),
+    )
+    assert ran.stdout == "ZeroDivisionError division by zero\ncalled\nValueError from the callback\n", ran.stderr
+
+
 def test_versions() -> None:
     assert is_in("2.1.0", ">=2.1,<2.2")
     assert is_in("2.1.0+cu121", ">=2.1,<2.2")

@@ -51,6 +51,8 @@ def test_reads_header_and_hunks(tmp_path: Path) -> None:
     assert (fix.name, fix.summary, fix.reason) == ("0042-counting", "Count from one.", "because of this")
     assert [patch.module for patch in fix.files] == ["dgl.counting"]
     assert fix.files[0].hunks[1].new == ("sixth", "sixth and a half", "", "seventh")
+    assert fix.when == "import"
+    assert read_fix(write(tmp_path, HEADER.replace("\n\n", "\nWhen: enabled\n\n") + DIFF)).when == "enabled"
 
 
 def test_applies_in_memory_and_knows_its_own_result(tmp_path: Path) -> None:
@@ -97,6 +99,7 @@ def test_refuses_another_file(tmp_path: Path, source: str, at: int) -> None:
     [
         (HEADER, "expected a unified diff"),
         (HEADER.replace("Upstream: none known\n", "") + DIFF, r"missing: Upstream\)"),
+        (HEADER.replace("\n\n", "\nWhen: often\n\n") + DIFF, r"expected 'When: import or enabled' \(got 'often'\)"),
         (HEADER + DIFF.replace("+++ b/", "+++ "), r"expected '\+\+\+ b/<path>'"),
         (HEADER + DIFF.splitlines()[0] + "\n+++ b/dgl/x.py\n", "expected a hunk"),
         (HEADER + DIFF.replace("-1,3", "-one,3"), "expected '@@"),

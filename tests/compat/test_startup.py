@@ -66,6 +66,25 @@ def test_acts_only_where_dgl_would_fail(
     assert startup.dgl_would_fail() is fails
 
 
+def test_acts_where_the_plugin_is_asked_for(tmp_path: Path) -> None:
+    """With `DGL_HYBRID_ENABLE`, `import dgl` brings dgl_hybrid also where it would do without."""
+    site = write_packages(tmp_path, torch="2.2.1", library="libgraphbolt_pytorch_2.2.1.so")
+    (site / "dgl" / "_ffi").mkdir()
+    (site / "dgl" / "_ffi" / "libinfo.py").write_text('__version__ = "2.1.0"\n')
+    line = next(line for line in PTH.read_text().splitlines() if line.startswith("import"))
+    code = "import sys; exec(sys.argv[1])\nimport dgl\nprint('dgl_hybrid' in sys.modules)"
+    # Not the plugin itself: a package of the same name that has nothing but what decides.
+    stub = tmp_path / "dgl_hybrid" / "compat"
+    stub.mkdir(parents=True)
+    (stub.parent / "__init__.py").write_text("")
+    (stub / "__init__.py").write_text("")
+    shutil.copy(CHECKOUT / "dgl_hybrid" / "compat" / "startup.py", stub)
+    (stub / "hook.py").write_text("class FINDER:\n    @staticmethod\n    def find_spec(name): return None\n")
+    for value, expected in (("", "False\n"), ("{}", "True\n")):
+        ran = run_python(code, line, path=(tmp_path,), flags=("-S",), DGL_HYBRID_ENABLE=value)
+        assert ran.stdout == expected, ran.stderr
+
+
 def test_no_dgl_no_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     assert startup.dgl_would_fail() is False

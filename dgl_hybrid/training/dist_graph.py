@@ -22,11 +22,13 @@ from dgl.distributed import DistGraph, DistTensor, role
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, PartitionError
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import DEFAULT_TIMEOUT_S, Communicator, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
+from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
 from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
+from dgl_hybrid.sampling.written import is_served
 from dgl_hybrid.training.fields import GraphField, GraphFields
 from dgl_hybrid.training.stable_reads import StableReads
 
@@ -39,7 +41,8 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
     """Returns a communicator over all trainers of a job. Collective.
 
     Raises:
-        ExchangeError: `torch.distributed` is not initialised, or has not one rank for each trainer.
+        ExchangeError: `torch.distributed` is not initialised, or has not one rank for each trainer; or, over the
+            KVStore, the servers run without the plugin.
         ValueError: No such transport.
     """
     if transport not in ("collective", "kvstore"):
@@ -49,6 +52,14 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
     is_initialized = dist.is_available() and dist.is_initialized()
     if num_trainers == 1 and not is_initialized:
         return Communicator(None)
+    if transport == "kvstore":
+        if not is_served(g._client):
+            raise ExchangeError(
+                f"transport='kvstore' needs servers that pass rows on, but those that {where} is connected to run "
+                f"without dgl_hybrid. Call dgl_hybrid.enable() before dgl.distributed.initialize(...), or start the "
+                f"script with `dgl-hybrid launch` or `dgl-hybrid run`."
+            )
+        return Communicator(KVStoreTransport(timeout_s=DEFAULT_TIMEOUT_S))
     if not is_initialized:
         raise ExchangeError(
             f"full-graph training on a DistGraph exchanges rows over torch.distributed, which is not initialised on "

@@ -162,7 +162,11 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
             g.row_sets.register_edges(block.edata[dgl.EID])
         self._node_keys, self._edge_keys = self._find_keys(sets)
-        self._prefetch.fill(g, self.blocks)
+        self._fill_prefetched()
+
+    def _fill_prefetched(self) -> None:
+        self._prefetch.fill(self.graph, self.blocks)
+        self._prefetched = self._prefetch.versions(self.graph)
 
     def _find_keys(self, sets: LevelSets) -> tuple[Tensor, list[Tensor]]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective."""
@@ -185,6 +189,8 @@ class FullGraphLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
         self.graph.agree_on_writes()
+        if self._prefetch.versions(self.graph) != self._prefetched:
+            self._fill_prefetched()
         if self.outcome is None and not (self.forced and self._is_checked):
             self._use_first_call()
         step = Step(
@@ -327,6 +333,12 @@ class _Prefetch:
             destination=of(g.ndata, self.label_fields),
             edge=of(g.edata, self.edge_fields),
         )
+
+    def versions(self, g: PartitionedGraph) -> list[int]:
+        """Tells whether somebody wrote into any of the fields; equal on all ranks."""
+        return [g.ndata[name].version for name in self.node_fields + self.label_fields] + [
+            g.edata[name].version for name in self.edge_fields
+        ]
 
     def fill(self, g: PartitionedGraph, blocks: list[LayerBlock]) -> None:
         """Collective, in the order of the fields' names as the sampler lists them."""

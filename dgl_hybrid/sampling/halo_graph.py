@@ -29,33 +29,13 @@ ANSWERABLE = (
 class _HaloBook:
     """What sampling asks of a partition book, for the held lists as if they were a partition."""
 
-    def __init__(self, partid: int, nodes: IdIndex, eid_global: Tensor, etype_offset: list[int]) -> None:
+    def __init__(self, partid: int, nodes: IdIndex, etype_offset: list[int]) -> None:
         self.partid = partid
         self.local_etype_offset = etype_offset
         self._nodes = nodes
-        self._eid_global = eid_global
-        self._edges: tuple[Tensor, Tensor] | None = None
-
-    def nid2partid(self, nids: Tensor) -> Tensor:
-        return torch.where(self._nodes.find(nids) >= 0, self.partid, -1)
 
     def nid2localnid(self, nids: Tensor, partid: int) -> Tensor:
         return self._nodes.find(nids)
-
-    def eid2partid(self, eids: Tensor) -> Tensor:
-        return torch.where(self._find_edges(eids) >= 0, self.partid, -1)
-
-    def eid2localeid(self, eids: Tensor, partid: int) -> Tensor:
-        return self._find_edges(eids)
-
-    def _find_edges(self, eids: Tensor) -> Tensor:
-        if self._edges is None:  # only excluded edges are asked for by id
-            self._edges = torch.sort(self._eid_global)
-        known, local = self._edges
-        if len(known) == 0:
-            return torch.full_like(eids, -1)
-        position = torch.searchsorted(known, eids).clamp_(max=len(known) - 1)
-        return torch.where(known[position] == eids, local[position], -1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +148,7 @@ class HaloGraph:
         )
         graph.ndata[dgl.NID] = tensors.node_ids
         graph.edata[dgl.EID] = tensors.eid_global
-        book = _HaloBook(partid, self.index, tensors.eid_global, list(tensors.etype_offset))
+        book = _HaloBook(partid, self.index, list(tensors.etype_offset))
         self._state = _ServerState(graph=graph, partition_book=book)
 
     @staticmethod

@@ -211,15 +211,16 @@ class HaloStore:
         """
         original = self._pull_of(name)
         self.written.announce_direct_writes()
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._policy(name).get_size()):
+            return original(ids)  # DGL's error
         if not self._is_holding or not self.written.may_hold(name):
             self._rows.pop(name, None)
             self._count_remote(name, ids)
             return original(ids)
-        wide_ids = ids.to(torch.int64)
         held = self._rows.get(name)
         if held is None or not held.is_complete:
-            held = self._hold_rows(name, wide_ids)
-        rows, not_held = held.read(wide_ids, original)
+            held = self._hold_rows(name, ids)
+        rows, not_held = held.read(ids, original)
         remote = self._count_remote(name, not_held)
         if len(remote):
             self._note_remote_rows(name, held, remote)

@@ -79,7 +79,8 @@ class PartitionLists:
     def complete_halo(self) -> Tensor:
         """Returns the halo vertices whose whole list is in this partition, ascending.
 
-        Asks their owners for their in-degrees once, and only where the partition was written with more than one hop.
+        A partition written with several hops has many; one hop leaves those whose in-neighbours are all owned here.
+        Their owners are asked for the true in-degrees once.
         """
         if self._halo_ids is None:
             local = torch.nonzero(self._graph.ndata["inner_node"] == 0).flatten()

@@ -168,6 +168,8 @@ class HaloPlugin:
         return (request if halo.can_answer(request) else None), is_held
 
     def _answer_pull(self, client: Any, name: str, ids: Tensor) -> Tensor | None:
+        if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device.type != "cpu":
+            return None  # whatever DGL makes of it
         for store in self._stores.values():
             if store.has_field(client, name):
                 return store.pull(name, ids)

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Expected reads against counted reads of DGL's own sampler, and against closures worked out on paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import dgl_hybrid  # noqa: F401 - before dgl, which it makes importable
+
+# isort: split
+import dgl
+import pytest
+import torch
+from torch import Tensor
+
+from dgl_hybrid.sampling.expected_reads import ExpectedReads, Fanout, LoaderAccess, add_reads, expect_reads
+from dgl_hybrid.sampling.in_edge_lists import EdgeLists
+from tests.helpers.distdgl import heterograph, homogeneous_graph
+from tests.helpers.graphs import hand_drawn
+
+
+@dataclass
+class WholeGraph:
+    """In-edge lists of a graph in one piece; some may be unknown."""
+
+    graph: dgl.DGLGraph
+    unknown: frozenset[int] = frozenset()
+
+    def is_known(self, ids: Tensor) -> Tensor:
+        return torch.tensor([int(i) not in self.unknown for i in ids], dtype=torch.bool)
+
+    def lookup(self, ids: Tensor) -> EdgeLists:
+        src, _, eid = self.graph.in_edges(ids, form="all")
+        return EdgeLists(counts=self.graph.in_degrees(ids), src_global=src, eid_global=eid)
+
+
+def access(seeds: list[int], fanouts: tuple[Fanout, ...], num_batches: int = 1, replace: bool = False) -> LoaderAccess:
+    ids, counts = torch.unique(torch.tensor(seeds), return_counts=True)
+    return LoaderAccess(
+        seeds=ids, occurrences=counts.double(), num_batches=num_batches, fanouts=fanouts, replace=replace
+    )
+
+
+def expected(graph: dgl.DGLGraph, loader: LoaderAccess, **options: object) -> ExpectedReads:
+    asked: list[int] = []
+    return expect_reads(loader, WholeGraph(graph), make_known=lambda ids, reads: asked.extend(ids.tolist()), **options)  # type: ignore[arg-type]
+
+
+def as_dict(ids: Tensor, values: Tensor) -> dict[int, float]:
+    return {int(i): round(float(v), 6) for i, v in zip(ids, values, strict=True) if v > 0}
+
+
+def test_a_closure_on_paper() -> None:
+    """Seed 2 of the hand-drawn graph reads 1 and 4, which read 0 and 3."""
+    reads = expected(hand_drawn(), access([2], (-1, -1)))
+    assert as_dict(reads.ids, reads.as_seed) == {2: 1.0}
+    assert set(as_dict(reads.ids, reads.as_frontier)) == {1, 2, 4}
+    assert set(as_dict(reads.ids, reads.as_input)) == {0, 1, 2, 3, 4}
+    assert as_dict(reads.ids, reads.as_frontier)[2] == 2.0, "drawn from in both layers"
+
+
+def test_an_unknown_list_leads_nowhere() -> None:
+    lists = WholeGraph(hand_drawn(), unknown=frozenset({4}))
+    reads = expect_reads(access([2], (-1, -1)), lists, make_known=lambda ids, reads: None)
+    assert set(as_dict(reads.ids, reads.as_input)) == {0, 1, 2, 4}
+    assert 4 in as_dict(reads.ids, reads.as_frontier), "it would be drawn from all the same"
+
+
+def test_frontiers_are_announced_before_they_are_looked_up() -> None:
+    frontiers: list[list[int]] = []
+    expect_reads(
+        access([2], (-1, -1)), WholeGraph(hand_drawn()), make_known=lambda ids, reads: frontiers.append(ids.tolist())
+    )
+    assert frontiers == [[2], [1, 2, 4]]
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize(("fanouts", "batch_size"), [((3, 5), 20), ((2, 3, 4), 40), ((10,), 7), ((-1, 2), 150)])
+def test_counted_reads_of_dgls_sampler(fanouts: tuple[int, ...], batch_size: int, replace: bool) -> None:
+    if replace and -1 in fanouts:
+        pytest.skip("all neighbours are not drawn with replacement")
+    graph = homogeneous_graph(400, 6)
+    seeds = torch.nonzero(graph.ndata["train_mask"]).flatten()
+    num_batches = -(-len(seeds) // batch_size)
+    reads = expected(graph, access(seeds.tolist(), fanouts, num_batches, replace))
+    counted, drawn_from = torch.zeros(400), torch.zeros(400)
+    dgl.seed(0)
+    torch.manual_seed(0)
+    sampler = dgl.dataloading.NeighborSampler(list(fanouts), replace=replace)
+    epochs = 12
+    for _ in range(epochs):
+        for batch in seeds[torch.randperm(len(seeds))].split(batch_size):
+            inputs, _, blocks = sampler.sample_blocks(graph, batch)
+            counted[inputs] += 1.0 / epochs
+            for block in blocks:
+                drawn_from[block.dstdata[dgl.NID]] += 1.0 / epochs
+    assert set(torch.nonzero(counted).flatten().tolist()) <= set(reads.ids.tolist()), "the support is exact"
+    as_input, as_frontier = torch.zeros(400).double(), torch.zeros(400).double()
+    as_input[reads.ids], as_frontier[reads.ids] = reads.as_input, reads.as_frontier
+    for predicted, seen in ((as_input, counted), (as_frontier, drawn_from)):
+        assert float(predicted.sum()) == pytest.approx(float(seen.sum()), rel=0.12)
+        # What matters is the order: the tenth of the vertices that is held first is nearly the best tenth.
+        best, chosen = torch.topk(seen, 40).values.sum(), seen[torch.topk(predicted, 40).indices].sum()
+        assert float(chosen) > 0.93 * float(best)
+
+
+def test_fanouts_by_edge_type() -> None:
+    graph = heterograph()
+    homogeneous = dgl.to_homogeneous(graph)
+    etype = homogeneous.edata[dgl.ETYPE]
+    papers = torch.nonzero(homogeneous.ndata[dgl.NTYPE] == graph.get_ntype_id("paper")).flatten()
+    cites = graph.canonical_etypes.index(("paper", "cites", "paper"))
+    only_cites: Fanout = tuple(-1 if k == cites else 0 for k in range(len(graph.canonical_etypes)))
+    loader = access(papers[:10].tolist(), (only_cites,))
+    reads = expected(homogeneous, loader, edge_type_of=lambda eids: etype[eids])
+    src, _, eid = homogeneous.in_edges(papers[:10], form="all")
+    cited = set(src[etype[eid] == cites].tolist()) | set(papers[:10].tolist())
+    assert set(as_dict(reads.ids, reads.as_input)) == cited
+    two_of_each = expected(homogeneous, access(papers[:10].tolist(), (2,)), edge_type_of=lambda eids: etype[eids])
+    total = float(two_of_each.as_input.sum())
+    assert total > float(expected(homogeneous, access(papers[:10].tolist(), (2,))).as_input.sum()), "two of each type"
+
+
+def test_reads_of_two_loaders_add_up() -> None:
+    graph = hand_drawn()
+    both = add_reads(expected(graph, access([2], (-1,))), expected(graph, access([5], (-1,))))
+    assert as_dict(both.ids, both.as_seed) == {2: 1.0, 5: 1.0}
+    assert as_dict(both.ids, both.as_input) == {1: 0.632121, 2: 1.0, 4: 1.264241, 5: 1.0}
+    nothing = add_reads(ExpectedReads.none(), ExpectedReads.none())
+    assert len(nothing.ids) == 0
+
+
+def test_no_seeds_read_nothing() -> None:
+    reads = expect_reads(
+        LoaderAccess(
+            seeds=torch.empty(0, dtype=torch.int64),
+            occurrences=torch.empty(0, dtype=torch.float64),
+            num_batches=0,
+            fanouts=(2, 3),
+        ),
+        WholeGraph(hand_drawn()),
+        make_known=lambda ids, reads: None,
+    )
+    assert len(reads.ids) == 0

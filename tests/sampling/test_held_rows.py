@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held rows equal the owners', bit for bit, whatever type they are kept in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgl_hybrid.sampling.counts import COUNTS
+from dgl_hybrid.sampling.held_rows import HeldRows, likely_dtype
+from dgl_hybrid.sampling.id_index import IdIndex
+from dgl_hybrid.sampling.narrow import holds_exactly, narrowest_dtype
+
+
+class Owner:
+    """All rows of a field; remembers which ids it was asked for."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.asked: list[int] = []
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        self.asked += ids.tolist()
+        return self.rows[ids]
+
+
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[first.element_size()]
+    return first.dtype == second.dtype and torch.equal(first.contiguous().view(integers), second.view(integers))
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [
+        (torch.tensor([[0.0, 255.0], [1.0, 7.0]]), torch.uint8),
+        (torch.tensor([0.5, -2.0]), torch.float16),
+        (torch.tensor([1.0, 3e38]), torch.float32),
+        (torch.tensor([2.0**100, 1.0]), torch.bfloat16),
+        (torch.tensor([0.1], dtype=torch.float32), torch.float32),
+        (torch.tensor([0.1], dtype=torch.float32).double(), torch.float32),
+        (torch.tensor([0.1], dtype=torch.float64), torch.float64),
+        (torch.tensor([0.0, -0.0]), torch.float16),
+        (torch.tensor([1.0, float("inf")]), torch.float16),
+        (torch.tensor([3, 200]), torch.uint8),
+        (torch.tensor([-3, 100]), torch.int8),
+        (torch.tensor([-30000]), torch.int16),
+        (torch.tensor([2**40]), torch.int64),
+        (torch.tensor([1, 0], dtype=torch.uint8), torch.uint8),
+        (torch.empty(0, 3), torch.uint8),
+    ],
+)
+def test_the_smallest_type_that_holds_every_bit(rows: Tensor, dtype: torch.dtype) -> None:
+    assert narrowest_dtype(rows) == dtype
+    assert same_bits(rows.to(dtype).to(rows.dtype), rows)
+
+
+def test_a_nan_with_a_payload_is_not_rounded_away() -> None:
+    strange = torch.tensor([0x7FC00001], dtype=torch.int32).view(torch.float32)
+    assert not holds_exactly(strange, torch.float16)
+    assert narrowest_dtype(strange) == torch.float32
+
+
+@pytest.mark.parametrize("bound", [40, 2**40], ids=["table", "search"])
+def test_an_index_finds_ids_in_any_order(bound: int) -> None:
+    ids = torch.tensor([7, 3, 39, 0])
+    index = IdIndex(ids, bound)
+    assert index.find(torch.tensor([0, 39, 5, 7, 7, 38])).tolist() == [3, 2, -1, 0, 0, -1]
+    assert index.find(torch.empty(0, dtype=torch.int64)).tolist() == []
+    assert IdIndex(ids[:0], bound).find(torch.tensor([1, 2])).tolist() == [-1, -1]
+
+
+def test_held_and_other_rows_come_in_the_order_asked() -> None:
+    owner = Owner(torch.randn(50, 3))
+    held = HeldRows(owner.rows[:10], 50)
+    held.fetch(torch.tensor([41, 12, 30]), owner, float("inf"))
+    owner.asked.clear()
+    ids = torch.tensor([30, 5, 12, 12, 49, 41])
+    before = COUNTS.held_rows
+    rows, not_held = held.read(ids, owner)
+    assert same_bits(rows, owner.rows[ids])
+    assert not_held.tolist() == owner.asked == [5, 49]
+    assert COUNTS.held_rows - before == 4
+
+
+def test_rows_can_be_added_later() -> None:
+    owner = Owner(torch.randn(50, 2, 2))
+    held = HeldRows(owner.rows[:10], 50)
+    held.fetch(torch.tensor([20, 11]), owner, float("inf"))
+    held.fetch(torch.tensor([15]), owner, float("inf"))
+    owner.asked.clear()
+    rows, not_held = held.read(torch.tensor([11, 15, 20]), owner)
+    assert same_bits(rows, owner.rows[[11, 15, 20]])
+    assert len(not_held) == 0
+    assert owner.asked == []
+
+
+def test_small_values_are_kept_small_and_come_back_as_they_were() -> None:
+    owner = Owner(torch.randint(0, 200, (60, 16)).float())
+    held = HeldRows(owner.rows[:20], 60)
+    held.fetch(torch.arange(20, 60), owner, float("inf"))
+    assert held.num_bytes == 40 * (16 + 8)
+    rows, _ = held.read(torch.arange(20, 60), owner)
+    assert same_bits(rows, owner.rows[20:])
+
+
+def test_other_machines_may_have_other_values_than_this_one() -> None:
+    """This machine's rows are small integers; a later one of another machine is not."""
+    rows = torch.randint(0, 200, (60, 16)).float()
+    rows[55] += 0.3
+    owner = Owner(rows)
+    held = HeldRows(rows[:20], 60)
+    held.fetch(torch.arange(20, 50), owner, float("inf"))
+    held.fetch(torch.arange(50, 60), owner, float("inf"))
+    assert held.num_bytes == 40 * (4 * 16 + 8)
+    back, _ = held.read(torch.arange(20, 60), owner)
+    assert same_bits(back, rows[20:])
+
+
+@pytest.mark.parametrize("is_odd", [False, True])
+def test_no_more_is_held_than_there_is_room_for(is_odd: bool) -> None:
+    rows = torch.randint(0, 200, (300, 16)).float()
+    if is_odd:
+        rows[100:] += 0.3
+    owner = Owner(rows)
+    held = HeldRows(rows[:20], 300)
+    wanted = torch.randperm(280) + 20
+    held.fetch(wanted, owner, 1000.0)
+    assert 1000 - held.row_bytes < held.num_bytes <= 1000
+    fits = held.num_bytes // held.row_bytes
+    assert held.holds(wanted).tolist() == [True] * fits + [False] * (280 - fits), "the most wanted come first"
+    back, _ = held.read(wanted, owner)
+    assert same_bits(back, rows[wanted])
+
+
+def test_likely_type_looks_at_rows_from_all_over() -> None:
+    rows = torch.zeros(100_000, 1)
+    assert likely_dtype(rows) == torch.uint8
+    rows[50_000:] = 0.3
+    assert likely_dtype(rows) == torch.float32
+    assert likely_dtype(rows[:0]) == torch.float32

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks are put around functions that are as expected, and leave no trace when they are taken away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import dgl_hybrid
+
+# isort: split
+import dgl
+from dgl.distributed import dist_dataloader, dist_graph, graph_services, kvstore
+from dgl.distributed import partition as dgl_partition
+
+from dgl_hybrid.errors import CompatError
+from dgl_hybrid.partition.manifest import SIDECAR_NAME
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE
+from dgl_hybrid.sampling.hooks import Hook, HookSet, answer_pulls, unhooked_pull, withdraw
+
+
+class Client:
+    def pull(self, name: str, id_tensor: Any) -> str:
+        return f"{name} of {id_tensor}"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    made = ModuleType("made_up_module")
+    made.Client = Client  # type: ignore[attr-defined]
+    made.greet = lambda name, times=1: name * times  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up_module", made)
+    original = Client.__dict__["pull"]
+    yield made
+    Client.pull = original  # type: ignore[method-assign]
+
+
+def hook(name: str, parameters: str, action: Callable[..., Any]) -> Hook:
+    return Hook(module="made_up_module", name=name, parameters=parameters, action=action)
+
+
+def test_an_action_gets_the_original_and_the_arguments(module: Any) -> None:
+    original = module.greet
+    hooks = HookSet((hook("greet", "name times", lambda f, name, times=1: f(name + "!", times=times + 1)),))
+    hooks.install()
+    assert module.greet("a") == "a!a!"
+    hooks.remove()
+    assert module.greet is original
+
+
+def test_methods_are_hooked_on_their_class(module: Any) -> None:
+    original = Client.__dict__["pull"]
+    client = Client()
+    hooks = HookSet((hook("Client.pull", "self name id_tensor", lambda f, *args: "held " + f(*args)),))
+    hooks.install()
+    assert client.pull("feat", 3) == "held feat of 3"
+    hooks.remove()
+    assert Client.__dict__["pull"] is original
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [
+        ("greet", "name", "to have the parameters 'name' \\(got 'name times'\\)"),
+        ("Client.push", "self", "expected made_up_module.Client.push in this DGL \\(got none\\)"),
+        ("Nobody.pull", "self", "expected made_up_module.Nobody.pull in this DGL"),
+    ],
+)
+def test_all_hooks_are_installed_or_none(module: Any, name: str, parameters: str, words: str) -> None:
+    original = Client.__dict__["pull"]
+    good = hook("Client.pull", "self name id_tensor", lambda f, *args: f(*args))
+    with pytest.raises(CompatError, match=words):
+        HookSet((good, hook(name, parameters, good.action))).install()
+    assert Client.__dict__["pull"] is original
+
+
+def test_a_hook_under_somebody_elses_goes_quiet(module: Any) -> None:
+    hooks = HookSet((hook("greet", "name times", lambda f, *args, **kwargs: "hooked"),))
+    hooks.install()
+    ours = module.greet
+    module.greet = lambda *args, **kwargs: "wrapped " + ours(*args, **kwargs)
+    assert module.greet("a") == "wrapped hooked"
+    hooks.remove()
+    assert module.greet("a") == "wrapped a"
+
+
+def test_answers_of_pulls_come_and_go_without_the_plugin() -> None:
+    original = kvstore.KVClient.__dict__["pull"]
+    calls: list[str] = []
+
+    def first(client: Any, name: str, ids: Any) -> Any:
+        calls.append("first")
+        return None if name == "other" else "answered"
+
+    def second(client: Any, name: str, ids: Any) -> Any:
+        calls.append("second")
+        return "by the second"
+
+    answer_pulls(second, last=True)
+    answer_pulls(first)
+    client = object.__new__(kvstore.KVClient)
+    assert client.pull("feat", None) == "answered"
+    assert client.pull(name="other", id_tensor=None) == "by the second"
+    assert calls == ["first", "first", "second"]
+    withdraw(first)
+    assert kvstore.KVClient.__dict__["pull"] is not original
+    withdraw(second)
+    withdraw(second)
+    assert kvstore.KVClient.__dict__["pull"] is original
+
+
+def test_the_unhooked_pull_is_dgls_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recording(kvstore.KVClient):
+        def __init__(self) -> None:
+            self.calls: list[str] = []
+
+        def pull(self, name: str, id_tensor: Any) -> Any:
+            self.calls.append(name)
+            return id_tensor
+
+    client = Recording()
+    assert unhooked_pull(client, "feat", 5) == 5  # type: ignore[arg-type, comparison-overlap]
+    assert client.calls == ["feat"]
+
+
+def touched() -> dict[str, object]:
+    """Every function of DGL that the plugin puts something around, and the code of those that it repairs."""
+    functions = {
+        "partition_graph": dgl_partition.partition_graph,
+        "dgl.distributed.partition_graph": dgl.distributed.partition_graph,
+        "_distributed_access": graph_services._distributed_access,
+        "pull": kvstore.KVClient.__dict__["pull"],
+        "push": kvstore.KVClient.__dict__["push"],
+        "barrier": kvstore.KVClient.__dict__["barrier"],
+        "__getstate__": dist_graph.DistGraph.__dict__["__getstate__"],
+        "__setstate__": dist_graph.DistGraph.__dict__["__setstate__"],
+        "server": dist_graph.DistGraphServer.__dict__["__init__"],
+        "loader": dist_dataloader.DistDataLoader.__dict__["__init__"],
+    }
+    codes = {f"code of {name}": function.__code__ for name, function in functions.items()}
+    return {**functions, **codes}
+
+
+def test_disable_gives_dgl_every_function_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    before = touched()
+    dgl_hybrid.enable(budget="10%")
+    during = touched()
+    assert all(during[name] is not value for name, value in before.items() if not name.startswith("code"))
+    assert ENABLE_VARIABLE in os.environ
+    dgl_hybrid.enable(strategy="depcomm")  # another configuration begins anew
+    dgl_hybrid.disable()
+    dgl_hybrid.disable()
+    assert touched() == before
+    assert all(touched()[name] is value for name, value in before.items())
+    assert ENABLE_VARIABLE not in os.environ
+
+
+def test_a_failed_enable_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = touched()
+    monkeypatch.setattr(kvstore.KVClient, "push", lambda self, name: None)
+    with pytest.raises(CompatError, match=r"KVClient\.push"):
+        dgl_hybrid.enable()
+    monkeypatch.undo()
+    assert touched() == before
+
+
+def test_partitioning_is_ours_while_the_plugin_is_on(tmp_path: Any) -> None:
+    import torch
+
+    g = dgl.graph((torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0])))
+    hetero = dgl.heterograph({("a", "to", "b"): (torch.tensor([0, 1]), torch.tensor([1, 0]))})
+    dgl_hybrid.enable()
+    try:
+        dgl.distributed.partition_graph(g, "homogeneous", 2, str(tmp_path / "ours"), part_method="random")
+        dgl.distributed.partition_graph(hetero, "hetero", 1, str(tmp_path / "hetero"), part_method="random")
+    finally:
+        dgl_hybrid.disable()
+    dgl.distributed.partition_graph(g, "stock", 2, str(tmp_path / "stock"), part_method="random")
+    assert list((tmp_path / "ours").rglob(SIDECAR_NAME)), "our sidecar lies beside DGL's files"
+    assert not list((tmp_path / "stock").rglob(SIDECAR_NAME))
+    assert (tmp_path / "hetero" / "hetero.json").is_file()

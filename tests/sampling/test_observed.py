@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning from reads as they happen."""
+
+from __future__ import annotations
+
+import torch
+
+from dgl_hybrid.sampling.observed import ObservedReads
+
+
+def test_what_comes_back_is_found_the_most_read_first() -> None:
+    observed = ObservedReads()
+    assert not observed.add(torch.arange(100))
+    assert not observed.add(torch.tensor([5, 7, 7]))
+    assert observed.review(2).tolist() == [7, 5]
+    assert len(observed.review(1)) == 100
+    observed.forget(torch.tensor([7]))
+    assert observed.review(2).tolist() == [5]
+
+
+def test_reviews_come_after_4096_ids_and_each_time_their_number_doubled() -> None:
+    observed = ObservedReads()
+    due = []
+    for step in range(40):
+        if observed.add(torch.arange(1024)):
+            due.append((step + 1) * 1024)
+            observed.review(1)
+    assert due == [4096, 8192, 16384, 32768]
+
+
+def test_counts_survive_merging(monkeypatch: object) -> None:
+    observed = ObservedReads()
+    for _ in range(3):
+        observed.add(torch.arange(600_000))
+    assert len(observed.review(3)) == 600_000
+    assert len(observed.review(4)) == 0

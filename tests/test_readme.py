@@ -11,7 +11,7 @@ from pathlib import Path
 
 import dgl_hybrid
 from dgl_hybrid.cli import main, train
-from dgl_hybrid.cli.options import OneLineParser
+from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training.config import MODELS
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 # Frozen on purpose, with the fields that tests/cli/test_options.py freezes: a new knob is added to both with thought.
-COMMANDS = {"demo", "partition", "plan", "train", "doctor"}
+COMMANDS = {"demo", "partition", "plan", "train", "launch", "run", "doctor"}
 GENERAL_OPTIONS = {"--help", "--config", "--print-config", "--json", "--verbose", "--debug"}
 
 

@@ -12,15 +12,23 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import dgl_hybrid
-from dgl_hybrid.cli.options import OneLineParser
+from dgl_hybrid.cli.one_line_parser import OneLineParser
+from dgl_hybrid.cli.script_words import split_words
 from dgl_hybrid.errors import HybridError
+from dgl_hybrid.launch.cluster import ClusterFailure
 
-# Command -> (module with add_options(parser) and run(args) -> exit code, help); imported when asked for.
+# Command -> (module with add_options(parser) and run(args) -> exit code, help); imported when asked for. A module with
+# TAKES_SCRIPT finds in `args.script` what follows its own options.
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("dgl_hybrid.cli.demo", "train one model by every strategy, compare with plain DGL, draw the result"),
     "partition": ("dgl_hybrid.cli.partition", "split a graph into a folder that DistDGL reads too"),
     "plan": ("dgl_hybrid.cli.plan", "decide what is cached and what is communicated, and say why"),
     "train": ("dgl_hybrid.cli.train", "train full-graph on several ranks"),
+    "launch": (
+        "dgl_hybrid.cli.launch",
+        "run a DistDGL script on several machines: servers and trainers, here or over ssh",
+    ),
+    "run": ("dgl_hybrid.cli.run", "run a DistDGL script unchanged, with the plugin switched on"),
     "doctor": ("dgl_hybrid.cli.doctor", "show versions, active fixes and what this machine offers"),
 }
 
@@ -28,8 +36,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a fault, 2 for wrong options."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = _build_parser(argv)
+    parser, argv, script = _build_parser(argv)
     args = parser.parse_args(argv)
+    args.script = script
     debug = getattr(args, "debug", False)
     prefix = f"dgl-hybrid {args.command}: error:"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -54,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if details:
                 print(details, file=sys.stderr)
         print(f"{prefix} {' '.join(str(error).split())}", file=sys.stderr)
-        return 1
+        return error.exit_code if isinstance(error, ClusterFailure) else 1
     except Exception as error:
         if debug:
             raise
@@ -63,18 +72,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _build_parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str], list[str]]:
+    """Returns the parser, the words for it, and the script's words if the command takes a script."""
     parser = OneLineParser(
         prog="dgl-hybrid", description="Full-graph GNN training on partitioned graphs, beside DGL and DistDGL."
     )
     parser.add_argument("--version", action="version", version=f"dgl_hybrid {dgl_hybrid.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    at = next((at for at, word in enumerate(argv) if not word.startswith("-")), len(argv))
+    own = list(argv)
+    script: list[str] = []
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-        if name == chosen:
-            import_module(module).add_options(command)
-    return parser
+        if argv[at : at + 1] == [name]:
+            chosen = import_module(module)
+            chosen.add_options(command)
+            if getattr(chosen, "TAKES_SCRIPT", False):
+                options, script = split_words(command, argv[at + 1 :])
+                own = [*argv[: at + 1], *options]
+    return parser, own, script
 
 
 if __name__ == "__main__":

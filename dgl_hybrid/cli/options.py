@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from dgl_hybrid.launch.workspace import PART_METHODS
 from dgl_hybrid.planner.config import STRATEGIES
@@ -32,13 +32,6 @@ CHOICES: dict[str, Sequence[str]] = {
     "dtype": DTYPES,
     "part_method": PART_METHODS,
 }
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Wrong options end in one line on stderr and exit code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def add_config_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> None:

@@ -67,7 +67,7 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class _ControllerGone(Exception):
-    """Nobody listens any more."""
+    """Nobody listens any more; says how that was noticed."""
 
 
 @dataclass(slots=True)
@@ -95,9 +95,10 @@ class Agent:
         self._watch: Watch | None = None
         self._is_ending = False
         self._is_alone = False
+        self._exit_code = 0
 
-    def run(self) -> None:
-        """Serves until there is nothing left to do, then cleans up."""
+    def run(self) -> int:
+        """Serves until there is nothing left to do, then cleans up; returns the exit code."""
         os.set_blocking(0, False)
         self._selector.register(0, selectors.EVENT_READ)
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -107,12 +108,16 @@ class Agent:
         try:
             while not self._is_ending:
                 self._turn()
-        except _ControllerGone:
+        except _ControllerGone as error:
             self._is_alone = True
+            with contextlib.suppress(OSError):
+                os.write(2, f"the controller was lost ({error}): all parts are ended\n".encode())
         self._end()
+        return 1 if self._is_alone else self._exit_code
 
     def _on_signal(self, number: int, frame: object) -> None:
         self._is_ending = True
+        self._exit_code = 128 + number
 
     def _turn(self, timeout_s: float = TURN_S) -> None:
         for key, _ in self._selector.select(timeout_s):
@@ -132,12 +137,12 @@ class Agent:
             while data:
                 data = data[os.write(1, data) :]
         except OSError as error:
-            raise _ControllerGone from error
+            raise _ControllerGone("it does not read what is sent") from error
 
     def _read_orders(self) -> None:
         data = os.read(0, 65536)
         if not data:
-            raise _ControllerGone
+            raise _ControllerGone("it has closed the connection")
         self._last_heard = time.monotonic()
         for line in self._orders.feed(data):
             match decode(line):
@@ -154,10 +159,10 @@ class Agent:
 
     def _check_controller(self) -> None:
         if os.getppid() != self._parent:
-            raise _ControllerGone
+            raise _ControllerGone("the process that has started this one is gone")
         timeout_s = self._prepared.silence_timeout_s if self._prepared else None
         if timeout_s is not None and time.monotonic() - self._last_heard > timeout_s:
-            raise _ControllerGone
+            raise _ControllerGone(f"nothing was heard of it for {timeout_s:g} s")
 
     def _prepare(self, order: Prepare) -> None:
         self._prepared = order
@@ -393,11 +398,10 @@ def main() -> int:
         sys.stderr.write("dgl_hybrid.launch.agent: DistDGL jobs need Linux with /proc\n")
         return 1
     try:
-        Agent().run()
+        return Agent().run()
     except (LaunchError, OSError) as error:
         sys.stderr.write(f"dgl_hybrid.launch.agent: {error}\n")
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that put the plugin under an unchanged DistDGL script."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, STRATEGIES, HaloConfig
+
+OFF = "off"
+
+
+def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = False) -> None:
+    """Adds `--strategy` and `--budget`."""
+    group = parser.add_argument_group("plugin")
+    group.add_argument(
+        "--strategy",
+        choices=(*STRATEGIES, OFF) if can_be_off else STRATEGIES,
+        default=HaloConfig().strategy,
+        help="how halo vertices are read: hybrid decides per vertex, depcache holds all that is reached, depcomm reads "
+        "them from their owners as DistDGL does" + (", off leaves the plugin out" if can_be_off else "") + " [hybrid]",
+    )
+    group.add_argument(
+        "--budget",
+        default=HaloConfig().budget,
+        metavar="BYTES",
+        help="what each trainer may hold of other machines' data: auto, unlimited, a share of the node features "
+        "(10%%) or bytes (256MB) [auto]",
+    )
+
+
+def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the variables under which processes switch the plugin on by themselves.
+
+    Raises:
+        ValueError: The budget cannot be read.
+        LaunchError: They would not: pip has not installed the file that does it.
+    """
+    config = HaloConfig(strategy=HaloConfig().strategy if args.strategy == OFF else args.strategy, budget=args.budget)
+    if args.strategy == OFF:
+        return {}
+    require_startup_hook()
+    return {ENABLE_VARIABLE: config.to_environment()}
+
+
+def require_startup_hook() -> None:
+    """Checks that Python processes of this environment load the plugin when they import DGL.
+
+    Raises:
+        LaunchError: They do not.
+    """
+    if not any(getattr(finder, "__name__", "") == "DglHybridStartup" for finder in sys.meta_path):
+        raise LaunchError(
+            "the startup hook dgl_hybrid_startup.pth is not at work in this Python, so a script that imports dgl would "
+            "run without the plugin. Install dgl_hybrid with pip (not by PYTHONPATH), and do not start Python with -S "
+            "or -I."
+        )

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`dgl-hybrid run script.py …`: an unchanged DistDGL script, with the plugin switched on as it imports DGL."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from dgl_hybrid.cli.plugin import add_plugin_options, plugin_environment
+from dgl_hybrid.cli.script_words import USAGE, check_script
+
+TAKES_SCRIPT = True
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds this command's options."""
+    parser.usage = USAGE
+    parser.epilog = (
+        "The script runs as `python SCRIPT ARGUMENT ...` would run it, in place of this process: under torchrun or "
+        "DGL's own launcher, as server, trainer or by itself. After --, -m MODULE works as well."
+    )
+    add_plugin_options(parser)
+    group = parser.add_argument_group("general")
+    group.add_argument("--debug", action="store_true", help="show tracebacks of our own faults")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Becomes the script."""
+    command = check_script(args.script)
+    if not command[0].startswith("-") and not Path(command[0]).exists():
+        raise ValueError(f"the script {command[0]} does not exist")
+    environment = {**os.environ, **plugin_environment(args)}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execve(sys.executable, [sys.executable, *command], environment)

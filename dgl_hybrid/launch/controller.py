@@ -308,8 +308,10 @@ class Controller:
             self._settle(CLEAN_TIMEOUT_S, until=lambda agent=agent: agent.num_open == 0)  # type: ignore[misc]
             if agent.is_cleaned and self._refusals:
                 continue
+            of_shell = agent.is_remote and code == 255
             raise ClusterFailure(
-                f"the agent of {agent.machine} {_how_it_ended(code)}",
+                f"the agent of {agent.machine} {_how_it_ended(code)}"
+                + (" (of the remote shell: no connection, a lost one, or the agent was killed)" if of_shell else ""),
                 details="\n".join(agent.noise),
                 exit_code=_exit_code(code) or 1,
             )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dgl_hybrid.sampling.config import HaloConfig
-from tests.helpers.distdgl import PartitionedCase, Topology, heterograph, homogeneous_graph, run_script, write_case
+from tests.helpers.distdgl import PartitionedCase, Topology, heterograph, homogeneous_graph, run_job, write_case
 
 SCRIPT = Path(__file__).with_name("conformance.py")
 TOPOLOGIES = {
@@ -71,7 +71,7 @@ class ConformanceJobs:
         # Seeds differ between plugin off and on, so that comparing their counts says something.
         args: list[object] = [arm.suite, case.part_config, "--truth", case.truth, "--out", out]
         args += ["--seed", 1, "--plugin"] if arm.plugin else ["--seed", 2]
-        run_script(case, SCRIPT, *args, plugin=arm.plugin, topology=TOPOLOGIES[arm.topology])
+        run_job(case.part_config, SCRIPT, *args, plugin=arm.plugin, topology=TOPOLOGIES[arm.topology])
         num_trainers = arm.num_parts * TOPOLOGIES[arm.topology].num_trainers
         return [json.loads((out / f"trainer-{rank}.json").read_text()) for rank in range(num_trainers)]
 

@@ -18,15 +18,18 @@ if TYPE_CHECKING:
 
 ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
 """Set where the plugin is to be on; named again in `dgl_hybrid.sampling.config`, which must not be imported here."""
+SHM_VARIABLE = "DGL_HYBRID_SHM_PREFIX"
+"""Set in jobs of our launcher: there, too, fix 0011 must be applied, or machines of one host overwrite each other."""
 
 
 def find_dgl() -> ModuleSpec | None:
-    """Imports `dgl_hybrid`, which mends DGL, if `import dgl` would fail without it or the plugin is to be on.
+    """Imports `dgl_hybrid`, which mends DGL, if `import dgl` would fail without it or a variable asks for it.
 
     Returns:
         What `dgl_hybrid`'s finder says about `dgl`, to be handed on; None leaves the search to Python.
     """
-    if not os.environ.get(ENABLE_VARIABLE) and not dgl_would_fail():
+    is_asked_for = os.environ.get(ENABLE_VARIABLE) or os.environ.get(SHM_VARIABLE)
+    if not is_asked_for and not dgl_would_fail():
         return None
     from dgl_hybrid.compat.hook import FINDER
 

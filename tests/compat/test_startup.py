@@ -66,8 +66,9 @@ def test_acts_only_where_dgl_would_fail(
     assert startup.dgl_would_fail() is fails
 
 
-def test_acts_where_the_plugin_is_asked_for(tmp_path: Path) -> None:
-    """With `DGL_HYBRID_ENABLE`, `import dgl` brings dgl_hybrid also where it would do without."""
+@pytest.mark.parametrize("variable", ["DGL_HYBRID_ENABLE", "DGL_HYBRID_SHM_PREFIX"])
+def test_acts_where_it_is_asked_for(variable: str, tmp_path: Path) -> None:
+    """With such a variable, `import dgl` brings dgl_hybrid also where it would do without."""
     site = write_packages(tmp_path, torch="2.2.1", library="libgraphbolt_pytorch_2.2.1.so")
     (site / "dgl" / "_ffi").mkdir()
     (site / "dgl" / "_ffi" / "libinfo.py").write_text('__version__ = "2.1.0"\n')
@@ -81,7 +82,7 @@ def test_acts_where_the_plugin_is_asked_for(tmp_path: Path) -> None:
     shutil.copy(CHECKOUT / "dgl_hybrid" / "compat" / "startup.py", stub)
     (stub / "hook.py").write_text("class FINDER:\n    @staticmethod\n    def find_spec(name): return None\n")
     for value, expected in (("", "False\n"), ("{}", "True\n")):
-        ran = run_python(code, line, path=(tmp_path,), flags=("-S",), DGL_HYBRID_ENABLE=value)
+        ran = run_python(code, line, path=(tmp_path,), flags=("-S",), **{variable: value})
         assert ran.stdout == expected, ran.stderr
 
 

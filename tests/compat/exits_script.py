@@ -39,6 +39,7 @@ def main() -> None:
     dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"])
     rank = int(os.environ["RANK"])
     g = dgl.distributed.DistGraph("repairs", part_config=os.environ["DGL_CONF_PATH"])
+    rows = dgl.distributed.DistTensor((g.num_nodes(), 2), torch.float32, "rows")  # deleted by all trainers together
     loader = dgl.dataloading.DistNodeDataLoader(g, torch.arange(200), FailingSampler(how), batch_size=10)
     num_batches = sum(1 for _ in loader) if rank == 1 or how == "nothing" else 0
     g.barrier()
@@ -46,7 +47,7 @@ def main() -> None:
         raise ValueError("the trainer does not like this epoch")
     if how != "nothing":
         g.barrier()  # without end: the other trainer is gone
-    print(f"ended well after {num_batches} batches", flush=True)
+    print(f"ended well after {num_batches} batches, {rows.shape[0]} rows", flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import dgl
+import numpy as np
 import torch
 from dgl.distributed import DistGraph, rpc
 
@@ -236,8 +237,40 @@ def typed_edge_loader(g: DistGraph, world_size: int) -> dict[str, object]:
     return {"leaks": leaks, "mixed": mixed}
 
 
+def split(g: DistGraph, world_size: int) -> dict[str, object]:
+    """All IDs in place of a mask, and a mask that leaves most trainers without a share."""
+    share = dgl.distributed.node_split(np.arange(g.num_nodes()), g.get_partition_book(), force_even=True)
+    edges = dgl.distributed.edge_split(torch.arange(g.num_edges()), g.get_partition_book(), force_even=False)
+    first = torch.zeros(g.num_nodes())
+    first[0] = 1
+    rare = dgl.distributed.node_split(first, g.get_partition_book(), force_even=True)
+    return {"nodes": share.tolist(), "edges": len(edges), "rare": rare.tolist(), "dtype": str(rare.dtype)}
+
+
+def lacking(g: DistGraph, world_size: int) -> dict[str, object]:
+    """A partition without items: structure and data as elsewhere."""
+    items, users = torch.arange(g.num_nodes("item")), torch.arange(g.num_nodes("user"))
+    sampled = g.sample_neighbors({"item": items, "user": users}, -1)
+    got = {etype: sampled.num_edges(etype) for etype in g.etypes}
+    labels = g.nodes["item"].data["label"][items].sort().values
+    tensor = dgl.distributed.DistTensor(
+        (len(items), 2), torch.float32, "extra", part_policy=g.get_node_partition_policy("item")
+    )
+    tensor[items] = torch.ones(len(items), 2)
+    g.barrier()
+    own = len(g.get_partition_book().partid2nids(g.get_partition_book().partid, "item"))
+    return {
+        "edges": got,
+        "labels": labels.tolist(),
+        "written": tensor[items].sum().item(),
+        "own": own,
+        "share": len(dgl.distributed.node_split(torch.ones(len(items)), g.get_partition_book(), "item")),
+    }
+
+
 CHECKS = {
-    check.__name__: check for check in (fence, in_subgraph, exclude, edge_loader, exclude_typed, typed_edge_loader)
+    check.__name__: check
+    for check in (fence, in_subgraph, exclude, edge_loader, exclude_typed, typed_edge_loader, split, lacking)
 }
 
 

@@ -66,6 +66,6 @@ def test_a_trainer_is_told_that_its_sampler_was_killed(part_config: Path) -> Non
 def test_a_job_without_failures_ends_well(part_config: Path) -> None:
     lines = run(part_config, "nothing")
     assert sorted(line for line in lines if "ended well" in line) == [
-        "[trainer 0] ended well after 20 batches",
-        "[trainer 1] ended well after 20 batches",
+        "[trainer 0] ended well after 20 batches, 240 rows",
+        "[trainer 1] ended well after 20 batches, 240 rows",
     ]

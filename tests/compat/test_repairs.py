@@ -11,6 +11,7 @@ import dgl
 import pytest
 import torch
 
+from dgl_hybrid.compat import repairs
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
 
 pytestmark = pytest.mark.slow
@@ -53,7 +54,7 @@ def run(part_config: Path, out: Path, *checks: str, on: bool = True, **options: 
     job = ClusterJob(
         part_config=part_config,
         command=(str(SCRIPT), str(out), "on" if on else "off", *checks),
-        timeout_s=150,
+        timeout_s=300,
         **options,
     )
     lines: list[str] = []
@@ -73,7 +74,7 @@ def two_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def mended(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(two_parts, tmp_path_factory.mktemp("on"), "fence", "in_subgraph", "exclude", "edge_loader")
+    return run(two_parts, tmp_path_factory.mktemp("on"), "fence", "in_subgraph", "exclude", "edge_loader", "split")
 
 
 @pytest.fixture(scope="module")
@@ -85,12 +86,12 @@ def with_backups(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def with_two_trainers(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(two_parts, tmp_path_factory.mktemp("trainers"), "fence", "exclude", num_trainers=2)
+    return run(two_parts, tmp_path_factory.mktemp("trainers"), "fence", "exclude", "split", num_trainers=2)
 
 
 @pytest.fixture(scope="module")
 def as_released(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(two_parts, tmp_path_factory.mktemp("off"), "fence", "exclude", "edge_loader", on=False)
+    return run(two_parts, tmp_path_factory.mktemp("off"), "fence", "exclude", "edge_loader", "split", on=False)
 
 
 @pytest.fixture(scope="module")
@@ -163,3 +164,47 @@ def test_excluded_edges_of_heterographs(typed: dict[bool, Found]) -> None:
     for trainer in typed[False]:
         assert trainer["exclude_typed"]["leaks"] > 0
         assert trainer["typed_edge_loader"]["leaks"] > 0
+
+
+def test_all_ids_are_split(mended: Found, with_two_trainers: Found, as_released: Found) -> None:
+    """Each node once, node 0 among them; who gets none gets no IDs, rather than no mask."""
+    for found in (mended, with_two_trainers):
+        assert sorted(node for trainer in found for node in trainer["split"]["nodes"]) == list(range(240))
+        assert sum(trainer["split"]["edges"] for trainer in found) == 1800
+        assert sorted(trainer["split"]["rare"] for trainer in found) == [[]] * (len(found) - 1) + [[0]]
+        assert {trainer["split"]["dtype"] for trainer in found} == {"torch.int64"}
+    assert 0 not in [node for trainer in as_released for node in trainer["split"]["nodes"]]
+    assert {trainer["split"]["dtype"] for trainer in as_released} == {"torch.float32"}
+
+
+def partition_lacking(folder: Path) -> Path:
+    """Two groups of users and one item, which is in one partition only."""
+    torch.manual_seed(0)
+    src, dst = torch.randint(25, (2, 200))
+    graph = dgl.heterograph(
+        {
+            ("user", "follows", "user"): (torch.cat([src, src + 25]), torch.cat([dst, dst + 25])),
+            ("item", "bought-by", "user"): ([0], [0]),
+            ("user", "buys", "item"): ([0], [0]),
+        },
+        {"user": 50, "item": 1},
+    )
+    graph.nodes["item"].data["label"] = torch.tensor([7])
+    dgl.distributed.partition_graph(graph, "repairs", 2, str(folder), part_method="metis")
+    return folder / "repairs.json"
+
+
+def test_a_partition_may_lack_a_type(tmp_path: Path) -> None:
+    with pytest.raises(IndexError):
+        partition_lacking(tmp_path)
+    repairs.switch_on()
+    try:
+        part_config = partition_lacking(tmp_path)
+    finally:
+        repairs.switch_off()
+    found = run(part_config, tmp_path / "out", "lacking")
+    assert 0 in [trainer["lacking"].pop("own") for trainer in found]
+    assert sum(trainer["lacking"].pop("share") for trainer in found) == 1
+    for trainer in found:
+        expected = {"follows": 400, "bought-by": 1, "buys": 1}
+        assert trainer["lacking"] == {"edges": expected, "labels": [7], "written": 2.0}

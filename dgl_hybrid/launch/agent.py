@@ -18,7 +18,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +31,7 @@ from dgl_hybrid.launch.leftovers import (
     find_shared_memory,
     is_resource_tracker,
     send_signal,
+    temporary_folder,
 )
 from dgl_hybrid.launch.machines import find_free_ports, why_port_unusable
 from dgl_hybrid.launch.messages import (
@@ -91,7 +91,6 @@ class Agent:
         self._silent_ports: dict[str, int] = {}
         self._last_heard = time.monotonic()
         self._prepared: Prepare | None = None
-        self._folder: Path | None = None
         self._watch: Watch | None = None
         self._is_ending = False
         self._is_alone = False
@@ -170,19 +169,20 @@ class Agent:
         if problems:
             self._say(Refused(problems=problems))
             return
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{order.shm_prefix}"))
-        self._watch = Watch(order.shm_prefix, self._folder)
+        folder = temporary_folder(order.shm_prefix)
+        folder.mkdir(mode=0o700)
+        self._watch = Watch(order.shm_prefix)
         environment = {
             "DGL_HYBRID_MACHINE_ID": str(order.machine_id),
             SHM_VARIABLE: order.shm_prefix,
-            "TMPDIR": str(self._folder),
+            "TMPDIR": str(folder),
         }
         interface = find_interface(order.address)
         for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
             if interface is not None and name not in os.environ:
                 environment[name] = interface
         if order.ip_config_text is not None:
-            file = self._folder / "ip_config.txt"
+            file = folder / "ip_config.txt"
             file.write_text(order.ip_config_text, encoding="utf-8")
             environment["DGL_IP_CONFIG"] = str(file)
         self._say(
@@ -190,7 +190,6 @@ class Agent:
                 cores=len(os.sched_getaffinity(0)),
                 host=_boot_id(),
                 free_port=find_free_ports(order.address, avoid=set(order.server_ports.values())),
-                folder=str(self._folder),
                 environment=environment,
             )
         )
@@ -306,8 +305,6 @@ class Agent:
             deadline = time.monotonic() + WATCH_TIMEOUT_S
             while self._watch is not None and time.monotonic() < deadline:
                 self._turn_at_end()
-            if self._watch is not None and self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
         with contextlib.suppress(_ControllerGone):
             self._say(Cleaned())
 

@@ -29,6 +29,7 @@ from dgl_hybrid.launch.cluster import (
     PartResult,
     part_variables,
 )
+from dgl_hybrid.launch.leftovers import remove_everything
 from dgl_hybrid.launch.machines import Machine, ip_config_text, is_local_address
 from dgl_hybrid.launch.messages import (
     Cleaned,
@@ -210,7 +211,7 @@ class Controller:
                 for state in self._states.values()
                 if state.part.role == "server" and state.part.machine is machine
             },
-            shm_prefix=f"dgl_hybrid_{self._job_id}_{machine.machine_id}_",
+            shm_prefix=self._shm_prefix(machine),
             python=python,
             command=list(job.command),
             workspace=str(job.folder),
@@ -219,6 +220,9 @@ class Controller:
             grace_s=job.grace_s,
             silence_timeout_s=SILENCE_TIMEOUT_S if agent.is_remote else None,
         )
+
+    def _shm_prefix(self, machine: Machine) -> str:
+        return f"dgl_hybrid_{self._job_id}_{machine.machine_id}_"
 
     def _start_parts(self) -> None:
         first = self._agents[0]
@@ -359,6 +363,8 @@ class Controller:
                     if stream is not None:
                         with contextlib.suppress(OSError):
                             stream.close()
+                if not agent.is_cleaned and not agent.is_remote:
+                    remove_everything(self._shm_prefix(agent.machine), set())  # its watch may have been killed, too
             self._selector.close()
 
     # Talking

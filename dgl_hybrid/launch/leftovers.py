@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import time
 from pathlib import Path
 
@@ -22,6 +23,11 @@ TRACKER_GRACE_S = 2.0
 _MULTIPROCESSING = ("sem.mp-", "torch_")
 _MAPPED_SHM = re.compile(rb" (\d+) +/dev/shm/")
 _TURN_S = 0.02
+
+
+def temporary_folder(shm_prefix: str) -> Path:
+    """Returns the folder for temporary files of the machine with this prefix, on this host."""
+    return Path(tempfile.gettempdir(), f"{shm_prefix}files")
 
 
 def find_processes(shm_prefix: str) -> list[int]:
@@ -59,12 +65,11 @@ def find_shared_memory(processes: list[int]) -> set[str]:
     return names
 
 
-def remove_everything(shm_prefix: str, folder: Path, shared_memory: set[str]) -> None:
+def remove_everything(shm_prefix: str, shared_memory: set[str]) -> None:
     """Kills all processes of a machine, then removes their shared memory and the folder of temporary files.
 
     Args:
         shm_prefix: Of the machine.
-        folder: Removed with all that is in it.
         shared_memory: Names from `find_shared_memory` of processes that may be gone by now.
     """
     names = set(shared_memory)
@@ -87,7 +92,7 @@ def remove_everything(shm_prefix: str, folder: Path, shared_memory: set[str]) ->
         names.update(path.name for path in SHM_FOLDER.glob(pattern))
     for name in names:
         (SHM_FOLDER / name).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(temporary_folder(shm_prefix), ignore_errors=True)
 
 
 def is_resource_tracker(process: int) -> bool:

@@ -58,8 +58,6 @@ class Ready:
     host: str
     """Equal for machines that share a host."""
     free_port: int
-    folder: str
-    """For temporary files; removed at the end."""
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that this machine's parts need."""
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from pathlib import Path
 from typing import NoReturn
 
 from dgl_hybrid.launch.leftovers import remove_everything
@@ -15,9 +14,8 @@ from dgl_hybrid.launch.leftovers import remove_everything
 class Watch:
     """The agent's end of the watch; the other one sits at the end of a pipe and waits until it is closed."""
 
-    def __init__(self, shm_prefix: str, folder: Path) -> None:
+    def __init__(self, shm_prefix: str) -> None:
         self._shm_prefix = shm_prefix
-        self._folder = folder
         self.pid, self._pipe = self._fork()
 
     def restart(self) -> None:
@@ -35,12 +33,12 @@ class Watch:
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _watch(reading, self._shm_prefix, self._folder)
+            _watch(reading, self._shm_prefix)
         os.close(reading)
         return pid, writing
 
 
-def _watch(pipe: int, shm_prefix: str, folder: Path) -> NoReturn:
+def _watch(pipe: int, shm_prefix: str) -> NoReturn:
     try:
         os.setsid()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -52,6 +50,6 @@ def _watch(pipe: int, shm_prefix: str, folder: Path) -> NoReturn:
         heard = b""
         while data := os.read(pipe, 65536):
             heard += data
-        remove_everything(shm_prefix, folder, set(filter(None, heard.decode().split("\n"))))
+        remove_everything(shm_prefix, set(filter(None, heard.decode().split("\n"))))
     finally:
         os._exit(0)

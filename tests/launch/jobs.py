@@ -72,7 +72,7 @@ class Observer:
         """Remembers the job's processes and their shared memory, before something is killed."""
         self.acted_s = time.monotonic()
         self.processes |= set(psutil.Process(launcher).children(recursive=True))
-        for prefix in self.prefixes:
+        for prefix in sorted(self.prefixes):
             processes = find_processes(prefix)
             self.processes |= {psutil.Process(process) for process in processes}
             self.shared_memory |= find_shared_memory(processes)
@@ -90,7 +90,7 @@ class Observer:
         assert [process for process in self.processes if is_alive(process.pid)] == []
         assert [pid for pid in self.children if is_alive(pid)] == []
         assert self.prefixes, "no part was heard: nothing is known"
-        for prefix in self.prefixes:
+        for prefix in sorted(self.prefixes):
             assert find_processes(prefix) == []
             assert list(SHM_FOLDER.glob(f"*{prefix}*")) == []
             assert list(Path(tempfile.gettempdir()).glob(f"{prefix}*")) == []

@@ -3,10 +3,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import inspect
+import os
+import signal
+import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +21,10 @@ import pytest
 
 from dgl_hybrid.compat import describe, repairs
 from dgl_hybrid.compat.hook import FINDER
-from dgl_hybrid.compat.patchfile import read_fix
+from dgl_hybrid.compat.patchfile import apply_patches, read_fix
+from dgl_hybrid.compat.versions import find_dgl
 from dgl_hybrid.errors import CompatError
-from tests.compat.processes import run_python
+from tests.compat.processes import CHECKOUT, run_python
 
 STOCK = """import os
 
@@ -261,6 +267,83 @@ def test_fixes_of_dgl_switch_on_and_off() -> None:
         "assert not hasattr(KVClient, '_fence') and 'mended' not in KVClient.push.__code__.co_filename\n"
     )
     assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+def test_files_with_all_fixes_by_hand_are_recognised() -> None:
+    """Also where fixes of both kinds change one file: importing it leaves it as it is."""
+    dgl = find_dgl()
+    assert dgl is not None
+    both = set(FINDER.switchable()) & set(FINDER._by_module)
+    assert both
+    for name in both:
+        patches = [*FINDER._by_module[name], *FINDER._switchable[name]]
+        released = (dgl.parent / patches[0][1].path).read_text("utf-8")
+        by_hand = apply_patches(released, [(fix.name, patch) for fix, patch in patches])
+        assert by_hand not in (released, FINDER.mend(name, released, enabled=False))
+        assert FINDER.mend(name, by_hand, enabled=False) is by_hand
+        assert FINDER.mend(name, by_hand, enabled=True) is by_hand
+
+
+ORPHAN = """
+import os, sys
+from dgl_hybrid.compat import repairs
+if sys.argv[1] == "on": repairs.switch_on()
+from dgl.distributed.dist_context import CustomPool
+if __name__ == "__main__":
+    os.environ["DGL_DIST_MODE"] = "standalone"
+    pool = CustomPool(1, ("", 1, 0, "sampler", 1, 0))
+    pool.set_collate_fn(len, "loader")
+    pool.submit_task("loader", [1, 2, 3])
+    assert pool.get_result("loader") == 3
+    print(pool.process_list[0].pid, flush=True)
+    if sys.argv[2] == "orphan": os._exit(0)
+    pool.set_collate_fn(len, "other")
+    pool.submit_task("other", [1])
+    pool.submit_task("other", 0)  # no length: fails
+    print(pool.get_result("other"))
+    try: pool.get_result("other", timeout=30)
+    except Exception as error: print(type(error).__name__, error)
+"""
+
+
+def run_pool(tmp_path: Path, switch: str, case: str) -> list[str]:
+    """Runs a sampler pool without servers."""
+    script = tmp_path / "pool.py"  # a file: spawned processes import it
+    script.write_text(ORPHAN)
+    environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
+    out = tmp_path / "out.txt"  # not a pipe: an orphan would keep it open
+    with out.open("w") as file:
+        command = [sys.executable, str(script), switch, case]
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=120, check=True)
+    return out.read_text().splitlines()
+
+
+def is_there(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_samplers_of_a_killed_trainer_end(tmp_path: Path) -> None:
+    """They look for their trainer whenever they had nothing to do for five seconds."""
+    pids = {switch: int(run_pool(tmp_path, switch, "orphan")[0]) for switch in ("on", "off")}
+    try:
+        deadline = time.monotonic() + 60
+        while is_there(pids["on"]) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert not is_there(pids["on"])
+        assert is_there(pids["off"]), "DGL ends them itself now: remove this part of 0015"
+    finally:
+        for pid in pids.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_a_batch_that_came_before_the_failure_is_received(tmp_path: Path) -> None:
+    lines = run_pool(tmp_path, "on", "failure")
+    assert "1" in lines
+    assert any(line.startswith("DGLError A sampler process failed:") for line in lines)
 
 
 def test_every_switchable_fix_is_described() -> None:

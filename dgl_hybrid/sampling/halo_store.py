@@ -80,8 +80,12 @@ class HaloStore:
         self._etypes: list[tuple[str, str, str]] = list(g.canonical_etypes)
         self._is_holding = config.strategy != "depcomm"
         self._budget_bytes = _find_budget(config, self._node_bytes())
-        self._lists = InEdgeLists(g) if self._is_holding else None
+        # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
+        has_lists = "csc" in g.local_partition.formats()["created"]
+        self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
         self._expected = ExpectedReads.none()
+        self._chosen = torch.empty(0, dtype=torch.int64)
+        """Vertices whose rows were chosen to be held, ascending."""
         self._costs: RemoteCosts | None = None
         self._narrow_reserve = 0.0
         self.halo_graph: HaloGraph | None = None
@@ -111,7 +115,10 @@ class HaloStore:
         if len(ids):
             self._costs = self._costs or self._measure(g, ids, loader)
             choice = self._choose(ids, foreign)
+            self._chosen = ids[choice.rows]
             self._hold_lists(ids[choice.lists])
+            if self._room_bytes() < 0:
+                self._rows.clear()  # more lists than before: the rows are chosen and fetched anew
             for held in self._rows.values():
                 held.is_complete = False
             _logger.info(
@@ -252,9 +259,11 @@ class HaloStore:
         held.expected = torch.sort(candidates).values
         as_seed = self._expected.as_seed[of_type]
         seeds = torch.sort(candidates[as_seed > 0]).values
-        held.read_for = None
         if bool(find_sorted(seeds, remote)[0].all()):
             held.read_for, reads = seeds, as_seed
+        else:
+            held.read_for = None
+            reads = torch.where(find_sorted(self._chosen, self._expected.ids[of_type])[0], reads, 0.0)
         order = torch.argsort(reads, descending=True, stable=True)
         return candidates[order[reads[order] > 0]]
 

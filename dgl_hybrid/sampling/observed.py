@@ -6,12 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_FIRST_REVIEW = 4096
+_FIRST_REVIEW = 1024
 _MERGE_AT = 2**20
 
 
 class ObservedReads:
-    """Counts ids; says when it is time to look at the counts: after 4096 ids, then each time their number doubled."""
+    """Counts ids; says when it is time to look at the counts: after 1024 ids, then each time their number doubled."""
 
     def __init__(self) -> None:
         self._ids = torch.empty(0, dtype=torch.int64)

@@ -18,14 +18,14 @@ def test_what_comes_back_is_found_the_most_read_first() -> None:
     assert observed.review(2).tolist() == [5]
 
 
-def test_reviews_come_after_4096_ids_and_each_time_their_number_doubled() -> None:
+def test_reviews_come_after_1024_ids_and_each_time_their_number_doubled() -> None:
     observed = ObservedReads()
     due = []
     for step in range(40):
         if observed.add(torch.arange(1024)):
             due.append((step + 1) * 1024)
             observed.review(1)
-    assert due == [4096, 8192, 16384, 32768]
+    assert due == [1024, 2048, 4096, 8192, 16384, 32768]
 
 
 def test_counts_survive_merging(monkeypatch: object) -> None:

@@ -1,0 +1,326 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs inside every server and trainer of a job: what the halo store reads, holds and gives up.
+
+Each trainer writes one JSON: by phase, what was counted. All run the same phases. `test_store` starts the jobs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import dgl
+import torch
+import torch.distributed as dist
+
+import dgl_hybrid
+from dgl_hybrid.errors import HybridError
+from dgl_hybrid.sampling import switch
+from tests.helpers.distdgl import Truth
+
+Counts = dict[str, Any]
+EPOCHS = 3
+
+
+class Job:
+    """What the phases need."""
+
+    def __init__(self, graph_name: str, truth: Path) -> None:
+        self.g = dgl.distributed.DistGraph(graph_name)
+        self.truth = Truth.load(truth)
+        self.rank = dist.get_rank()
+        self.wrong = 0
+        """Values that were read and differ from the graph before partitioning."""
+
+    def check_rows(self, rows: torch.Tensor, field: str, ids: torch.Tensor, ntype: str = "_N") -> None:
+        truth = self.truth.graph.nodes[ntype].data[field][self.truth.orig_nodes[ntype][ids]].to(rows.dtype)
+        self.wrong += int((rows != truth).any(-1).sum()) if truth.dim() > 1 else int((rows != truth).sum())
+
+    def epochs(self, loader: Any, read: Callable[[Any], None], epochs: int = EPOCHS) -> list[Counts]:
+        """Runs a loader for some epochs; returns each one's counts."""
+        counted = []
+        for _ in range(epochs):
+            dgl_hybrid.reset_read_counts()
+            for batch in loader:
+                read(batch)
+            counted.append({**dgl_hybrid.read_counts(), "held_bytes": held_bytes(), "wrong": self.wrong})
+        dist.barrier()
+        return counted
+
+
+def held_bytes() -> float:
+    """What the stores of this process hold."""
+    assert switch._plugin is not None
+    total = 0.0
+    for store in switch._plugin._stores.values():
+        total += sum(held.num_bytes for held in store._rows.values())
+        total += 0 if store.halo_graph is None else store.halo_graph.tensors.num_bytes
+    return total
+
+
+def train_nodes(job: Job) -> torch.Tensor:
+    g = job.g
+    nids: torch.Tensor = dgl.distributed.node_split(g.ndata["train_mask"], g.get_partition_book(), force_even=True)
+    return nids
+
+
+def node_loader(job: Job, fanouts: list[int], batch_size: int = 16) -> Any:
+    sampler = dgl.dataloading.NeighborSampler(fanouts)
+    return dgl.dataloading.DistNodeDataLoader(job.g, train_nodes(job), sampler, batch_size=batch_size, shuffle=True)
+
+
+def read_batch(job: Job) -> Callable[[Any], None]:
+    def read(batch: Any) -> None:
+        inputs, seeds, blocks = batch
+        job.check_rows(job.g.ndata["feat"][inputs], "feat", inputs)
+        job.check_rows(job.g.ndata["label"][seeds], "label", seeds)
+        for block in blocks:
+            eids = block.edata[dgl.EID]
+            truth = job.truth.graph.edata["w"][job.truth.orig_edges["_N", "_E", "_N"][eids]]
+            job.wrong += int((job.g.edata["w"][eids] != truth).any(-1).sum())
+
+    return read
+
+
+def count_only(job: Job) -> Any:
+    dgl_hybrid.enable(strategy="depcomm")
+    return job.epochs(node_loader(job, [3, 4]), read_batch(job))
+
+
+def unlimited(job: Job) -> Any:
+    dgl_hybrid.enable(strategy="depcache")
+    return job.epochs(node_loader(job, [3, 4]), read_batch(job))
+
+
+def budgets(job: Job) -> Any:
+    counted = {}
+    for budget in ("0", "2KB", "10%", "40%"):
+        dgl_hybrid.enable(budget=budget)
+        counted[budget] = job.epochs(node_loader(job, [3, 4]), read_batch(job), epochs=2)
+    return counted
+
+
+def link_prediction(job: Job) -> Any:
+    """Both ends of edges, and vertices drawn uniformly as negatives."""
+    dgl_hybrid.enable(strategy="depcache")
+    g = job.g
+    eids = dgl.distributed.edge_split(g.edata["train_mask"], g.get_partition_book(), force_even=True)
+    sampler = dgl.dataloading.NeighborSampler([2, 3])
+    loader = dgl.dataloading.DistEdgeDataLoader(
+        g,
+        eids[:120],
+        sampler,
+        batch_size=40,
+        shuffle=True,
+        negative_sampler=dgl.dataloading.negative_sampler.Uniform(2),
+        exclude="self",
+    )
+
+    def read(batch: Any) -> None:
+        inputs, positive, negative, _ = batch
+        job.check_rows(g.ndata["feat"][inputs], "feat", inputs)
+        assert positive.num_nodes() == negative.num_nodes()
+
+    return job.epochs(loader, read)
+
+
+class OldStyleSampler:
+    """How DistDGL scripts sampled before `DistNodeDataLoader`."""
+
+    def __init__(self, g: Any, fanouts: list[int]) -> None:
+        self.g, self.fanouts = g, fanouts
+
+    def sample_blocks(self, seeds: list[int]) -> list[Any]:
+        frontier = torch.as_tensor(seeds)
+        blocks: list[Any] = []
+        for fanout in self.fanouts:
+            drawn = dgl.distributed.sample_neighbors(self.g, frontier, fanout)
+            block = dgl.to_block(drawn, frontier)
+            blocks.insert(0, block)
+            frontier = block.srcdata[dgl.NID]
+        return blocks
+
+
+def old_style(job: Job) -> Any:
+    dgl_hybrid.enable(strategy="depcache")
+    sampler = OldStyleSampler(job.g, [4, 3])
+    loader = dgl.distributed.DistDataLoader(
+        dataset=train_nodes(job).numpy(), batch_size=16, collate_fn=sampler.sample_blocks, shuffle=True
+    )
+
+    def read(blocks: Any) -> None:
+        inputs = blocks[0].srcdata[dgl.NID]
+        job.check_rows(job.g.ndata["feat"][inputs], "feat", inputs)
+
+    return job.epochs(loader, read)
+
+
+def says_nothing(job: Job) -> Any:
+    """A script without any loader: what comes back is learnt."""
+    dgl_hybrid.enable(strategy="depcache")
+    nodes = train_nodes(job)
+
+    class Batches:
+        def __iter__(self) -> Any:
+            for seeds in nodes.split(16):
+                inner = dgl.distributed.sample_neighbors(job.g, seeds, 4)
+                outer = dgl.distributed.sample_neighbors(job.g, torch.unique(inner.edges()[0]), 3)
+                yield torch.unique(torch.cat([*outer.edges(), seeds]))
+
+    def read(inputs: Any) -> None:
+        job.check_rows(job.g.ndata["feat"][inputs], "feat", inputs)
+
+    return job.epochs(Batches(), read, epochs=40)
+
+
+def inference(job: Job) -> Any:
+    """All neighbours of all owned vertices, one layer: every input is read from its owner once."""
+    dgl_hybrid.enable(strategy="depcache")
+    book = job.g.get_partition_book()
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1)
+    loader = dgl.dataloading.DistNodeDataLoader(
+        job.g, book.partid2nids(book.partid), sampler, batch_size=50, shuffle=False
+    )
+    return job.epochs(loader, read_batch(job))
+
+
+def writes(job: Job) -> Any:
+    """A push and a direct write are seen everywhere, by fields that were held a moment ago."""
+    dgl_hybrid.enable(strategy="depcache")
+    g, ids = job.g, torch.arange(job.g.num_nodes())
+    loader = node_loader(job, [3, 4])
+    outcome: dict[str, Any] = {}
+    for batch in loader:
+        for field in ("feat", "wide", "scratch"):
+            g.ndata[field][batch[0]]
+    dgl_hybrid.reset_read_counts()
+    for batch in loader:
+        for field in ("feat", "wide", "scratch"):
+            g.ndata[field][batch[0]]
+    outcome["remote_rows_before"] = dgl_hybrid.read_counts()["remote_rows"]
+    g.barrier()
+    if job.rank == 0:
+        g.ndata["scratch"][ids] = torch.full((len(ids), 4), 7.0)  # mostly other machines' rows
+    g.barrier()
+    outcome["stale_after_push"] = int((g.ndata["scratch"][ids] != 7.0).sum())
+    g.barrier()
+    if job.rank == dist.get_world_size() - 1:
+        g.ndata["wide"].local_partition[:] = 3.0  # past the KVStore's client
+    g.barrier()
+    book = g.get_partition_book()
+    written = book.partid2nids(book.num_partitions() - 1)
+    outcome["stale_after_direct_write"] = int((g.ndata["wide"][written] != 3.0).sum())
+    dgl_hybrid.reset_read_counts()
+    for batch in loader:
+        job.check_rows(g.ndata["feat"][batch[0]], "feat", batch[0])
+    outcome["remote_rows_of_the_unwritten"] = dgl_hybrid.read_counts()["remote_rows"]
+    outcome["wrong"] = job.wrong
+    g.barrier()
+    return outcome
+
+
+def heterograph(job: Job) -> Any:
+    dgl_hybrid.enable(strategy="depcache")
+    g, book = job.g, job.g.get_partition_book()
+    nids = {
+        "paper": dgl.distributed.node_split(g.nodes["paper"].data["train_mask"], book, ntype="paper", force_even=True)
+    }
+    fanout = {etype: 2 + k % 2 for k, etype in enumerate(g.canonical_etypes)}
+    sampler = dgl.dataloading.NeighborSampler([fanout, 3])
+    loader = dgl.dataloading.DistNodeDataLoader(g, nids, sampler, batch_size=16, shuffle=True)
+
+    def read(batch: Any) -> None:
+        inputs, seeds, blocks = batch
+        for ntype, field in (("paper", "feat"), ("venue", "x")):
+            job.check_rows(g.nodes[ntype].data[field][inputs[ntype]], field, inputs[ntype], ntype)
+        job.check_rows(g.nodes["paper"].data["label"][seeds["paper"]], "label", seeds["paper"], "paper")
+        cites = ("paper", "cites", "paper")
+        for block in blocks:
+            eids = block.edges[cites].data.get(dgl.EID)
+            if eids is not None and len(eids):
+                truth = job.truth.graph.edges[cites].data["w"][job.truth.orig_edges[cites][eids]]
+                job.wrong += int((g.edges["cites"].data["w"][eids] != truth).any(-1).sum())
+
+    return job.epochs(loader, read)
+
+
+class CountingSampler(OldStyleSampler):
+    """Says what the process that samples has counted."""
+
+    def sample_blocks(self, seeds: list[int]) -> Any:
+        return super().sample_blocks(seeds), dgl_hybrid.read_counts()
+
+
+def sampler_processes(job: Job) -> Any:
+    dgl_hybrid.enable(strategy="depcache")
+    sampler = CountingSampler(job.g, [4, 3])
+    loader = dgl.distributed.DistDataLoader(
+        dataset=train_nodes(job), batch_size=16, collate_fn=sampler.sample_blocks, shuffle=True
+    )
+    last: Counts = {}
+
+    def read(batch: Any) -> None:
+        blocks, counts = batch
+        last.update(counts)
+        inputs = blocks[0].srcdata[dgl.NID]
+        job.check_rows(job.g.ndata["feat"][inputs], "feat", inputs)
+
+    return {"trainer": job.epochs(loader, read), "sampler": last}
+
+
+def unserved(job: Job) -> Any:
+    """The trainers run with the plugin, the servers do not."""
+    counted = job.epochs(node_loader(job, [3, 4]), read_batch(job))
+    dgl_hybrid.disable()
+    try:
+        dgl_hybrid.enable()
+    except HybridError as error:
+        return {"epochs": counted, "error": str(error)}
+    return {"epochs": counted, "error": None}
+
+
+PHASES: dict[str, Callable[[Job], Any]] = {
+    phase.__name__: phase
+    for phase in (
+        count_only,
+        unlimited,
+        budgets,
+        link_prediction,
+        old_style,
+        says_nothing,
+        inference,
+        writes,
+        heterograph,
+        sampler_processes,
+        unserved,
+    )
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--truth", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--phases", required=True)
+    args = parser.parse_args()
+    if args.phases == "unserved" and os.environ["DGL_ROLE"] == "client":
+        dgl_hybrid.enable(strategy="depcache")
+    torch.manual_seed(0)
+    dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"])
+    dist.init_process_group("gloo")
+    job = Job("case", args.truth)
+    results = {}
+    for name in args.phases.split(","):
+        if name != "unserved":
+            dgl_hybrid.disable()  # every phase begins with an empty store
+        results[name] = PHASES[name](job)
+        dist.barrier()
+    (args.out / f"trainer_{job.rank}.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

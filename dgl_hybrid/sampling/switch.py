@@ -9,6 +9,7 @@ from dgl.distributed import dist_context, kvstore
 
 from dgl_hybrid.compat import repairs, require_supported_dgl
 from dgl_hybrid.errors import HybridError
+from dgl_hybrid.exchange import mailbox
 from dgl_hybrid.sampling import written
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig, Strategy
 from dgl_hybrid.sampling.plugin import HaloPlugin
@@ -54,6 +55,7 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
         repairs.switch_off()
         raise
     written.register_services()
+    mailbox.register_services()
     os.environ[ENABLE_VARIABLE] = config.to_environment()
     _plugin = plugin
 

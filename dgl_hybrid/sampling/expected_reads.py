@@ -35,6 +35,17 @@ class LoaderAccess:
     """In the order of the layers, as samplers have them: the last one is drawn first, around the seeds."""
     replace: bool = False
 
+    @property
+    def is_layer_wise(self) -> bool:
+        """One layer with all neighbours: what inference uses, layer by layer, reading each input once a pass."""
+        return self.fanouts == (-1,)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Equal for loaders that read alike: scripts make the same one again for every evaluation."""
+        same_seeds = (hash(self.seeds.numpy().tobytes()), hash(self.occurrences.numpy().tobytes()))
+        return (*same_seeds, self.num_batches, self.fanouts, self.replace)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedReads:

@@ -83,6 +83,7 @@ class HaloStore:
         # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
+        self._planned: set[tuple[object, ...]] = set()
         self._expected = ExpectedReads.none()
         self._chosen = torch.empty(0, dtype=torch.int64)
         """Vertices whose rows were chosen to be held, ascending."""
@@ -104,8 +105,11 @@ class HaloStore:
 
     def plan_for(self, g: Any, loader: LoaderAccess) -> None:
         """Adds a loader's reads to what is expected, and decides anew what is held."""
-        if self._lists is None:
+        if self._lists is None or loader.key in self._planned:
             return
+        self._planned.add(loader.key)
+        if loader.is_layer_wise and not math.isinf(self._budget_bytes):
+            return  # what is read once is not worth room that the training loader could use
         start_s = time.perf_counter()
         edge_type_of = self._edge_type_of if len(self._etypes) > 1 else None
         new = expect_reads(loader, self._lists, make_known=self._explore, edge_type_of=edge_type_of)

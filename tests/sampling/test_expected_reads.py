@@ -142,3 +142,15 @@ def test_no_seeds_read_nothing() -> None:
         make_known=lambda ids, reads: None,
     )
     assert len(reads.ids) == 0
+
+
+def test_loaders_that_read_alike_have_one_key() -> None:
+    assert access([2, 5], (-1, 3)).key == access([5, 2], (-1, 3)).key
+    others = (access([2, 4], (-1, 3)), access([2, 5], (3, -1)), access([2, 5], (-1, 3), 2), access([2, 5, 5], (-1, 3)))
+    assert len({access([2, 5], (-1, 3)).key, *(other.key for other in others)}) == 5
+
+
+def test_layer_wise_inference_is_recognised() -> None:
+    assert access([1], (-1,)).is_layer_wise
+    assert not access([1], (-1, -1)).is_layer_wise
+    assert not access([1], (3,)).is_layer_wise

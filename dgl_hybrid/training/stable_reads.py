@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,7 @@ class StableReads:
 
     def _watch(self) -> None:
         client = self._client
-        push, barrier = client.push, client.barrier
+        push, barrier = _method(client, "push"), _method(client, "barrier")
 
         def watched_push(name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
             push(name=name, id_tensor=id_tensor, data_tensor=data_tensor)
@@ -90,9 +91,9 @@ class StableReads:
         if isinstance(client, kvstore.KVClient):
             answer_pulls(self.answer)
             return
-        pull = client.pull  # of DGL's standalone mode
+        pull = _method(client, "pull")  # of DGL's standalone mode
 
-        def watched_pull(name: str, id_tensor: Tensor) -> Tensor:
+        def watched_pull(name: str, id_tensor: Tensor) -> Any:
             rows = self.answer(client, name, id_tensor)
             return pull(name=name, id_tensor=id_tensor) if rows is None else rows
 
@@ -179,3 +180,9 @@ class StableReads:
 
     def _stamps(self) -> dict[str, _Stamp]:
         return {name: _Stamp.of(rows) for name, rows in self._client.data_store.items()}
+
+
+def _method(client: Any, name: str) -> Callable[..., Any]:
+    """What `client.name` is now: another watcher's, or the method its class has whenever it is called."""
+    watched: Callable[..., Any] | None = client.__dict__.get(name)
+    return watched or (lambda **arguments: getattr(type(client), name)(client, **arguments))

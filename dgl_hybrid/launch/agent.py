@@ -128,10 +128,10 @@ class Agent:
         self._reap()
         self._check_controller()
 
-    def _say(self, message: Message) -> None:
+    def _say(self, *messages: Message) -> None:
         if self._is_alone:
             return
-        data = encode(message)
+        data = memoryview(b"".join(map(encode, messages)))
         try:
             while data:
                 data = data[os.write(1, data) :]
@@ -248,8 +248,7 @@ class Agent:
             self._selector.unregister(stream)
             stream.close()
             del part.splitters[stream]
-        for line in lines:
-            self._say(Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace").rstrip("\r")))
+        self._say(*(_line(part, line, is_error=is_error) for line in lines))
 
     def _find_listening(self) -> None:
         if not self._silent_ports:
@@ -284,8 +283,7 @@ class Agent:
             # What a part has started may hold its pipes open; it ends soon, or writes on.
             if stream in part.splitters:
                 is_error, splitter = part.splitters[stream]
-                for line in splitter.flush():
-                    self._say(Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace")))
+                self._say(*(_line(part, line, is_error=is_error) for line in splitter.flush()))
         self._silent_ports.pop(part.name, None)
         self._say(Exited(part=part.name, code=code))
 
@@ -318,6 +316,10 @@ class Agent:
             self._reap()
         except _ControllerGone:
             self._is_alone = True
+
+
+def _line(part: _RunningPart, line: bytes, *, is_error: bool) -> Line:
+    return Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace").rstrip("\r"))
 
 
 def find_problems(order: Prepare) -> list[str]:

@@ -244,15 +244,16 @@ def test_a_killed_agent_ends_the_job(tmp_path: Path) -> None:
     observer.assert_nothing_left(job.ip_config)
 
 
+def watch_of(agent: int) -> psutil.Process:
+    (found,) = (
+        child for child in psutil.Process(agent).children() if child.cmdline()[-1:] == ["dgl_hybrid.launch.agent"]
+    )
+    return found
+
+
 def test_a_killed_watch_is_replaced(tmp_path: Path) -> None:
     """Then even an agent that is killed after it leaves nothing."""
     plan = {"trainer 0": [["sampler", 600], ["print", "ready"], FOREVER], "trainer 1": [FOREVER]}
-
-    def watch_of(agent: int) -> psutil.Process:
-        (found,) = (
-            child for child in psutil.Process(agent).children() if child.cmdline()[-1] == "dgl_hybrid.launch.agent"
-        )
-        return found
 
     def act(name: str, text: str) -> None:
         if text == "ready":
@@ -297,6 +298,27 @@ def test_a_killed_launcher_takes_the_job_with_it(number: signal.Signals, tmp_pat
         assert observer.acted_s is not None
         assert time.monotonic() - observer.acted_s < END_WITHIN_S
         time.sleep(0.05)
+    observer.assert_nothing_left(job.ip_config)
+
+
+def test_an_agent_and_its_watch_may_die_together(tmp_path: Path) -> None:
+    """On the launcher's own host it sees to what they leave."""
+    forever = [["sampler", 600], ["detach", 600], ["litter", None], ["print", "ready"], FOREVER]
+    ready: set[str] = set()
+
+    def act(name: str, text: str) -> None:
+        if text == "ready":
+            ready.add(name)
+        if len(ready) == 4 and observer.acted_s is None:
+            observer.note()
+            agent = psutil.Process(observer.agents()[0])
+            for process in (watch_of(agent.pid), agent):
+                process.kill()
+
+    job = fake_job(tmp_path, dict.fromkeys(EVERYBODY, forever))
+    observer = Observer(act)
+    with pytest.raises(ClusterFailure, match="the agent of machine 0"):
+        run_cluster(job, on_line=observer, verbose=True)
     observer.assert_nothing_left(job.ip_config)
 
 

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-
 from dgl_hybrid.launch import leftovers, messages
 from dgl_hybrid.launch.agent import find_interface, listening_ports, part_environment
 from dgl_hybrid.launch.machines import (

@@ -79,7 +79,7 @@ class HaloStore:
         self._ntypes: list[str] = list(g.ntypes)
         self._etypes: list[tuple[str, str, str]] = list(g.canonical_etypes)
         self._is_holding = config.strategy != "depcomm"
-        self._budget_bytes = _find_budget(config, self._node_bytes())
+        self._budget_bytes = _find_budget(config, self._node_bytes(), self._client)
         # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
@@ -405,14 +405,16 @@ class HaloStore:
         return torch.as_tensor(self._book.map_to_per_etype(eids)[0]).to(torch.int64)
 
 
-def _find_budget(config: HaloConfig, node_bytes: int) -> float:
+def _find_budget(config: HaloConfig, node_bytes: int, client: Any) -> float:
     budget = config.parsed_budget()
-    processes = 1 + int(os.environ.get("DGL_NUM_SAMPLER", "0"))
     if budget.is_unlimited:
         return math.inf
     if budget.num_bytes is not None:
         return float(budget.num_bytes)
     if budget.share is not None:
         return budget.share * node_bytes
-    trainers = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) or max(1, role.get_num_trainers())
-    return float(_AUTO_SHARE * psutil.virtual_memory().available / (trainers * processes))
+    addresses = {server[0]: server[1] for server in client._server_namebook.values()}
+    machines_here = sum(address == addresses[client.machine_id] for address in addresses.values())
+    trainers_here = machines_here * max(1, role.get_num_trainers() // len(addresses))
+    processes = trainers_here * (1 + int(os.environ.get("DGL_NUM_SAMPLER", "0")))
+    return float(_AUTO_SHARE * psutil.virtual_memory().available / processes)

@@ -7,12 +7,12 @@
         subprocess.run([*network.hosts[0].prefix, "python", "script.py"])
 
 Each host has one interface, `eth0`, joined by a veth pair to a bridge in a namespace of its own. `tc … tbf` limits what
-leaves a host on its `eth0` and what leaves the switch towards it, so that a link is full duplex and a host which several
-others send to gets no more than its rate. No delay is added (`netem` is rarely built into kernels of virtual machines).
+leaves a host on its `eth0` and what leaves the switch towards it, so that a link is full duplex and a host which
+several others send to gets no more than its rate. No delay is added (kernels of virtual machines often lack `netem`).
 
 No namespace has a name and nothing is added to the namespace of this process: each lives as long as the process that
-holds it, and that one ends when its stdin closes, hence with this process whatever ends it, SIGKILL included. Needs root,
-iproute2 and util-linux. Shared memory, files and processes of the hosts are those of this machine.
+holds it, and that one ends when its stdin closes, hence with this process whatever ends it, SIGKILL included. Needs
+root, iproute2 and util-linux. Shared memory, files and processes of the hosts are those of this machine.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def join_commands(switch_pid: int, host_pids: Sequence[int]) -> list[tuple[str, 
         commands += [
             (*switch, *f"ip link add {port} type veth peer name {INTERFACE} netns {pid}".split()),
             (*switch, *f"ip link set {port} master bridge up".split()),
-            (*host, *"ip link set lo up".split()),
+            (*host, "ip", "link", "set", "lo", "up"),
             (*host, *f"ip addr add {host_address(index)}/24 dev {INTERFACE}".split()),
             (*host, *f"ip link set {INTERFACE} up".split()),
         ]
@@ -163,6 +163,8 @@ class EmulatedNetwork:
             except subprocess.TimeoutExpired:
                 holder.kill()
                 holder.wait()
+            assert holder.stderr is not None
+            holder.stderr.close()
         self._holders.clear()
         self.hosts = ()
 
@@ -185,7 +187,7 @@ class EmulatedNetwork:
             answer = receiving.communicate(timeout=30)[0]
         finally:
             receiving.kill()
-            receiving.wait()
+            receiving.communicate()
         if sent.returncode or receiving.returncode:
             raise NetworkError(f"the bandwidth test from host {sender} to host {receiver} failed")
         return float(answer)

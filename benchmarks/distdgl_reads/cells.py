@@ -9,7 +9,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 RATE_NAMES = {200_000_000: "200mbit", 1_000_000_000: "1gbit"}
+VARIANTS = {
+    "off": "off",
+    "absent": "absent",
+    "depcomm": "depcomm",
+    "unlimited": "unlimited",
+    "10%": "budget_10pct",
+}
+"""What a measurement calls a mode -> what the final object does."""
 WARMUP_EPOCHS = 1
+PARTS = ("sample_s", "read_s", "compute_s", "cpu_s")
+"""Of an epoch. The first three are elapsed time and include waiting for the other trainers; `cpu_s` is what the cores
+worked for a trainer, whoever else used them meanwhile."""
 Line = dict[str, Any]
 
 
@@ -80,7 +91,7 @@ def times_line(messages: Sequence[Mapping[str, Any]]) -> Line:
     steady = [epoch for message in messages for epoch in message["epochs"][WARMUP_EPOCHS:]]
     typical = statistics.median(epoch["elapsed_s"] for epoch in steady)
     fills = [message["plan_s"] + message["epochs"][0]["elapsed_s"] - typical for message in messages]
-    parts = {name: statistics.median(epoch[name] for epoch in steady) for name in ("sample_s", "read_s", "compute_s")}
+    parts = {name: statistics.median(epoch[name] for epoch in steady) for name in PARTS}
     return {
         "metric": "epoch_time",
         "unit": "s",
@@ -124,7 +135,7 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
         return {key: _divide(on[key], off[key]) for key in keys}
 
     result: dict[str, Any] = {}
-    for variant, name in (("off", "off"), ("depcomm", "depcomm"), ("unlimited", "unlimited"), ("10%", "budget_10pct")):
+    for variant, name in VARIANTS.items():
         for metric in ("remote_rows", "remote_sampling_requests", "remote_seeds"):
             result[f"{metric}_per_epoch_{name}"] = of_counts(variant, lambda line, metric=metric: line[metric])  # type: ignore[misc]
     result["remote_read_fraction_budget_10pct"] = of_off("10%", lambda line: line["remote_rows"] + line["remote_seeds"])
@@ -135,7 +146,9 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
             off = {key: times.get((key, rate, "off")) for key in keys}
             result[f"epoch_ratio_{rate}{ending}"] = {key: _ratio(off[key], on[key]) for key in keys}
             result[f"fill_s_{rate}{ending}"] = {key: _get(on[key], "fill_s") for key in keys}
-            result[f"epochs_until_fill_is_paid_{rate}{ending}"] = {key: _payback(off[key], on[key]) for key in keys}
+            result[f"epochs_until_fill_is_paid_{rate}{ending}"] = {
+                key: count_payback_epochs(off[key], on[key]) for key in keys
+            }
     for name in list(result):
         measured = [value for value in result[name].values() if value is not None]
         for ending, choose in (("min", min), ("median", statistics.median), ("max", max)):
@@ -155,7 +168,7 @@ def _ratio(off: Line | None, on: Line | None) -> float | None:
     return _divide(_get(off, "p50"), _get(on, "p50"))
 
 
-def _payback(off: Line | None, on: Line | None) -> float | None:
+def count_payback_epochs(off: Line | None, on: Line | None) -> float | None:
     """Epochs until the time saved is the time that the fill took; None if nothing is saved."""
     if off is None or on is None or off["p50"] <= on["p50"]:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one DistDGL job measures, as its command line carries it, and what its rank 0 tells the process that started it."""
+"""What one DistDGL job measures, as its command line carries it, and how its rank 0 reports."""
 
 from __future__ import annotations
 
@@ -32,14 +32,16 @@ class Schedule:
     """Passes over the modes, one after the other, so that what slows the machine for a while slows all of them."""
     epochs: int = 2
     """Measured in each pass and mode, after one that is not."""
+    count_modes: tuple[str, ...] = MODES
+    timed_modes: tuple[str, ...] = TIMED_MODES
     answers: str = ""
     """Folder in which the starting process answers requests to shape the links."""
 
     @property
     def num_epochs(self) -> int:
         """All epochs of the job."""
-        timed = len(self.rates_bits_per_s) * self.rounds * len(TIMED_MODES) * (1 + self.epochs)
-        return len(self.fanouts) * (len(MODES) * self.count_epochs + timed)
+        timed = len(self.rates_bits_per_s) * self.rounds * len(self.timed_modes) * (1 + self.epochs)
+        return len(self.fanouts) * (len(self.count_modes) * self.count_epochs + timed)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -48,7 +50,8 @@ class Schedule:
     def from_json(cls, text: str) -> Schedule:
         fields = json.loads(text)
         fields["fanouts"] = tuple(tuple(fanout) for fanout in fields["fanouts"])
-        fields["rates_bits_per_s"] = tuple(fields["rates_bits_per_s"])
+        for name in ("rates_bits_per_s", "count_modes", "timed_modes"):
+            fields[name] = tuple(fields[name])
         return cls(**fields)
 
 

@@ -27,7 +27,7 @@ from dgl.dataloading import DistNodeDataLoader, NeighborSampler
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.distdgl_reads.schedule import MODES, TIMED_MODES, Schedule, write_message
+from benchmarks.distdgl_reads.schedule import Schedule, write_message
 from benchmarks.distdgl_reads.stock_counts import StockCounts
 from dgl_hybrid.sampling import switch
 
@@ -93,6 +93,8 @@ class Bench:
         self.g = dgl.distributed.DistGraph(schedule.graph_name)
         self.nids = dgl.distributed.node_split(self.g.ndata["train_mask"], self.g.get_partition_book(), force_even=True)
         self.num_features = int(self.g.ndata["feat"].shape[1])
+        batches = gather(-(-len(self.nids) // schedule.batch_size))
+        assert len(set(batches)) == 1, f"trainers have {batches} batches: DDP needs as many on each"
 
     def make_loader(self, fanouts: tuple[int, ...], *, shuffle: bool = True) -> Any:
         torch.manual_seed(self.schedule.seed + dist.get_rank())
@@ -115,11 +117,11 @@ class Bench:
     # ---------------------------------------------------------------- the gate
 
     def check(self) -> None:
-        """Full neighbourhoods leave nothing to chance: all modes must read the same, and count the same where nothing is held."""
+        """Full neighbourhoods leave nothing to chance: all modes must read the same; with nothing held, as often."""
         fanouts = (-1,) * len(self.schedule.fanouts[0])
         truth: list[tuple[Tensor, Tensor, int]] = []
         stock: dict[str, int] = {}
-        for mode in MODES:
+        for mode in self.schedule.count_modes:
             set_mode(mode)
             loader = self.make_loader(fanouts, shuffle=False)
             dgl_hybrid.reset_read_counts()
@@ -145,7 +147,7 @@ class Bench:
 
     def count(self, fanouts: tuple[int, ...]) -> None:
         """Reads inputs' features and seeds' labels for some epochs in each mode."""
-        for mode in MODES:
+        for mode in self.schedule.count_modes:
             dist.barrier()
             set_mode(mode)
             start_s = time.perf_counter()
@@ -179,7 +181,7 @@ class Bench:
 
     def time(self, fanouts: tuple[int, ...], rate: int, num_round: int) -> None:
         """Trains in each mode; the plugin's modes begin with an empty store."""
-        for mode in TIMED_MODES:
+        for mode in self.schedule.timed_modes:
             set_mode("off")
             dgl_hybrid.reset_read_counts()
             model, optimizer = self.make_model(len(fanouts))
@@ -213,11 +215,11 @@ class Bench:
         return model, torch.optim.Adam(model.parameters(), lr=0.003)
 
     def train(self, loader: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, float]:
-        """One epoch; returns seconds of the slowest rank, and of its parts."""
+        """One epoch; returns the seconds of the slowest rank, and means over ranks of its parts."""
         parts = {"sample_s": 0.0, "read_s": 0.0, "compute_s": 0.0}
         losses = []
         dist.barrier()
-        start_s = time.perf_counter()
+        start_s, start_cpu_s = time.perf_counter(), time.process_time()
         for inputs, seeds, blocks in _timed(loader, parts):
             read_s = time.perf_counter()
             x = self.g.ndata["feat"][inputs]
@@ -232,7 +234,8 @@ class Bench:
             parts["compute_s"] += time.perf_counter() - compute_s
         dist.barrier()
         elapsed_s = time.perf_counter() - start_s
-        ranks = gather({"elapsed_s": elapsed_s, "loss": sum(losses) / len(losses), **parts})
+        cpu_s = time.process_time() - start_cpu_s
+        ranks = gather({"elapsed_s": elapsed_s, "cpu_s": cpu_s, "loss": sum(losses) / len(losses), **parts})
         slowest = max(ranks, key=lambda rank: float(rank["elapsed_s"]))
         return {name: sum(rank[name] for rank in ranks) / len(ranks) for name in slowest} | {
             "elapsed_s": slowest["elapsed_s"]

@@ -104,10 +104,10 @@ class SharedStructure:
         """Takes views of a part's structure.
 
         Raises:
-            PartitionError: The part has no CSC: building one would copy the structure into every trainer.
+            PartitionError: The part was given formats without CSC.
         """
         formats = graph.formats()
-        if "csc" not in formats["created"]:
+        if "csc" not in formats["created"] + formats["not created"]:
             raise PartitionError(
                 f"full-graph training reads the servers' shared structure by destination, which needs the graph format "
                 f"csc (got {formats['created']}). Start the servers with DGL_GRAPH_FORMAT=csc, or with csc among its "

@@ -48,7 +48,6 @@ def main(folder: Path) -> None:
     job: Job = torch.load(folder / "job.pt", weights_only=False)
     if job.is_enabled:
         dgl_hybrid.enable(budget="unlimited")
-        __import__("dgl_hybrid.exchange.mailbox").exchange.mailbox.register_services()
     dgl.distributed.initialize(os.environ.get("DGL_IP_CONFIG"))
     g = dgl.distributed.DistGraph(job.graph_name)
     seen: dict[str, Any] = {}
@@ -213,6 +212,18 @@ def check_inference(g: Any, view: PartitionedGraph, transport: str) -> tuple[Ten
     return g.ndata["id"][nids], logits
 
 
+def check_sampled(g: Any, view: PartitionedGraph, transport: str) -> dict[str, bool]:
+    """Sampled loaders of the same graph go on as before, sampler processes included."""
+    sampler = dgl.dataloading.NeighborSampler([3, 3])
+    loader = dgl.dataloading.DistNodeDataLoader(g, view.nodes.owned(), sampler, batch_size=16)
+    seeds, good = [], True
+    for input_nodes, batch_seeds, blocks in loader:
+        seeds.append(batch_seeds)
+        good &= torch.equal(g.ndata["id"][input_nodes][: len(batch_seeds)], g.ndata["id"][batch_seeds])
+        good &= blocks[-1].num_dst_nodes() == len(batch_seeds)
+    return {"seeds": torch.equal(torch.cat(seeds).sort().values, view.nodes.owned()), "rows": bool(good)}
+
+
 def check_planned(g: Any, view: PartitionedGraph, transport: str) -> list[float]:
     """The user's script: probed, traced and planned at the second epoch, over this transport."""
     torch.manual_seed(0)
@@ -300,6 +311,7 @@ CHECKS: dict[str, Callable[[Any, PartitionedGraph, str], Any]] = {
     "reads": check_reads,
     "inference": check_inference,
     "planned": check_planned,
+    "sampled": check_sampled,
 }
 
 

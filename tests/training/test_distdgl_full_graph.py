@@ -44,6 +44,7 @@ class Setting:
     parts: int
     trainers: int = 1
     servers: int = 1
+    samplers: int = 0
     transports: tuple[str, ...] = BOTH
     is_enabled: bool = True
     is_plain: bool = False
@@ -65,7 +66,9 @@ SETTINGS = {
         parts=3, is_plain=True, is_enabled=False, transports=("collective",),
         checks=("errors", "memory", "share", "reads", "inference"),
     ),
-    "one machine": Setting(parts=1, trainers=2, transports=("collective",), checks=("share", "planned")),
+    "one machine": Setting(
+        parts=1, trainers=2, samplers=1, transports=("collective",), checks=("share", "planned", "sampled")
+    ),
     "one trainer": Setting(parts=1, checks=("share", "reads", "planned")),
     "all layers": Setting(
         parts=2, cases=tuple(Case(kind=kind, plan="random:5:0.5") for kind in LAYERS), checks=()
@@ -124,6 +127,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             workspace=CHECKOUT,
             num_servers=setting.servers,
             num_trainers=setting.trainers,
+            num_samplers=setting.samplers,
             threads=1,
             timeout_s=280,
         )
@@ -236,6 +240,11 @@ def test_plans_made_over_the_transport(outcome: Outcome) -> None:
     for transport, seen in each(outcome, "planned"):
         for epoch in zip(*seen, strict=True):
             assert sum(epoch) == pytest.approx(loss, rel=1e-9), transport
+
+
+def test_sampled_loaders_beside_it(outcome: Outcome) -> None:
+    for _, seen in each(outcome, "sampled"):
+        assert all(all(facts.values()) for facts in seen), seen
 
 
 def test_messages(outcome: Outcome) -> None:

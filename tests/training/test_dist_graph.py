@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What full-graph training says to a `DistGraph` it cannot use, and DGL's standalone mode; no servers needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import dgl
+import pytest
+import torch
+from torch import nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.errors import ExchangeError, PartitionError
+from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.training.dist_graph import _ranks_of_machines, _read_structure
+from dgl_hybrid.training.gradients import average_gradients
+from tests.helpers.exactness import Case, assert_close
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def ranks_of(rank: int, world_size: int, part_of_rank: list[int], num_parts: int) -> tuple[int, int]:
+    found = _ranks_of_machines(create_communicator(), part_of_rank[rank], num_parts)
+    return found.start, found.stop
+
+
+def test_ranks_of_a_machine() -> None:
+    assert run_ranks(4, ranks_of, [0, 0, 1, 2], 3) == [(0, 2), (0, 2), (2, 3), (3, 4)]
+
+
+def messages(errors: list[RaisedError]) -> set[tuple[str, str]]:
+    return {(error.type_name.rpartition(".")[2], error.message) for error in errors}
+
+
+def test_ranks_in_another_order() -> None:
+    ((kind, message),) = messages(run_ranks_expect_errors(3, ranks_of, [0, 1, 0], 2))
+    assert kind == ExchangeError.__name__
+    assert "must be numbered machine by machine" in message
+    assert "got the partitions [0, 1, 0] by rank" in message
+
+
+def test_a_machine_without_a_trainer() -> None:
+    ((kind, message),) = messages(run_ranks_expect_errors(2, ranks_of, [0, 2], 3))
+    assert kind == ExchangeError.__name__
+    assert "every machine must run a trainer" in message
+    assert "(got none for partitions [1])" in message
+
+
+def graph_like(**facts: Any) -> Any:
+    plain = {"graph_name": "g", "ntypes": ["_N"], "etypes": ["_E"], "local_partition": None}
+    return SimpleNamespace(**{**plain, **facts})
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"ntypes": ["a", "b"]}, r"'g' is a heterograph \(node types \['a', 'b'\].*dgl\.to_homogeneous"),
+        ({"etypes": ["a", "b"]}, "'g' is a heterograph"),
+        ({}, "has no part in this machine's shared memory"),
+        ({"local_partition": "a GraphBolt graph"}, "use_graphbolt=False"),
+        ({"local_partition": dgl.graph(([0], [1])).formats("csr")}, r"needs the graph format csc \(got \['csr'\]\)"),
+    ],
+)
+def test_graphs_that_cannot_be_read(facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(PartitionError, match=message):
+        _read_structure(graph_like(**facts))
+
+
+def test_neither_kind_of_graph() -> None:
+    for action in (
+        lambda: FullGraphLoader(dgl.graph(([0], [1])), torch.tensor([0]), 1),
+        lambda: infer(nn.Identity(), dgl.graph(([0], [1])), 1),
+    ):
+        with pytest.raises(TypeError, match=r"takes a dgl\.distributed\.DistGraph or a dgl_hybrid\.PartitionedGraph"):
+            action()
+
+
+def test_transport_of_a_folder(partitions: PartitionStore) -> None:
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    with pytest.raises(ValueError, match="transport is for a DistGraph"):
+        FullGraphLoader(g, g.owned_nodes(), 1, transport="kvstore")
+
+
+# ------------------------------------------------------------------------------------------------ average_gradients
+
+
+def averaged(rank: int, world_size: int, part_config: str) -> list[torch.Tensor | None]:
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes(), 1)
+    model = nn.ModuleList([nn.Linear(2, 3), nn.Linear(1, 1).double(), nn.Linear(1, 1), nn.Embedding(4, 2, sparse=True)])
+    model[0].weight.requires_grad_(False)
+    model[0].bias.grad = torch.tensor([1.0, 2.0, 3.0]) * (rank + 1)
+    if rank == 1:  # a gradient that the others lack
+        model[1].weight.grad = torch.ones(1, 1, dtype=torch.float64)
+    model[3](torch.tensor([rank])).sum().backward()
+    average_gradients(model, loader)
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def test_average_gradients(partitions: PartitionStore) -> None:
+    for grads in run_ranks(3, averaged, partitions.get("power_law", power_law(), 3)):
+        frozen, bias, lone, _, unused, _, embedding = grads
+        assert frozen is None
+        assert unused is None
+        assert_close(bias, torch.tensor([2.0, 4.0, 6.0]), "the mean", 1e-6)
+        assert_close(lone, torch.full((1, 1), 1 / 3, dtype=torch.float64), "zero elsewhere")
+        expected = torch.tensor([[1.0, 1.0]] * 3 + [[0.0, 0.0]]) / 3
+        assert_close(embedding, expected, "a sparse gradient", 1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ standalone mode
+
+STANDALONE = """
+import sys
+import dgl_hybrid
+import dgl, torch
+dgl.distributed.initialize("none")
+g = dgl.distributed.DistGraph("whole", part_config=sys.argv[1])
+sampler = dgl.dataloading.NeighborSampler([5, 5], prefetch_edge_feats=["w"])
+from tests.helpers.exactness import Case
+model = Case(kind="edge_weight_norm").build(g.ndata["feat"].shape[1])
+loader = dgl_hybrid.FullGraphLoader(g, torch.arange(g.num_nodes()), sampler)
+for _ in range(2):
+    for input_nodes, seeds, blocks in loader:
+        logits = model(blocks, g.ndata["feat"][input_nodes])
+assert g.ndata["feat"][input_nodes] is g.ndata["feat"][input_nodes]
+torch.save((g.ndata["id"][seeds], logits.detach()), sys.argv[2])
+"""
+
+
+def test_standalone_mode(tmp_path: Path, partitions: PartitionStore) -> None:
+    graph = power_law()
+    graph.ndata["id"] = torch.arange(graph.num_nodes())
+    config = partitions.get("whole", graph, 1)
+    command = [sys.executable, "-c", STANDALONE, config, str(tmp_path / "out.pt")]
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    ids, logits = torch.load(tmp_path / "out.pt")
+    model = Case(kind="edge_weight_norm").build(graph.ndata["feat"].shape[1])
+    assert_close(logits[torch.argsort(ids)], model([graph] * 2, graph.ndata["feat"]).detach(), "logits")

@@ -116,14 +116,17 @@ def run_observed(job: ClusterJob, act: Callable[[str, str], None] | None = None)
     return run_cluster(job, on_line=observer, verbose=True), observer
 
 
-def driver_command(job: ClusterJob, *, patch: str = "") -> list[str]:
+def driver_command(job: ClusterJob, *, at_first_line: str = "pass") -> list[str]:
     """A process of its own that runs the job and prints every line of it: a launcher that can be killed."""
     code = f"""
-import dataclasses, json, sys
+import json, os, sys, time
 from pathlib import Path
-from dgl_hybrid.launch import cluster, controller
-{patch}
+from dgl_hybrid.launch import cluster
+seen = []
 def show(line):
+    if not seen:
+        seen.append(line)
+        {at_first_line}
     print(line.part.name, line.text, sep="|", flush=True)
 try:
     cluster.run_cluster(cluster.ClusterJob(**{{k: Path(v) if k in ("part_config", "workspace", "ip_config") else v

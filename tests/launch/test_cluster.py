@@ -266,6 +266,8 @@ def test_a_killed_watch_is_replaced(tmp_path: Path) -> None:
                     if watch_of(agent).pid != first.pid:
                         break
                 time.sleep(0.02)
+            else:
+                pytest.fail("no other watch came")
             observer.note()
             os.kill(agent, signal.SIGKILL)
 
@@ -343,6 +345,36 @@ def test_a_whole_process_group_can_be_killed(tmp_path: Path) -> None:
     while any(is_alive(process.pid) for process in observer.processes):
         assert time.monotonic() - begun_s < END_WITHIN_S
         time.sleep(0.05)
+    observer.assert_nothing_left(job.ip_config)
+
+
+def test_a_killed_launcher_is_missed_though_its_pipes_live_on(tmp_path: Path) -> None:
+    """A child that it has forked holds the other end of its agents' stdin."""
+    forever = [["sampler", 600], ["print", "ready"], FOREVER]
+    job = fake_job(tmp_path, dict.fromkeys(EVERYBODY, forever))
+    observer = Observer()
+    hold = 'holder = os.fork() or time.sleep(600); print("holder", holder, sep="|", flush=True)'
+    with subprocess.Popen(
+        driver_command(job, at_first_line=hold), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as driver:
+        assert driver.stdout is not None
+        name, _, holder = driver.stdout.readline().rstrip("\n").partition("|")
+        assert name == "holder"
+        try:
+            num_ready = 0
+            while num_ready < 4:
+                name, _, text = driver.stdout.readline().rstrip("\n").partition("|")
+                observer.hear(name, text)
+                num_ready += text == "ready"
+            observer.note(driver.pid)
+            observer.processes.discard(psutil.Process(int(holder)))
+            driver.kill()
+            begun_s = time.monotonic()
+            while any(is_alive(process.pid) for process in observer.processes):
+                assert time.monotonic() - begun_s < END_WITHIN_S
+                time.sleep(0.05)
+        finally:
+            os.kill(int(holder), signal.SIGKILL)
     observer.assert_nothing_left(job.ip_config)
 
 

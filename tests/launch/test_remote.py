@@ -106,8 +106,9 @@ def test_a_lost_connection_ends_the_job_on_both_sides(
     loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the connection is closed, or just carries nothing any more."""
-    monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
-    monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
+    if loss == "silent":
+        monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
     forever = [["sampler", 600], ["litter", None], ["print", "ready"], FOREVER]
     job = fake_job(
         tmp_path, dict.fromkeys(("server 0", "server 1", "trainer 0", "trainer 1"), forever), remote_shell=RELAY

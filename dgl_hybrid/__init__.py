@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hybrid dependency management for full-graph GNN training beside DGL and DistDGL.
+"""Hybrid dependency management for GNN training beside DGL and DistDGL, sampled and on the full graph.
 
 Importing this package mends DGL for the PyTorch and NumPy at hand (`dgl_hybrid.compat`) and imports nothing heavy; the
 public names below are loaded at first use.
@@ -20,6 +20,7 @@ _EXPORTS: dict[str, str] = {
     "FullGraphLoader": "dgl_hybrid.training.loader",
     "PartitionedGraph": "dgl_hybrid.training.partitioned_graph",
     "PlannerConfig": "dgl_hybrid.planner",
+    "average_gradients": "dgl_hybrid.training.gradients",
     "disable": "dgl_hybrid.sampling.switch",
     "enable": "dgl_hybrid.sampling.switch",
     "infer": "dgl_hybrid.training.inference",

@@ -55,6 +55,8 @@ AGENT_TIMEOUT_S = 60.0
 """Until an agent on another host has answered."""
 SETTLE_S = 0.4
 """After the first death: what dies with it may have been reported first."""
+CAUSE_TIMEOUT_S = 3.0
+"""After a death that only follows from another one, for that other one: a failed part takes its time to end."""
 NEVER_SERVED_S = 3.0
 """After a server has ended without having served, for trainers to end as well (a script that prints its --help)."""
 LINGER_S = 10.0
@@ -68,9 +70,14 @@ NUM_LINES_KEPT = 200
 NUM_LINES_SHOWN = 20
 
 _LOST_PEER = re.compile(
-    r"gloo|NCCL|tensorpipe|Connection (closed|reset|refused)|Broken pipe|DistConnectError|DistNetworkError|EOFError",
+    r"gloo|NCCL|tensorpipe|socket_communicator|Connection (closed|reset|refused)|Broken pipe"
+    r"|Dist(Connect|Network)Error|EOFError",
     re.IGNORECASE,
 )
+_NOISE_AT_END = re.compile(
+    r"User pressed Ctrl\+C, Exiting|/rpc\.cc:\d+: ?$|^terminate called without an active exception$"
+)
+"""What DGL writes when it is sent SIGTERM."""
 
 
 @dataclass(slots=True)
@@ -124,6 +131,7 @@ class Controller:
         self._refusals: list[str] = []
         self._deaths: list[_State] = []
         """In the order in which they were heard of."""
+        self._is_ending = False
         self._started_s = 0.0
         self._last_ping_s = time.monotonic()
 
@@ -256,6 +264,7 @@ class Controller:
             now = time.monotonic()
             if self._deaths:
                 self._settle(SETTLE_S)
+                self._settle(CAUSE_TIMEOUT_S, until=lambda: not all(map(_is_consequence, self._deaths)))
                 self._check_agents()
                 raise self._explain_death()
             if all(state.exit_code == 0 for state in trainers):
@@ -322,15 +331,7 @@ class Controller:
 
     def _explain_death(self) -> ClusterFailure:
         """Finds the death from which the others followed."""
-
-        def is_consequence(state: _State) -> bool:
-            assert state.exit_code is not None
-            last = "\n".join(list(state.lines)[-NUM_LINES_SHOWN:])
-            return state.exit_code > 0 and _LOST_PEER.search(last) is not None
-
-        killed = [state for state in self._deaths if (state.exit_code or 0) < 0]
-        own = [state for state in self._deaths if not is_consequence(state)]
-        state = (killed or own or self._deaths)[0]
+        state = next((state for state in self._deaths if not _is_consequence(state)), self._deaths[0])
         assert state.exit_code is not None
         return ClusterFailure(
             f"{state.part} {_how_it_ended(state.exit_code)}",
@@ -347,6 +348,7 @@ class Controller:
 
     def _end_agents(self) -> None:
         """Has all agents end what still runs, and waits until they have cleaned up."""
+        self._is_ending = True
         for agent in self._agents:
             self._send(agent, End())
         try:
@@ -418,6 +420,8 @@ class Controller:
             case Refused():
                 self._refusals += [f"{agent.machine}: {problem.removesuffix('.')}" for problem in message.problems]
             case Line():
+                if self._is_ending and _NOISE_AT_END.search(message.text):
+                    return
                 state = self._states[message.part]
                 state.lines.append(message.text)
                 if self._verbose or state.part.role == "trainer":
@@ -433,6 +437,13 @@ class Controller:
                 agent.is_cleaned = True
             case other:
                 raise AssertionError(f"agents do not send {type(other).__name__}")
+
+
+def _is_consequence(state: _State) -> bool:
+    """Whether a part has died only because it lost a peer: of an exception, or of one in a thread of DGL's."""
+    last = "\n".join(list(state.lines)[-NUM_LINES_SHOWN:])
+    code = state.exit_code or 0
+    return (code > 0 or code == -signal.SIGABRT) and _LOST_PEER.search(last) is not None
 
 
 def _how_it_ended(code: int) -> str:

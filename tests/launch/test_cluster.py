@@ -158,18 +158,42 @@ def test_exit_code_of_a_trainer_is_the_jobs(tmp_path: Path) -> None:
     assert "had enough" in error.details
 
 
-def test_the_first_cause_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What lost its peer has often ended, and is heard of, first."""
-    monkeypatch.setattr(controller, "SETTLE_S", 3.0)
+@pytest.mark.parametrize(
+    "lost",
+    [
+        [["complain", "RuntimeError: Connection closed by peer [127.0.0.1]:1234"], ["exit", 1]],
+        [["complain", "socket_communicator.cc:177: Check failed"], ["kill", int(signal.SIGABRT)]],
+    ],
+)
+def test_the_first_cause_is_named(lost: list[list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lost its peer has often ended, and is heard of, before that peer; in DGL's threads it is aborted."""
+    monkeypatch.setattr(controller, "CAUSE_TIMEOUT_S", 10.0)
     plan = {
-        "trainer 0": [["complain", "RuntimeError: Connection closed by peer [127.0.0.1]:1234"], ["exit", 1]],
+        "trainer 0": lost,
         "trainer 1": [FOREVER],
-        "server 0": [["listen", None], ["sleep", 1.0], ["exit", 7]],
+        "server 0": [["listen", None], ["sleep", 1.5], ["exit", 7]],
     }
     error, observer = fail(fake_job(tmp_path, plan))
-    assert ("trainer 0", "RuntimeError: Connection closed by peer [127.0.0.1]:1234") in observer.lines
+    assert ("trainer 0", lost[0][1]) in observer.lines
     assert error.part == "server 0"
     assert error.exit_code == 7
+
+
+def test_a_lost_peer_is_named_if_nothing_else_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "CAUSE_TIMEOUT_S", 0.1)
+    error, _ = fail(
+        fake_job(tmp_path, {"trainer 1": [["complain", "gloo: timeout"], ["exit", 1]], "trainer 0": [FOREVER]})
+    )
+    assert error.part == "trainer 1"
+
+
+def test_what_dgl_says_when_it_is_ended_is_not_shown(tmp_path: Path) -> None:
+    plan = {"trainer 0": [["complain_at_end", "User pressed Ctrl+C, Exiting"], ["touch", "set"], FOREVER],
+            "server 0": [["complain_at_end", "saved what I had"], ["touch", "set too"], FOREVER],
+            "trainer 1": [["wait", "set"], ["wait", "set too"], ["exit", 1]]}  # fmt: skip
+    _, observer = fail(fake_job(tmp_path, plan))
+    assert ("server 0", "saved what I had") in observer.lines
+    assert ("trainer 0", "User pressed Ctrl+C, Exiting") not in observer.lines
 
 
 @pytest.mark.parametrize("target", ["trainer 0", "trainer 1", "server 0", "server 1"])

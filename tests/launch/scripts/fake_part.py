@@ -75,6 +75,13 @@ class Steps:
     def refuse_to_end(self, _: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
+    def complain_at_end(self, text: str) -> None:
+        def complain(number: int, frame: object) -> None:
+            print(text, file=sys.stderr, flush=True)
+            os._exit(1)
+
+        signal.signal(signal.SIGTERM, complain)
+
     def sampler(self, seconds: float) -> None:
         """As DGL does: a spawned process that outlives its parent, and semaphores in shared memory."""
         context = multiprocessing.get_context("spawn")

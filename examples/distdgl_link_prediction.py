@@ -27,13 +27,14 @@ class SAGE(nn.Module):
         super().__init__()
         widths = [in_feats] + [num_hidden] * num_layers
         self.layers = nn.ModuleList(dglnn.SAGEConv(a, b, "mean") for a, b in itertools.pairwise(widths))
+        self.scale = nn.Parameter(torch.tensor(2.0))
 
     def forward(self, blocks, x):
         for depth, (layer, block) in enumerate(zip(self.layers, blocks, strict=True)):
             x = layer(block, x)
             if depth < len(self.layers) - 1:
                 x = F.relu(x)
-        return x
+        return F.normalize(x) * self.scale  # scores are cosines, sharpened as training finds right
 
 
 def scores(pair_graph, h):

@@ -63,6 +63,7 @@ def main() -> None:
     for check in SUITES[args.suite]:
         if (wanted and check.name not in wanted) or (check.needs_plugin and not args.plugin):
             continue
+        print(f"check {check.name}", flush=True)  # the last line of a job that hangs
         findings, start = Findings(), time.perf_counter()
         try:
             check.run(context, findings)

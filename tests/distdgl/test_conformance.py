@@ -66,10 +66,12 @@ def each_check() -> list[object]:
 
 @pytest.mark.parametrize(("arm", "check"), each_check())
 def test_check(jobs: ConformanceJobs, arm: Arm, check: str) -> None:
+    compared = 0
     for result in jobs.results(arm):
         found = result["checks"][check]
         assert not found["wrong"], f"rank {result['rank']}:\n" + "\n".join(found["wrong"][:10])
-        assert found["compared"] > 0
+        compared += found["compared"]
+    assert compared > 0
 
 
 def draws_of(jobs: ConformanceJobs, arm: Arm) -> list[dict[str, object]]:
@@ -113,7 +115,6 @@ def test_what_has_no_truth_is_as_in_stock_dgl(jobs: ConformanceJobs, off: Arm, o
     for stock, ours in zip(jobs.results(off), jobs.results(on), strict=True):
         assert ours["checks"]["out_edges"]["notes"] == stock["checks"]["out_edges"]["notes"]
         assert ours["checks"]["out_degrees"]["notes"] == stock["checks"]["out_degrees"]["notes"]
-        assert ours["checks"]["numpy_split_of_all"]["notes"] == stock["checks"]["numpy_split_of_all"]["notes"]
         before = stock["checks"]["edge_cases"]["notes"]["outcomes"]
         after = ours["checks"]["edge_cases"]["notes"]["outcomes"]
         differ = {what: (before[what], after[what]) for what in before if before[what] != after[what]}

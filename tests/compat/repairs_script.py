@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A DistDGL job that looks at what the switchable fixes mend; every trainer writes what it found as JSON.
 
-Arguments: folder for the results; `on` or `off`; names of the checks to make.
+Arguments: folder for the results; `on`, `off` or `plugin` (all of dgl_hybrid on); names of the checks to make.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from dgl.distributed import DistGraph, rpc
 
+import dgl_hybrid
 from dgl_hybrid.compat import repairs
 
 NUM_TRIALS = 100
@@ -278,6 +279,8 @@ def main() -> None:
     folder, switch, *names = sys.argv[1:]
     if switch == "on":
         repairs.switch_on()
+    if switch == "plugin":
+        dgl_hybrid.enable(budget="unlimited")
     torch.manual_seed(0)
     dgl.seed(0)
     dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"])

@@ -48,12 +48,12 @@ def partition_typed(folder: Path) -> Path:
     return folder / "repairs.json"
 
 
-def run(part_config: Path, out: Path, *checks: str, on: bool = True, **options: Any) -> Found:
+def run(part_config: Path, out: Path, *checks: str, switch: str = "on", **options: Any) -> Found:
     """Runs the script; returns what each trainer found."""
     out.mkdir(exist_ok=True)
     job = ClusterJob(
         part_config=part_config,
-        command=(str(SCRIPT), str(out), "on" if on else "off", *checks),
+        command=(str(SCRIPT), str(out), switch, *checks),
         timeout_s=300,
         **options,
     )
@@ -61,7 +61,7 @@ def run(part_config: Path, out: Path, *checks: str, on: bool = True, **options: 
     try:
         run_cluster(job, on_line=lambda line: lines.append(f"[{line.part.name}] {line.text}"), verbose=True)
     except ClusterFailure as failure:
-        if on:
+        if switch != "off":
             pytest.fail(f"{failure}\n{failure.details}\n" + "\n".join(lines[-60:]))
         raise
     return [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
@@ -90,8 +90,15 @@ def with_two_trainers(two_parts: Path, tmp_path_factory: pytest.TempPathFactory)
 
 
 @pytest.fixture(scope="module")
+def with_plugin(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
+    """Its halo store answers sampling, a sampler process loads the edges."""
+    checks = ("fence", "exclude", "edge_loader")
+    return run(two_parts, tmp_path_factory.mktemp("plugin"), *checks, switch="plugin", num_samplers=1)
+
+
+@pytest.fixture(scope="module")
 def as_released(two_parts: Path, tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(two_parts, tmp_path_factory.mktemp("off"), "fence", "exclude", "edge_loader", "split", on=False)
+    return run(two_parts, tmp_path_factory.mktemp("off"), "fence", "exclude", "edge_loader", "split", switch="off")
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +106,14 @@ def typed(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Found]:
     folder = tmp_path_factory.mktemp("typed")
     part_config = partition_typed(folder)
     checks = ("exclude_typed", "typed_edge_loader")
-    return {on: run(part_config, folder / str(on), *checks, on=on) for on in (True, False)}
+    return {on: run(part_config, folder / str(on), *checks, switch="on" if on else "off") for on in (True, False)}
 
 
 def test_pushed_rows_are_seen_after_the_barrier(
-    mended: Found, with_backups: Found, with_two_trainers: Found, as_released: Found
+    mended: Found, with_backups: Found, with_two_trainers: Found, with_plugin: Found, as_released: Found
 ) -> None:
     """100 of 100 trials; an idle barrier sends its own request alone, a fence one to each machine pushed to."""
-    for found, num_others in ((mended, 1), (with_backups, 2), (with_two_trainers, 1)):
+    for found, num_others in ((mended, 1), (with_backups, 2), (with_two_trainers, 1), (with_plugin, 1)):
         assert [trainer["fence"]["stale"] for trainer in found] == [0] * len(found)
         assert {tuple(trainer["fence"]["requests"]) for trainer in found} == {(1, 1 + num_others, 1)}
     assert sum(trainer["fence"]["stale"] for trainer in as_released) > 0
@@ -120,15 +127,15 @@ def test_remote_in_subgraph(mended: Found, with_backups: Found) -> None:
 
 def test_remote_in_subgraph_kills_a_stock_server(two_parts: Path, tmp_path: Path) -> None:
     with pytest.raises(ClusterFailure, match=r"server [01] on machine") as caught:
-        run(two_parts, tmp_path, "in_subgraph", on=False)
+        run(two_parts, tmp_path, "in_subgraph", switch="off")
     assert "too many values to unpack" in caught.value.details
 
 
 def test_excluded_edges_are_no_candidates(
-    mended: Found, with_backups: Found, with_two_trainers: Found, as_released: Found
+    mended: Found, with_backups: Found, with_two_trainers: Found, with_plugin: Found, as_released: Found
 ) -> None:
     """None is sampled, nodes have their full fanout of what is left, and what is left is sampled evenly."""
-    for trainer in mended + with_backups + with_two_trainers:
+    for trainer in mended + with_backups + with_two_trainers + with_plugin:
         found = trainer["exclude"]
         assert abs(found.pop("spread")) < 5
         assert abs(found.pop("weighted_spread")) < 5
@@ -148,8 +155,8 @@ def test_excluded_edges_are_no_candidates(
         assert not trainer["exclude"]["out"]
 
 
-def test_edge_loader_hides_what_is_to_be_predicted(mended: Found, as_released: Found) -> None:
-    assert [trainer["edge_loader"]["leaks"] for trainer in mended] == [0, 0]
+def test_edge_loader_hides_what_is_to_be_predicted(mended: Found, with_plugin: Found, as_released: Found) -> None:
+    assert [trainer["edge_loader"]["leaks"] for trainer in mended + with_plugin] == [0] * 4
     assert all(trainer["edge_loader"]["leaks"] > 0 for trainer in as_released)
 
 

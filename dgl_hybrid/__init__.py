@@ -23,6 +23,7 @@ _EXPORTS: dict[str, str] = {
     "average_gradients": "dgl_hybrid.training.gradients",
     "disable": "dgl_hybrid.sampling.switch",
     "enable": "dgl_hybrid.sampling.switch",
+    "held_bytes": "dgl_hybrid.sampling.switch",
     "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
     "load_partition": "dgl_hybrid.partition",

@@ -352,6 +352,12 @@ class HaloStore:
 
     # ---------------------------------------------------------------- sizes
 
+    @property
+    def num_bytes(self) -> int:
+        """What is held: rows with their ids, and in-edge lists."""
+        lists = 0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes
+        return lists + sum(held.num_bytes for held in self._rows.values())
+
     def _make_rows(self, name: str) -> HeldRows:
         return HeldRows(self._client._data_store[name], self._policy(name).get_size(), share=self._share)
 
@@ -389,10 +395,8 @@ class HaloStore:
         """What is left of the budget; a narrow field may use what is kept for them."""
         if math.isinf(self._budget_bytes):
             return math.inf
-        used = sum(held.num_bytes for held in self._rows.values())
-        used += 0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes
         is_narrow = name is not None and self._row_bytes_of(name) <= _NARROW_BYTES
-        return self._budget_bytes - used - (0.0 if is_narrow else self._narrow_reserve)
+        return self._budget_bytes - self.num_bytes - (0.0 if is_narrow else self._narrow_reserve)
 
     def _typed_nodes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Homogeneous ids -> (type index, id within the type)."""

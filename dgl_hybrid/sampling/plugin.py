@@ -88,6 +88,11 @@ class HaloPlugin:
             self._stores[g.graph_name] = store
         return store
 
+    @property
+    def num_bytes(self) -> int:
+        """What all stores of this process hold."""
+        return sum(store.num_bytes for store in self._stores.values())
+
     # ---------------------------------------------------------------- what hooked functions do
 
     def _partition_graph(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

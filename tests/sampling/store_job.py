@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import dgl_hybrid
 from dgl_hybrid.errors import HybridError
-from dgl_hybrid.sampling import switch
 from tests.helpers.distdgl import Truth
 
 Counts = dict[str, Any]
@@ -47,19 +46,9 @@ class Job:
             dgl_hybrid.reset_read_counts()
             for batch in loader:
                 read(batch)
-            counted.append({**dgl_hybrid.read_counts(), "held_bytes": held_bytes(), "wrong": self.wrong})
+            counted.append({**dgl_hybrid.read_counts(), "held_bytes": dgl_hybrid.held_bytes(), "wrong": self.wrong})
         dist.barrier()
         return counted
-
-
-def held_bytes() -> float:
-    """What the stores of this process hold."""
-    assert switch._plugin is not None
-    total = 0.0
-    for store in switch._plugin._stores.values():
-        total += sum(held.num_bytes for held in store._rows.values())
-        total += 0 if store.halo_graph is None else store.halo_graph.tensors.num_bytes
-    return total
 
 
 def train_nodes(job: Job) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 RATE_NAMES = {200_000_000: "200mbit", 1_000_000_000: "1gbit"}
@@ -119,41 +119,62 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
         lines: All measurements.
         skipped: What was not measured -> why.
     """
+    scaled = [line for line in lines if line.get("is_full_precision")]
+    ordinary = [line for line in lines if not line.get("is_full_precision")]
+    result = {**_summarise_counts(ordinary), **_summarise_times(ordinary)}
+    # Features that no narrower type holds: apart from the others, so that each figure below is of one kind of data.
+    full = _summarise_counts(scaled)
+    result |= {f"{name}_full_precision": full[name] for name in full if "unlimited" in name or "fraction" in name}
+    for name in list(result):
+        measured = [value for value in result[name].values() if value is not None]
+        for ending, choose in (("min", min), ("median", statistics.median), ("max", max)):
+            result[f"{name}_{ending}"] = choose(measured) if measured else None
+    return result | {"skipped": dict(skipped), "cells": list(lines)}
+
+
+def _summarise_counts(lines: Sequence[Line]) -> dict[str, Any]:
     counts = {(cell_key(line), line["variant"]): line for line in lines if line["metric"] == "reads_per_epoch"}
+    keys = list(dict.fromkeys(cell_key(line) for line in lines))
+
+    def of(variant: str, *names: str) -> dict[str, float | None]:
+        lines = {key: counts.get((key, variant)) for key in keys}
+        return {key: None if line is None else sum(line[name] for name in names) for key, line in lines.items()}
+
+    def of_off(variant: str, *names: str) -> dict[str, float | None]:
+        on, off = of(variant, *names), of("off", *names)
+        return {key: _divide(on[key], off[key]) for key in keys}
+
+    rows, requests, seeds = "remote_rows", "remote_sampling_requests", "remote_seeds"
+    result: dict[str, Any] = {}
+    for variant, name in VARIANTS.items():
+        for metric in (rows, requests, seeds, "held_bytes", "fill_bytes"):
+            result[metric + ("" if metric.endswith("_bytes") else "_per_epoch") + f"_{name}"] = of(variant, metric)
+    result["remote_read_fraction_budget_10pct"] = of_off("10%", rows, seeds)
+    result["remote_row_fraction_budget_10pct"] = of_off("10%", rows)
+    result["remote_seed_fraction_budget_10pct"] = of_off("10%", seeds)
+    result["remote_request_fraction_budget_10pct"] = of_off("10%", requests)
+    return result
+
+
+def _summarise_times(lines: Sequence[Line]) -> dict[str, Any]:
     times = {
         (cell_key(line), RATE_NAMES.get(line["rate_bits_per_s"]), line["variant"]): line
         for line in lines
         if line["metric"] == "epoch_time"
     }
     keys = list(dict.fromkeys(cell_key(line) for line in lines))
-
-    def of_counts(variant: str, value: Callable[[Line], float]) -> dict[str, float | None]:
-        return {key: value(counts[key, variant]) if (key, variant) in counts else None for key in keys}
-
-    def of_off(variant: str, value: Callable[[Line], float]) -> dict[str, float | None]:
-        on, off = of_counts(variant, value), of_counts("off", value)
-        return {key: _divide(on[key], off[key]) for key in keys}
-
     result: dict[str, Any] = {}
-    for variant, name in VARIANTS.items():
-        for metric in ("remote_rows", "remote_sampling_requests", "remote_seeds"):
-            result[f"{metric}_per_epoch_{name}"] = of_counts(variant, lambda line, metric=metric: line[metric])  # type: ignore[misc]
-    result["remote_read_fraction_budget_10pct"] = of_off("10%", lambda line: line["remote_rows"] + line["remote_seeds"])
-    result["remote_row_fraction_budget_10pct"] = of_off("10%", lambda line: line["remote_rows"])
     for rate in RATE_NAMES.values():
+        off = {key: times.get((key, rate, "off")) for key in keys}
+        result[f"epoch_s_{rate}_off"] = {key: _get(off[key], "p50") for key in keys}
         for variant, ending in (("unlimited", ""), ("10%", "_budget_10pct")):
             on = {key: times.get((key, rate, variant)) for key in keys}
-            off = {key: times.get((key, rate, "off")) for key in keys}
             result[f"epoch_ratio_{rate}{ending}"] = {key: _ratio(off[key], on[key]) for key in keys}
             result[f"fill_s_{rate}{ending}"] = {key: _get(on[key], "fill_s") for key in keys}
             result[f"epochs_until_fill_is_paid_{rate}{ending}"] = {
                 key: count_payback_epochs(off[key], on[key]) for key in keys
             }
-    for name in list(result):
-        measured = [value for value in result[name].values() if value is not None]
-        for ending, choose in (("min", min), ("median", statistics.median), ("max", max)):
-            result[f"{name}_{ending}"] = choose(measured) if measured else None
-    return result | {"skipped": dict(skipped), "cells": list(lines)}
+    return result
 
 
 def _divide(a: float | None, b: float | None) -> float | None:

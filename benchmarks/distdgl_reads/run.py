@@ -59,6 +59,7 @@ def measure(plans: Sequence[JobPlan], *, verbose: bool) -> Iterator[list[Line]]:
                 "dataset": prepared.dataset,
                 "num_parts": plan.num_parts,
                 "world_size": plan.num_parts,
+                "is_full_precision": plan.is_full_precision,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
             yield measurements(messages, about | about_job)
@@ -117,6 +118,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ClusterFailure as failure:
         print(f"{failure}\n{failure.details}", file=sys.stderr)
         sys.exit(failure.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted; everything has been ended", file=sys.stderr)
+        sys.exit(130)
     except NetworkError as error:
         print(error, file=sys.stderr)
         sys.exit(1)

@@ -83,6 +83,17 @@ def test_final_object(messages: list[dict[str, Any]]) -> None:
     json.dumps(result, allow_nan=False)
 
 
+def test_scaled_features_are_told_apart(messages: list[dict[str, Any]]) -> None:
+    lines = measurements(messages, COMMON)
+    scaled = measurements(messages, {**COMMON, "dataset": "graph-float32", "is_full_precision": True})
+    result = summarise([*lines, *scaled], {})
+    assert set(result["remote_read_fraction_budget_10pct"]) == {KEY}
+    assert set(result["remote_rows_per_epoch_off"]) == {KEY}
+    assert result["remote_read_fraction_budget_10pct_full_precision"] == {"graph-float32/2/10,25": pytest.approx(0.2)}
+    assert result["remote_rows_per_epoch_unlimited_full_precision_max"] == 0
+    assert len(result["cells"]) == 2 * len(lines)
+
+
 def test_rounds_of_a_mode_are_one_measurement(messages: list[dict[str, Any]]) -> None:
     off, on = (line for line in measurements(messages, COMMON) if line["metric"] == "epoch_time")
     assert (off["iters"], off["warmup"], off["p50"]) == (4, 2, 4.0)

@@ -268,6 +268,13 @@ def check_messages(g: Any, view: PartitionedGraph, transport: str) -> dict[str, 
             rows.zero_()  # what was sent is no longer looked at
             communicator.barrier()
             seen[str(dtype)] = (kept, send_counts, received, recv_counts)
+        # Rank 0 has nothing to wait for and writes into what it sent while that is still on its way.
+        length = 1 << 21
+        rows = torch.ones(size * length) if rank == 0 else torch.empty(0)
+        send_counts, recv_counts = [length * (rank == 0)] * size, [length if q == 0 else 0 for q in range(size)]
+        received = communicator.exchange(rows, send_counts, recv_counts)
+        rows.fill_(-1.0)
+        seen["large"] = bool((received == 1).all()) and len(received) == length
         seen["nothing"] = communicator.exchange(torch.empty(0, 4), [0] * size, [0] * size).shape == (0, 4)
         for length in (1, 50, 5000):
             values = torch.arange(length, dtype=torch.float64) * (rank + 1)

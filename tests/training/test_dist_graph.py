@@ -17,7 +17,9 @@ from torch import nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import ExchangeError, PartitionError
 from dgl_hybrid.exchange.communicator import create_communicator
-from dgl_hybrid.training.dist_graph import _ranks_of_machines, _read_structure
+from dgl_hybrid.exchange.ids import Ownership
+from dgl_hybrid.partition import SharedLists, SharedStructure
+from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, assert_close
 from tests.helpers.graphs import power_law
@@ -52,6 +54,27 @@ def test_a_machine_without_a_trainer() -> None:
     assert kind == ExchangeError.__name__
     assert "every machine must run a trainer" in message
     assert "(got none for partitions [1])" in message
+
+
+def complete_of(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Rank 0 owns nodes 0, 1 and rank 1 nodes 2, 3. Edges: 2->0, 3->1, 0->2, 1->2, 0->3; rank 0 misses 1->2."""
+    if rank == 0:
+        node_global, edges = [0, 1, 3, 2], ([3, 2, 0, 0], [0, 1, 3, 2])
+    else:
+        node_global, edges = [2, 3, 1, 0], ([3, 2, 3], [0, 0, 1])
+    part = dgl.graph(edges, num_nodes=4)
+    part.ndata[dgl.NID], part.edata[dgl.EID] = torch.tensor(node_global), torch.arange(part.num_edges())
+    structure = SharedStructure.of_graph(part)
+    nodes = Ownership(offsets=torch.tensor([0, 2, 4]), rank=rank)
+    first = 2 * rank
+    found = _complete_elsewhere(
+        structure, create_communicator(), nodes, SharedLists(structure, (0, 2)), first, first + 2
+    )
+    return found[0].tolist(), found[1].tolist()
+
+
+def test_incomplete_lists_of_halo_nodes_are_not_used() -> None:
+    assert run_ranks(2, complete_of) == [([3], [2]), ([], [])]
 
 
 def graph_like(**facts: Any) -> Any:

@@ -59,7 +59,7 @@ class Setting:
 
 
 SETTINGS = {
-    "two machines": Setting(parts=2, cases=(*FEW, DROPOUT)),
+    "two machines": Setting(parts=2, cases=(FEW[1], FEW[3], DROPOUT)),
     "two trainers on each of two": Setting(parts=2, trainers=2, servers=2, cases=(*FEW, DROPOUT), hops=1),
     "three machines": Setting(parts=3),
     "plain folder": Setting(
@@ -263,6 +263,7 @@ def test_messages(outcome: Outcome) -> None:
             assert all(torch.equal(facts[name][1], total) for facts in by_rank), name
         for rank, facts in enumerate(by_rank):
             assert facts["nothing"]
+            assert facts["large"]
             assert facts["json"] == [{"rank": q, "text": "é" * 3000 * q} for q in range(size)]
             assert facts["rows"].tolist() == [[float(q)] * 2 for q in range(size) for _ in range(q)]
             assert facts["ints"] == [[q, -q] for q in range(size)]

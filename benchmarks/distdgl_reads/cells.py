@@ -77,7 +77,11 @@ def counts_line(message: Mapping[str, Any]) -> Line:
         "warmup": len(epochs) - len(steady),
         **{name: statistics.median(epoch[name] for epoch in steady) for name in names},
         "first_epoch_remote_rows": epochs[0]["remote_rows"],
-        **{name: sum(epoch[name] for epoch in epochs) for name in ("fill_rows", "fill_bytes", "fill_seeds")},
+        # In-edge lists are fetched when the loader is made, rows at the first read.
+        **{
+            name: message["plan_counts"][name] + sum(epoch[name] for epoch in epochs)
+            for name in ("fill_rows", "fill_bytes", "fill_seeds")
+        },
         "held_bytes": epochs[-1]["held_bytes"],
         "held_bytes_max_trainer": epochs[-1]["held_bytes_max"],
         "plan_s": message["plan_s"],

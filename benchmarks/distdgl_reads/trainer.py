@@ -149,10 +149,12 @@ class Bench:
         """Reads inputs' features and seeds' labels for some epochs in each mode."""
         for mode in self.schedule.count_modes:
             dist.barrier()
+            dgl_hybrid.reset_read_counts()
             set_mode(mode)
             start_s = time.perf_counter()
             loader = self.make_loader(fanouts)
             plan_s = time.perf_counter() - start_s
+            plan_counts = _sum(gather(dgl_hybrid.read_counts()))
             epochs = []
             for _ in range(self.schedule.count_epochs):
                 dist.barrier()
@@ -175,7 +177,8 @@ class Bench:
             set_mode("off")
             assert torch.equal(x, self.g.ndata["feat"][inputs]), f"{mode}: other features than DistDGL's"
             assert torch.equal(y, self.g.ndata["label"][seeds]), f"{mode}: other labels than DistDGL's"
-            say("counts", mode=mode, fanouts=fanouts, plan_s=max(gather(plan_s)), epochs=epochs)
+            plan_s = max(gather(plan_s))
+            say("counts", mode=mode, fanouts=fanouts, plan_s=plan_s, plan_counts=plan_counts, epochs=epochs)
 
     # ---------------------------------------------------------------- timing
 

@@ -46,7 +46,9 @@ def times(mode: str, rate: int, elapsed_s: list[float], plan_s: float = 0.0) -> 
 @pytest.fixture
 def messages() -> list[dict[str, Any]]:
     def counts(mode: str, *epochs: dict[str, Any]) -> dict[str, Any]:
-        return {"kind": "counts", "mode": mode, "fanouts": [10, 25], "plan_s": 0.5, "epochs": list(epochs)}
+        fetched = 0 if mode == "off" else 1000
+        plan = {"plan_s": 0.5, "plan_counts": {"fill_rows": 0, "fill_bytes": fetched, "fill_seeds": fetched}}
+        return {"kind": "counts", "mode": mode, "fanouts": [10, 25], **plan, "epochs": list(epochs)}
 
     slow = 200_000_000
     return [
@@ -68,6 +70,7 @@ def test_final_object(messages: list[dict[str, Any]]) -> None:
     assert result["remote_rows_per_epoch_off"] == {KEY: 1000}
     assert result["remote_rows_per_epoch_unlimited"] == {KEY: 0}
     assert result["remote_sampling_requests_per_epoch_off"] == {KEY: 6}
+    assert result["fill_bytes_unlimited"] == {KEY: 1000 + 4 * 50}
     assert result["remote_read_fraction_budget_10pct"] == {KEY: pytest.approx(220 / 1100)}
     assert result["remote_row_fraction_budget_10pct"] == {KEY: pytest.approx(0.1)}
     assert result["epoch_ratio_200mbit"] == {KEY: pytest.approx(4.0)}

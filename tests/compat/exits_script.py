@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -37,6 +38,8 @@ if "on" in sys.argv:
 def main() -> None:
     how = sys.argv[2]
     dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"])
+    if leave := getattr(dgl.distributed.dist_context, "_leave_if_failed", None):
+        atexit.unregister(leave)  # as in a job that another launcher has started
     rank = int(os.environ["RANK"])
     g = dgl.distributed.DistGraph("repairs", part_config=os.environ["DGL_CONF_PATH"])
     rows = dgl.distributed.DistTensor((g.num_nodes(), 2), torch.float32, "rows")  # deleted by all trainers together

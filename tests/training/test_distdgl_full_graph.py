@@ -47,6 +47,7 @@ class Setting:
     samplers: int = 0
     transports: tuple[str, ...] = BOTH
     is_enabled: bool = True
+    has_group: bool = True
     is_plain: bool = False
     """The folder was written by DGL alone."""
     hops: int = 2
@@ -62,6 +63,9 @@ SETTINGS = {
     "two machines": Setting(parts=2, cases=(FEW[1], FEW[3], DROPOUT)),
     "two trainers on each of two": Setting(parts=2, trainers=2, servers=2, cases=(*FEW, DROPOUT), hops=1),
     "three machines": Setting(parts=3),
+    "no process group": Setting(
+        parts=2, has_group=False, transports=("kvstore",), checks=("reads", "inference", "messages", "planned")
+    ),
     "plain folder": Setting(
         parts=3, is_plain=True, is_enabled=False, transports=("collective",),
         checks=("errors", "memory", "share", "reads", "inference"),
@@ -117,6 +121,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         cases=list(setting.cases),
         transports=setting.transports,
         is_enabled=setting.is_enabled,
+        has_group=setting.has_group,
         checks=setting.checks,
     )
     torch.save(job, folder / "job.pt")

@@ -22,23 +22,29 @@ MIXED = {CITES: 3, WRITES: -1, WRITTEN_BY: 2, ("paper", "appears-in", "venue"): 
 
 def check_distribution(c: Context, f: Findings) -> None:
     """As for homogeneous graphs: counts of drawn in-edges per type; the test outside judges them."""
+    seeds = seeds_to_draw(c)
+    f.true("there are vertices to draw for", len(seeds) == 6)
+    loader = DistNodeDataLoader(c.g, {"paper": seeds}, NeighborSampler([MIXED | {WRITES: 3}]), batch_size=6)
     for turn in range(c.world):
         if turn == c.rank and (turn == 0 or turn == c.world - 1):
             dgl.seed(c.seed + 10 + turn)
-            f.notes["draws"] = draw_all(c, f)
+            f.notes["draws"] = draw_all(c, f, loader, seeds)
         dist.barrier()
 
 
-def draw_all(c: Context, f: Findings) -> list[dict[str, object]]:
+def seeds_to_draw(c: Context) -> Tensor:
+    """Three owned papers and three others, with enough in-edges of both types."""
     whole = c.truth.graph
     ids = torch.arange(c.g.num_nodes("paper"))
     orig = c.orig_nodes(ids, "paper")
     degrees = [whole.in_degrees(orig, etype=etype) for etype in (CITES, WRITES)]
     fit = (degrees[0] >= 7) & (degrees[0] <= 40) & (degrees[1] >= 5)
     owned = c.owned(ids, "paper")
-    seeds = torch.cat([ids[fit & owned][:3], ids[fit & ~owned][:3]])
-    f.true("there are vertices to draw for", len(seeds) == 6)
-    loader = DistNodeDataLoader(c.g, {"paper": seeds}, NeighborSampler([MIXED | {WRITES: 3}]), batch_size=6)
+    return torch.cat([ids[fit & owned][:3], ids[fit & ~owned][:3]])
+
+
+def draw_all(c: Context, f: Findings, loader: DistNodeDataLoader, seeds: Tensor) -> list[dict[str, object]]:
+    whole = c.truth.graph
     kinds = {
         "etype_loader": ({CITES: 3, WRITES: 3}, lambda: next(iter(loader))[2][0]),
         "etype_uniform": (

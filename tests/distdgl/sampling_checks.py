@@ -28,20 +28,24 @@ NUM_DRAWS = 300
 def check_distribution(c: Context, f: Findings) -> None:
     """Counts how often each in-edge of a few vertices is drawn; the test outside judges the counts.
 
-    Trainers draw one after the other, so that a server meets the same requests in the same order in every run.
+    Trainers draw one after the other, so that a server meets the same requests in the same order in every run. Loaders
+    are made by all at once: sampler processes wait for each other when they get the graph.
     """
+    owned, other = seeds_to_draw(c)
+    seeds = torch.cat([owned, other])
+    f.true("there are vertices to draw for", len(owned) >= 3 and len(other) >= 3)
+    loader = DistNodeDataLoader(c.g, seeds, NeighborSampler([4]), batch_size=len(seeds), shuffle=True)
     for turn in range(c.world):
         if turn == c.rank and (turn == 0 or turn == c.world - 1):
             dgl.seed(c.seed + 10 + turn)
-            f.notes["draws"] = draw_all(c, f)
+            f.notes["draws"] = draw_all(c, f, loader, owned, other)
         dist.barrier()
 
 
-def draw_all(c: Context, f: Findings) -> list[dict[str, object]]:
-    owned, other = seeds_to_draw(c)
-    f.true("there are vertices to draw for", len(owned) >= 3 and len(other) >= 3)
+def draw_all(
+    c: Context, f: Findings, loader: DistNodeDataLoader, owned: Tensor, other: Tensor
+) -> list[dict[str, object]]:
     seeds = torch.cat([owned, other])
-    loader = DistNodeDataLoader(c.g, seeds, NeighborSampler([4]), batch_size=len(seeds), shuffle=True)
 
     def by_loader() -> Tensor:
         return next(iter(loader))[2][0].edata[dgl.EID]

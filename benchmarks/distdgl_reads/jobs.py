@@ -61,7 +61,7 @@ class JobPlan:
 
 
 def plan_jobs(
-    data: Sequence[str], num_parts: Sequence[int], rates: tuple[int, ...], *, is_quick: bool
+    data: Sequence[str], num_parts: Sequence[int], rates: tuple[int, ...], *, is_quick: bool, is_main_only: bool
 ) -> list[JobPlan]:
     """Returns all jobs.
 
@@ -69,11 +69,12 @@ def plan_jobs(
         data: Specs of graphs.
         num_parts: Numbers of parts.
         rates: Of the links, in bits per second; none: count only.
-        is_quick: Two layers only, and nothing but the main jobs.
+        is_quick: Two layers only.
+        is_main_only: No job without the plugin, none with scaled features.
     """
     fanouts = FANOUTS[:1] if is_quick else FANOUTS
     jobs = [JobPlan(data=one, num_parts=parts, fanouts=fanouts, rates=rates) for one in data for parts in num_parts]
-    if is_quick:
+    if is_main_only:
         return jobs
     first = replace(jobs[0], fanouts=FANOUTS[:1], rates=rates[-1:], rounds=1, epochs=4, is_plugin_absent=True)
     wide = [

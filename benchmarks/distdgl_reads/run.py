@@ -48,6 +48,7 @@ def measure(plans: Sequence[JobPlan], *, verbose: bool) -> Iterator[list[Line]]:
         for plan in plans:
             bar.set_description(f"{Path(plan.data).stem}, {plan.num_parts} parts")
             prepared = prepare(plan, Path(folder))
+            load = os.getloadavg()[0]
             messages = run_job(
                 plan,
                 prepared,
@@ -59,6 +60,7 @@ def measure(plans: Sequence[JobPlan], *, verbose: bool) -> Iterator[list[Line]]:
                 "dataset": prepared.dataset,
                 "num_parts": plan.num_parts,
                 "world_size": plan.num_parts,
+                "load_before": round(load, 1),
                 "is_full_precision": plan.is_full_precision,
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
@@ -77,7 +79,7 @@ def describe_run() -> dict[str, Any]:
         "config": {"batch_size": settings.batch_size, "hidden": settings.hidden, "threads_per_trainer": 1},
         "git_sha": git("rev-parse", "--short", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches")),
-        "machine": {"cores": os.cpu_count(), "arch": platform.machine(), "load": round(os.getloadavg()[0], 1)},
+        "machine": {"cores": os.cpu_count(), "arch": platform.machine()},
         "versions": {
             **{name: version(name) for name in ("dgl_hybrid", "dgl", "torch")},
             "python": platform.python_version(),
@@ -89,6 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distdgl_reads")
     parser.add_argument("--quick", action="store_true", help="one graph, 2 parts, one fanout")
     parser.add_argument("--counts-only", action="store_true", help="time nothing")
+    parser.add_argument("--main-only", action="store_true", help="no job without the plugin or with scaled features")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.name}")
     parser.add_argument("--verbose", action="store_true", help="show what the trainers write")
@@ -105,7 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rates = () if why_untimed is not None else tuple(args.rate or RATES)
     for what, why in skipped.items():
         print(f"skipped: {what}: {why}", file=sys.stderr)
-    plans = plan_jobs(data, args.parts or ((2,) if args.quick else (2, 3)), rates, is_quick=args.quick)
+    num_parts = args.parts or ((2,) if args.quick else (2, 3))
+    plans = plan_jobs(data, num_parts, rates, is_quick=args.quick, is_main_only=args.quick or args.main_only)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses, which end the job
     lines: list[Line] = []

@@ -134,9 +134,9 @@ def test_schedule_and_messages_survive_the_way() -> None:
 
 
 def test_jobs() -> None:
-    (quick,) = plan_jobs(["a.npz"], [2], (1,), is_quick=True)
+    (quick,) = plan_jobs(["a.npz"], [2], (1,), is_quick=True, is_main_only=True)
     assert (quick.num_parts, quick.fanouts, quick.rates) == (2, ((10, 25),), (1,))
-    jobs = plan_jobs(["a.npz", "powerlaw"], [2, 3], (1,), is_quick=False)
+    jobs = plan_jobs(["a.npz", "powerlaw"], [2, 3], (1,), is_quick=False, is_main_only=False)
     assert [(job.data, job.num_parts) for job in jobs[:4]] == [
         (data, parts) for data in ("a.npz", "powerlaw") for parts in (2, 3)
     ]
@@ -146,7 +146,7 @@ def test_jobs() -> None:
     ]
     assert jobs[4].schedule().count_modes == ("off",)
     # Where links cannot be limited nothing is timed, nowhere.
-    assert all(job.rates == () for job in plan_jobs(["a.npz"], [2, 3], (), is_quick=False))
+    assert all(job.rates == () for job in plan_jobs(["a.npz"], [2, 3], (), is_quick=False, is_main_only=False))
 
 
 def test_graphs_that_are_absent_are_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,7 +54,7 @@ class HaloTensors:
     ids: Tensor
     """(H,) int64, ascending: the held vertices, homogeneous ids."""
     node_ids: Tensor
-    """(U,) int64: the held vertices, then their in-neighbours that are not held."""
+    """(U,) the held vertices, then their in-neighbours that are not held; int32 where that suffices."""
     indptr: Tensor
     """(U + 1,) of the in-edge lists; int32 where that suffices."""
     indices: Tensor
@@ -63,7 +63,7 @@ class HaloTensors:
     """(E,) local edge id of every entry, dtype of `indptr`: ids ascend by edge type, as in a DistDGL partition. Empty
     where there is one type: entry k is edge k."""
     eid_global: Tensor
-    """(E,) int64 by local edge id: homogeneous edge ids."""
+    """(E,) by local edge id: homogeneous edge ids; int32 where that suffices."""
     etype_offset: tuple[int, ...]
     """Where every edge type begins among the local edge ids, and their number."""
     bound: int
@@ -77,7 +77,7 @@ class HaloTensors:
     def eids_at(self, positions: Tensor) -> Tensor:
         """Returns the homogeneous edge ids of some entries."""
         local = self.edge_order[positions].to(torch.int64) if len(self.edge_order) else positions
-        return self.eid_global[local]
+        return self.eid_global[local].to(torch.int64)
 
     def share(self) -> None:
         """Moves everything to shared memory, before anybody reads it."""
@@ -125,14 +125,18 @@ def pack_lists(ids: Tensor, lists: EdgeLists, partition_book: Any) -> HaloTensor
     indptr[len(ids) + 1 :] = num_edges
     return HaloTensors(
         ids=ids,
-        node_ids=node_ids,
+        node_ids=_in_few_bytes(node_ids),
         indptr=indptr,
         indices=position.to(small),
         edge_order=local_of_entry.to(small),
-        eid_global=eid_global,
+        eid_global=_in_few_bytes(eid_global),
         etype_offset=(0, *torch.cumsum(per_type, 0).tolist()),
         bound=bound,
     )
+
+
+def _in_few_bytes(ids: Tensor) -> Tensor:
+    return ids.to(torch.int32) if len(ids) == 0 or int(ids.max()) < 2**31 else ids
 
 
 class HaloGraph:
@@ -162,9 +166,14 @@ class HaloGraph:
             and not getattr(request, "use_graphbolt", False)
         )
 
-    def answer(self, request: Any) -> Any:
-        """Returns the response that the owner of the request's vertices, all held here, would have sent."""
-        return request.process_request(self._state)
+    def answer(self, request: Any) -> graph_services.LocalSampledGraph:
+        """Returns what the owner of the request's vertices, all held here, would have sent."""
+        response = request.process_request(self._state)
+        return graph_services.LocalSampledGraph(
+            response.global_src.to(torch.int64),
+            response.global_dst.to(torch.int64),
+            response.global_eids.to(torch.int64),
+        )
 
     def holds(self, ids: Tensor) -> Tensor:
         """Which of these vertices' lists are held."""
@@ -176,6 +185,6 @@ class HaloGraph:
         counts, positions = gather_segments(t.indptr.to(torch.int64), self.index.find(ids))
         return EdgeLists(
             counts=counts,
-            src_global=t.node_ids[t.indices[positions].to(torch.int64)],
+            src_global=t.node_ids[t.indices[positions].to(torch.int64)].to(torch.int64),
             eid_global=t.eids_at(positions),
         )

@@ -21,7 +21,7 @@ from dgl_hybrid.sampling.counts import COUNTS
 SEEDS_PER_REQUEST = 50_000
 """Vertices asked for in one message; an answer has 24 bytes for each of their in-edges."""
 
-LIST_ENTRY_BYTES = 16
+LIST_ENTRY_BYTES = 10
 """What an in-edge takes in a held list: an index, an edge id, and its share of the ids of sources."""
 LIST_BYTES = 24
 """What a held list takes besides its entries."""

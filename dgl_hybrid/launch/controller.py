@@ -78,6 +78,10 @@ _NOISE_AT_END = re.compile(
     r"User pressed Ctrl\+C, Exiting|/rpc\.cc:\d+: ?$|^terminate called without an active exception$"
 )
 """What DGL writes when it is sent SIGTERM."""
+_NOISE = re.compile(
+    r"resource_tracker: There appear to be \d+ leaked|^ *warnings\.warn\('resource_tracker: There appear"
+)
+"""What `multiprocessing` writes about parts that died. It removes what they leave, and so do we."""
 
 
 @dataclass(slots=True)
@@ -420,7 +424,7 @@ class Controller:
             case Refused():
                 self._refusals += [f"{agent.machine}: {problem.removesuffix('.')}" for problem in message.problems]
             case Line():
-                if self._is_ending and _NOISE_AT_END.search(message.text):
+                if _NOISE.search(message.text) or (self._is_ending and _NOISE_AT_END.search(message.text)):
                     return
                 state = self._states[message.part]
                 state.lines.append(message.text)

@@ -206,6 +206,39 @@ PROGRAMS = {
         assert dist_graph._copy_graph_to_shared_mem(Bolted, "name", ["csc"], True) == "machine2_name"
         assert dist_graph._get_graph_from_shared_mem("name", True) == "machine2_name"
     """,
+    "0018": """
+        from unittest import mock
+        import dgl
+        from dgl.distributed import dist_context, rpc_client
+        os.environ["DGL_HYBRID_SHM_PREFIX"] = "job_"
+        os.environ["DGL_DIST_MODE"] = "distributed"
+        rpc = mock.MagicMock()  # a server that answers whatever is asked
+        rpc.read_ip_config.return_value = {0: [0, "127.0.0.1", 30050, 1]}
+        rpc.client_barrier.side_effect = lambda: os._exit(99)  # here it would wait for the others
+        rpc_client.rpc = dist_context.rpc = rpc
+        dist_context.close_kvstore = lambda: None
+
+        for script, expected in (
+            ("sys.exit(3)", 3),
+            ("raise KeyError(1)", 1),
+            ("sys.exit('words')", 1),
+            ("import atexit; atexit.register(os._exit, 98); sys.exit(3)", 98),  # what a script registers is called
+            ("sys.exit(0)", 99),
+            ("pass", 99),
+            ("try: sys.exit(3)\\nexcept SystemExit: pass", 99),
+            ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 99),
+        ):
+            child = os.fork()
+            if child == 0:
+                break  # and end as a script does
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            assert code == expected, (script, code)
+        else:
+            script = ""
+        if script:
+            rpc_client.connect_to_server("ip_config.txt", 1)
+            exec(script)
+    """,
 }
 
 FIXES = {fix.name[:4]: fix for fix in load_fixes()}

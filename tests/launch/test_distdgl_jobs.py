@@ -22,7 +22,7 @@ import torch
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
 from dgl_hybrid.launch.leftovers import SHM_FOLDER
 from dgl_hybrid.launch.machines import write_ip_config
-from tests.launch.jobs import END_WITHIN_S, SCRIPTS, Observer, driver_command, is_alive, run_observed
+from tests.launch.jobs import END_WITHIN_S, SCRIPTS, Observer, driver_command, is_alive
 
 START_WITHIN_S = 400.0
 """Several processes import DGL at once, on a machine that may be busy."""
@@ -147,16 +147,25 @@ def test_a_killed_launcher_takes_servers_and_samplers_with_it(parts: Callable[[i
 
 
 @pytest.mark.slow
-def test_an_exception_in_a_trainer_is_shown(parts: Callable[[int], Path], tmp_path: Path) -> None:
-    """(Before it is in `initialize`: once connected, DGL waits for all peers at exit unless the plugin is on.)"""
-    script = tmp_path / "broken.py"
-    script.write_text(
-        "import os\nimport dgl\n"
-        "if os.environ.get('RANK') == '1':\n    raise KeyError('no such thing')\n"
-        "dgl.distributed.initialize(os.environ['DGL_IP_CONFIG'])\n"
-    )
-    job = tiny_job(parts(2), tmp_path, "")
-    fields = {name: getattr(job, name) for name in job.__slots__} | {"command": ("broken.py",)}
-    with pytest.raises(ClusterFailure, match=r"trainer 1 on machine 1 .* exited with code 1") as caught:
-        run_observed(ClusterJob(**fields))
-    assert "KeyError: 'no such thing'" in caught.value.details
+@pytest.mark.parametrize(
+    ("failure", "code", "told"),
+    [("sys.exit(3)", 3, ""), ("raise KeyError('no such thing')", 1, "KeyError: 'no such thing'")],
+)
+def test_a_trainer_that_fails_does_not_wait_for_the_others(
+    failure: str, code: int, told: str, parts: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """As DGL does on its way out, while they wait for it in a collective. Without the plugin, too."""
+    script = tmp_path / "fails.py"
+    text = (SCRIPTS / "tiny_distdgl.py").read_text()
+    batch = "            rows = graph"
+    assert batch in text
+    script.write_text(text.replace(batch, f"            if dist.get_rank() == 1:\n                {failure}\n{batch}"))
+    job = tiny_job(parts(2), tmp_path, "nowhere", num_samplers=1)
+    fields = {name: getattr(job, name) for name in job.__slots__} | {"command": ("fails.py", "nowhere")}
+    observer = Observer()
+    with pytest.raises(ClusterFailure) as caught:
+        run_cluster(ClusterJob(**fields), on_line=observer, verbose=True)
+    assert str(caught.value) == f"trainer 1 on machine 1 (127.0.0.1) exited with code {code}"
+    assert caught.value.exit_code == code
+    assert told in caught.value.details
+    observer.assert_nothing_left(job.ip_config)

@@ -229,6 +229,7 @@ class FullGraphLoader:
             _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.graph.note_forward()
         if self._template is None:
             self._model = weakref.ref(module)
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))

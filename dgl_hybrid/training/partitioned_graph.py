@@ -110,7 +110,7 @@ class PartitionedGraph:
             communicator = connect_trainers(g, transport)
             part = share_partition(g, communicator)
             view = PartitionedGraph(part, communicator)
-            reads = StableReads(g._client, communicator, view.row_sets)
+            reads = StableReads(g._client, communicator, view.row_sets, view.nodes, view.edges)
             view.ndata = DistFields(g.ndata, view.nodes, part.first_node_of_machine, reads)
             view.edata = DistFields(g.edata, view.edges, part.first_edge_of_machine, reads)
             view._reads = reads
@@ -141,6 +141,11 @@ class PartitionedGraph:
         """Makes rows that any rank wrote into servers' fields be read again everywhere. Collective."""
         if self._reads is not None:
             self._reads.agree()
+
+    def note_forward(self) -> None:
+        """Prepares the backward of rows that an embedding of the servers handed out in the forward just run."""
+        if self._reads is not None:
+            self._reads.note_forward()
 
     def sum_over_out_edges(self, values: Tensor | None = None) -> Tensor:
         """Sums a value over the out-edges of every node; each rank contributes its own nodes' in-edges. Collective.

@@ -11,17 +11,20 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from dgl.distributed import kvstore, rpc
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.sampling.hooks import answer_pulls
 from dgl_hybrid.training.fields import RowSets, was_changed
+from dgl_hybrid.training.learned_rows import settle_gradient
 
 _NODE_PREFIX = "node~"
 
@@ -49,6 +52,8 @@ class _Read:
     rows_version: int
     local: _Stamp
     """Of this machine's part of the field."""
+    ids_global: Tensor
+    """On the CPU; the memory of the tensor that was yielded, but not that object, whose end is waited for."""
 
 
 class StableReads:
@@ -58,13 +63,18 @@ class StableReads:
         client: Of DGL's KVStore; its `push` and `barrier` are watched through attributes of this one object.
         communicator: Over the trainers.
         row_sets: The id tensors that loaders yielded.
+        nodes, edges: Who owns them.
     """
 
-    def __init__(self, client: Any, communicator: Communicator, row_sets: RowSets) -> None:
+    def __init__(
+        self, client: Any, communicator: Communicator, row_sets: RowSets, nodes: Ownership, edges: Ownership
+    ) -> None:
         self._client = client
         self._communicator = communicator
         self._row_sets = row_sets
+        self._ownership = {"node": nodes, "edge": edges}
         self._reads: dict[tuple[str, int], _Read] = {}
+        self._learned: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._is_pulling = False
         self._pushed: set[str] = set()
         self._agreed: dict[str, _Stamp] = {}
@@ -105,7 +115,8 @@ class StableReads:
         """Returns the rows of an id tensor that a loader yielded; None for all others."""
         if self._is_pulling or client is not self._client:
             return None
-        ids_global = self._row_sets.find("node" if name.startswith(_NODE_PREFIX) else "edge", id_tensor)
+        kind = _kind_of(name)
+        ids_global = self._row_sets.find(kind, id_tensor)
         if ids_global is None:
             return None
         key = (name, id(id_tensor))
@@ -113,8 +124,10 @@ class StableReads:
         if read is None or not self._is_current(name, read):
             if read is None:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
+            else:
+                self._settle_if_learned(name, read)
             rows = self._pull(name, ids_global).to(id_tensor.device)
-            read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)))
+            read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
         return read.rows
 
     def _pull(self, name: str, ids_global: Tensor) -> Tensor:
@@ -134,6 +147,21 @@ class StableReads:
     def identify(self, name: str, rows: Tensor) -> bool:
         """Whether `rows` is what a read of this field returned."""
         return any(read.rows is rows for (field, _), read in self._reads.items() if field == name)
+
+    # ---------------------------------------------------------------- embeddings
+
+    def note_forward(self) -> None:
+        """Takes care of the gradients of all rows that a `DistEmbedding` has handed out; before their backward."""
+        for (name, _), read in list(self._reads.items()):
+            self._settle_if_learned(name, read)
+
+    def _settle_if_learned(self, name: str, read: _Read) -> None:
+        rows = read.rows
+        if not (rows.requires_grad and rows.is_leaf) or rows in self._learned or self._communicator.world_size == 1:
+            return
+        self._learned[rows] = None
+        ownership, communicator, ids_global = self._ownership[_kind_of(name)], self._communicator, read.ids_global
+        rows.register_hook(lambda grad: settle_gradient(grad, ids_global, ownership, communicator))
 
     # ---------------------------------------------------------------- writes
 
@@ -172,7 +200,7 @@ class StableReads:
         # Replaced, not removed: each key has a finalizer already.
         for key, read in list(self._reads.items()):
             if key[0] in names:
-                self._reads[key] = _Read(read.rows, -1, read.local)
+                self._reads[key] = replace(read, rows_version=-1)
 
     def _local(self, name: str) -> Tensor | None:
         rows: Tensor | None = self._client.data_store.get(name)
@@ -180,6 +208,10 @@ class StableReads:
 
     def _stamps(self) -> dict[str, _Stamp]:
         return {name: _Stamp.of(rows) for name, rows in self._client.data_store.items()}
+
+
+def _kind_of(name: str) -> str:
+    return "node" if name.startswith(_NODE_PREFIX) else "edge"
 
 
 def _method(client: Any, name: str) -> Callable[..., Any]:

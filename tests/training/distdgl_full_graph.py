@@ -226,6 +226,30 @@ def check_sampled(g: Any, view: PartitionedGraph, transport: str) -> dict[str, b
     return {"seeds": torch.equal(torch.cat(seeds).sort().values, view.nodes.owned()), "rows": bool(good)}
 
 
+def embedding_rows(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.linspace(-1, 1, shape[0] * shape[1]).reshape(shape).to(dtype)
+
+
+def check_embedding(g: Any, view: PartitionedGraph, transport: str) -> list[dict[str, Any]]:
+    """Gradients that a sparse optimizer pushes, of masters and replicas, and rows read anew after its step."""
+    model = Case(kind="sage_mean", dtype=torch.float32).build(5)
+    embedding = dgl.distributed.DistEmbedding(g.num_nodes(), 5, f"learned_{transport}", embedding_rows)
+    optimizer = dgl.distributed.optim.SparseAdagrad([embedding], lr=0.1)
+    foreign = torch.arange(g.num_nodes())
+    foreign = foreign[~view.nodes.is_owned(foreign)]
+    loader = FullGraphLoader(g, view.owned_nodes("train_mask"), 2, plan=[foreign, foreign], transport=transport)
+    seen = []
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            x = embedding(input_nodes)
+            nn.functional.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
+            own = view.nodes.is_owned(input_nodes)
+            seen.append({"ids": input_nodes, "x": x.detach().clone(), "grad": x.grad.clone(), "own": own})
+            optimizer.step()
+        g.barrier()
+    return [{**facts, "ids": g.ndata["id"][facts["ids"]]} for facts in seen]
+
+
 def check_planned(g: Any, view: PartitionedGraph, transport: str) -> list[float]:
     """The user's script: probed, traced and planned at the second epoch, over this transport."""
     torch.manual_seed(0)
@@ -319,6 +343,7 @@ CHECKS: dict[str, Callable[[Any, PartitionedGraph, str], Any]] = {
     "messages": check_messages,
     "reads": check_reads,
     "inference": check_inference,
+    "embedding": check_embedding,
     "planned": check_planned,
     "sampled": check_sampled,
 }

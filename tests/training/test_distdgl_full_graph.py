@@ -52,7 +52,7 @@ class Setting:
     """The folder was written by DGL alone."""
     hops: int = 2
     cases: tuple[Case, ...] = tuple(FEW)
-    checks: tuple[str, ...] = ("memory", "share", "reads", "inference", "messages", "planned")
+    checks: tuple[str, ...] = ("memory", "share", "reads", "inference", "messages", "embedding", "planned")
 
     @property
     def num_ranks(self) -> int:
@@ -68,7 +68,7 @@ SETTINGS = {
     ),
     "plain folder": Setting(
         parts=3, is_plain=True, is_enabled=False, transports=("collective",),
-        checks=("errors", "memory", "share", "reads", "inference"),
+        checks=("errors", "memory", "share", "reads", "inference", "embedding"),
     ),
     "one machine": Setting(
         parts=1, trainers=2, samplers=1, transports=("collective",), checks=("share", "planned", "sampled")
@@ -233,6 +233,32 @@ def test_inference(outcome: Outcome) -> None:
         order = torch.argsort(ids)
         assert torch.equal(ids[order], torch.arange(graph.num_nodes()))
         assert_close(torch.cat([logits for _, logits in seen])[order], expected, "logits")
+
+
+def test_embeddings_learn_from_the_whole_graph(outcome: Outcome) -> None:
+    graph = whole_graph()
+    train = graph.ndata["train_mask"].bool()
+    for transport, seen in each(outcome, "embedding"):
+        model = Case(kind="sage_mean", dtype=torch.float32).build(5)
+        for epoch in range(2):
+            # Rows as the ranks read them: initial ones by partitioned id, then those that the optimizer wrote.
+            x = torch.full((graph.num_nodes(), 5), float("nan"))
+            for facts in seen:
+                x[facts[epoch]["ids"]] = facts[epoch]["x"]
+            known = ~x.isnan().any(1)
+            x = x.nan_to_num().requires_grad_()
+            F.cross_entropy(model([graph] * 2, x)[train], graph.ndata["label"][train]).backward()
+            num_replicas = 0
+            for facts in seen:
+                facts = facts[epoch]
+                assert_close(facts["x"], x.detach()[facts["ids"]], f"{transport}: rows", 0.0)
+                assert_close(facts["grad"], x.grad[facts["ids"]], f"{transport}: gradients", 1e-5)
+                num_replicas += int((~facts["own"]).sum())
+            assert num_replicas > 0 or outcome.setting.num_ranks == 1
+            assert not bool(x.grad[~known].any())
+        before, after = (torch.cat([facts[epoch]["x"][facts[epoch]["own"]] for facts in seen]) for epoch in range(2))
+        grad = torch.cat([facts[0]["grad"][facts[0]["own"]] for facts in seen])
+        assert_close(after, before - 0.1 * grad / (grad.abs() + 1e-10), "Adagrad's first step", 1e-5)
 
 
 def test_plans_made_over_the_transport(outcome: Outcome) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from dgl_hybrid.sampling.config import HaloConfig
 from tests.distdgl.chi_square import difference_of, p_value, statistic_of
-from tests.distdgl.conftest import Arm, ConformanceJobs
+from tests.distdgl.conftest import TOPOLOGIES, Arm, ConformanceJobs
 from tests.distdgl.context import NamedCheck
 from tests.distdgl.data_checks import DATA_CHECKS
 from tests.distdgl.hetero_checks import HETERO_CHECKS
@@ -20,6 +20,8 @@ from tests.distdgl.write_checks import WRITE_CHECKS
 
 HOMOGENEOUS = [*SAMPLING_CHECKS, *DATA_CHECKS, *WRITE_CHECKS]
 LEAST_P_VALUE = 1e-3
+LEAST_P_VALUE_UNSEEDED = 1e-6
+"""Where sampler processes draw: nothing seeds them, and a test must not fail once in a thousand runs."""
 EVERYTHING = HaloConfig(strategy="depcache")
 A_TENTH = HaloConfig(strategy="hybrid", budget="10%")
 
@@ -74,6 +76,10 @@ def test_check(jobs: ConformanceJobs, arm: Arm, check: str) -> None:
     assert compared > 0
 
 
+def least_p_value(arm: Arm) -> float:
+    return LEAST_P_VALUE_UNSEEDED if TOPOLOGIES[arm.topology].num_samplers else LEAST_P_VALUE
+
+
 def draws_of(jobs: ConformanceJobs, arm: Arm) -> list[dict[str, object]]:
     return [draw for result in jobs.results(arm) for draw in result["checks"]["distribution"]["notes"].get("draws", [])]
 
@@ -88,7 +94,7 @@ def test_edges_are_drawn_as_they_should_be(jobs: ConformanceJobs, arm: Arm) -> N
         kind: p_value([statistic_of(draw) for draw in draws if (draw["kind"], draw["owned"]) == kind]) for kind in kinds
     }
     print(sorted(p_values.items(), key=lambda item: item[1])[:3])
-    assert min(p_values.values()) > LEAST_P_VALUE, p_values
+    assert min(p_values.values()) > least_p_value(arm), p_values
 
 
 def pairs() -> list[object]:
@@ -106,7 +112,7 @@ def test_edges_are_drawn_as_by_stock_dgl(jobs: ConformanceJobs, off: Arm, on: Ar
         p_values[kind] = p_value([difference_of(a, b) for a, b in both])
         assert any(a["counts"] != b["counts"] for a, b in both), "the same draws twice show nothing"
     print(sorted(p_values.items(), key=lambda item: item[1])[:3])
-    assert min(p_values.values()) > LEAST_P_VALUE, p_values
+    assert min(p_values.values()) > least_p_value(on), p_values
 
 
 @pytest.mark.parametrize(("off", "on"), [pair for pair in pairs() if "het" not in pair.id])

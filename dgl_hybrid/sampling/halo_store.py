@@ -341,14 +341,17 @@ class HaloStore:
         )
 
     def adopt(self, shared: SharedHalo) -> None:
-        """Uses what the trainer shared with this process."""
-        if shared.lists is not None:
+        """Uses what the trainer shared with this process: again for every loader, since each may add to it."""
+        if shared.lists is not None and (
+            self.halo_graph is None or not bool(self.halo_graph.holds(shared.lists.ids).all())
+        ):
             self.halo_graph = HaloGraph(shared.lists, self._book.partid)
             if self._lists is not None:
                 self._lists.keep_held(self.halo_graph)
         for name, (ids, rows) in shared.rows.items():
-            self._rows[name] = self._make_rows(name)
-            self._rows[name].adopt(ids, rows)
+            if name not in self._rows or not bool(self._rows[name].holds(ids).all()):
+                self._rows[name] = self._make_rows(name)
+                self._rows[name].adopt(ids, rows)
 
     # ---------------------------------------------------------------- sizes
 

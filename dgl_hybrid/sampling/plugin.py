@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +28,9 @@ _SERVER_PARAMETERS = (
     "self server_id ip_config num_servers num_clients part_config disable_shared_mem graph_format use_graphbolt"
 )
 _LOADER_PARAMETERS = "self dataset batch_size shuffle collate_fn drop_last queue_size"
+
+_graphs: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""The `DistGraph`s that were made in this process with the plugin on, by name."""
 
 
 class HaloPlugin:
@@ -62,6 +66,7 @@ class HaloPlugin:
             ),
             hook(".kvstore", "KVClient.push", "self name id_tensor data_tensor", self._push),
             hook(".kvstore", "KVClient.barrier", "self", self._barrier),
+            hook(".dist_graph", "DistGraph.__init__", "self graph_name gpb part_config", self._make_graph),
             hook(".dist_graph", "DistGraph.__getstate__", "self", self._get_state),
             hook(".dist_graph", "DistGraph.__setstate__", "self state", self._set_state),
             hook(".dist_graph", "DistGraphServer.__init__", _SERVER_PARAMETERS, self._start_server),
@@ -178,7 +183,18 @@ class HaloPlugin:
         for store in self._stores.values():
             if store.has_field(client, name):
                 return store.pull(name, ids)
+        # Sampler processes may do all the sampling, by a function that does not say from what: learn from reads alone.
+        for g in list(_graphs.values()):
+            if g._client is client and g.graph_name not in self._stores:
+                made = self._store_of(g, share=_has_samplers())
+                if made is not None and made.has_field(client, name):
+                    return made.pull(name, ids)
         return None
+
+    @staticmethod
+    def _make_graph(original: Callable[..., Any], g: Any, *args: Any, **kwargs: Any) -> None:
+        original(g, *args, **kwargs)
+        _graphs[g.graph_name] = g
 
     def _push(
         self, original: Callable[..., Any], client: Any, name: str, id_tensor: Tensor, data_tensor: Tensor
@@ -199,7 +215,7 @@ class HaloPlugin:
     def _set_state(self, original: Callable[..., Any], g: Any, state: Any) -> None:
         shared = state[-1] if isinstance(state[-1], SharedHalo) else None
         original(g, state if shared is None else state[:-1])
-        if shared is not None and g.graph_name not in self._stores:
+        if shared is not None:
             store = self._store_of(g)
             if store is not None:
                 store.adopt(shared)

@@ -7,6 +7,7 @@ Each trainer writes one JSON: by phase, what was counted. All run the same phase
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -261,6 +262,38 @@ def sampler_processes(job: Job) -> Any:
     return {"trainer": job.epochs(loader, read), "sampler": last}
 
 
+def sampler_processes_of_two_loaders(job: Job) -> Any:
+    """The second loader reaches further than the first, whose lists the sampler processes got at their start."""
+    dgl_hybrid.enable(strategy="depcache")
+    nodes = train_nodes(job)
+    last: Counts = {}
+    for nids, fanouts in ((nodes[:10], [3]), (nodes, [4, 3])):
+        sampler = CountingSampler(job.g, fanouts)
+        loader = dgl.distributed.DistDataLoader(dataset=nids, batch_size=16, collate_fn=sampler.sample_blocks)
+        for _, counts in loader:
+            last.update(counts)
+        dist.barrier()
+    return last
+
+
+def draw_blocks(g: Any, fanouts: list[int], seeds: list[int]) -> Any:
+    return OldStyleSampler(g, fanouts).sample_blocks(seeds)
+
+
+def sampler_processes_say_nothing(job: Job) -> Any:
+    """All sampling is done elsewhere, by a function that the trainer cannot look into: it learns from its reads."""
+    dgl_hybrid.enable(strategy="depcache")
+    loader = dgl.distributed.DistDataLoader(
+        dataset=train_nodes(job), batch_size=16, collate_fn=functools.partial(draw_blocks, job.g, [4, 3])
+    )
+
+    def read(blocks: Any) -> None:
+        inputs = blocks[0].srcdata[dgl.NID]
+        job.check_rows(job.g.ndata["feat"][inputs], "feat", inputs)
+
+    return job.epochs(loader, read, epochs=12)
+
+
 def unserved(job: Job) -> Any:
     """The trainers run with the plugin, the servers do not."""
     counted = job.epochs(node_loader(job, [3, 4]), read_batch(job))
@@ -285,6 +318,8 @@ PHASES: dict[str, Callable[[Job], Any]] = {
         writes,
         heterograph,
         sampler_processes,
+        sampler_processes_of_two_loaders,
+        sampler_processes_say_nothing,
         unserved,
     )
 }

@@ -149,6 +149,29 @@ def test_sampler_processes_draw_from_what_their_trainer_holds(tmp_path: Path) ->
         assert sampler["remote_sampling_requests"] == sampler["fill_seeds"] == 0
 
 
+@pytest.fixture(scope="module")
+def with_samplers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    phases = ("sampler_processes_of_two_loaders", "sampler_processes_say_nothing")
+    folder = tmp_path_factory.mktemp("samplers")
+    return run_phases(folder, homogeneous_graph(400, 6), 2, *phases, topology=Topology(num_samplers=1))
+
+
+def test_sampler_processes_get_the_lists_of_later_loaders(with_samplers: list[dict[str, Any]]) -> None:
+    for results in with_samplers:
+        sampler = results["sampler_processes_of_two_loaders"]
+        assert sampler["held_seeds"] > 0
+        assert sampler["remote_sampling_requests"] == sampler["fill_seeds"] == 0
+
+
+def test_a_trainer_whose_samplers_say_nothing_learns_from_its_reads(with_samplers: list[dict[str, Any]]) -> None:
+    for results in with_samplers:
+        first, *_, last = results["sampler_processes_say_nothing"]
+        assert first["remote_rows"] > 0
+        assert last["remote_rows"] < 0.1 * first["remote_rows"]
+        assert last["held_rows"] > 0
+        assert last["wrong"] == 0
+
+
 def test_servers_without_the_plugin_cannot_tell_of_writes(tmp_path: Path) -> None:
     for results in run_phases(tmp_path, homogeneous_graph(400, 6), 2, "unserved", plugin=None):
         first, *_, last = results["unserved"]["epochs"]

@@ -29,6 +29,7 @@ def infer(
 
     Args:
         model: Any module a loader's blocks work with, wrapped in DDP or not; its mode is restored afterwards.
+        g: A running `DistGraph`, or the graph as this rank sees it.
         sampler: A DGL sampler or the number of layers, as for `FullGraphLoader`.
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
         feature: The node field that is the model's input.

@@ -113,7 +113,7 @@ def test_link_prediction(powerlaw: Path, on: bool) -> None:
     assert last_figure(lines, "test edges scored above a random pair:") > 0.58
     if on:
         for counts in counts_of(lines):
-            assert counts["held_rows"] > counts["remote_rows"] > 0
+            assert counts["held_rows"] > 10 * counts["remote_rows"]
 
 
 @pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["on", "off"])

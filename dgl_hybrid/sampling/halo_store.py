@@ -71,7 +71,7 @@ class HaloStore:
         *,
         share: bool,
     ) -> None:
-        self.written = written
+        self._written = written
         self._pull_unheld = pull_unheld
         self._client = g._client
         self._book = g.get_partition_book()
@@ -94,7 +94,7 @@ class HaloStore:
         self._held_sizes: dict[str, int] = {}
         self._observed_rows: dict[str, ObservedReads] = {}
         self._observed_seeds = ObservedReads()
-        if self._is_holding and not self.written.is_guarded:
+        if self._is_holding and not self._written.is_guarded:
             _logger.warning(
                 "the server of machine %d runs without dgl_hybrid, so it cannot tell of writes: in-edge lists will be "
                 "held, rows will not. Call dgl_hybrid.enable() before dgl.distributed.initialize().",
@@ -103,7 +103,7 @@ class HaloStore:
 
     # ---------------------------------------------------------------- deciding
 
-    def plan_for(self, g: Any, loader: LoaderAccess) -> None:
+    def plan_for(self, loader: LoaderAccess) -> None:
         """Adds a loader's reads to what is expected, and decides anew what is held."""
         if self._lists is None or loader.key in self._planned:
             return
@@ -117,7 +117,7 @@ class HaloStore:
         foreign = self._book.nid2partid(self._expected.ids) != self._book.partid
         ids = self._expected.ids[foreign]
         if len(ids):
-            self._costs = self._costs or self._measure(g, ids, loader)
+            self._costs = self._costs or self._measure(ids, loader)
             choice = self._choose(ids, foreign)
             self._chosen = ids[choice.rows]
             self._hold_lists(ids[choice.lists])
@@ -160,7 +160,7 @@ class HaloStore:
         self._narrow_reserve = min(
             float(narrow_bytes * int(is_seed.sum())), _NARROW_SHARE * min(self._budget_bytes, 2.0**62)
         )
-        can_hold_rows = self.written.is_guarded
+        can_hold_rows = self._written.is_guarded
         return choose_held(
             seed_reads=seed_reads,
             row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
@@ -170,7 +170,7 @@ class HaloStore:
             budget_bytes=self._budget_bytes - self._narrow_reserve,
         )
 
-    def _measure(self, g: Any, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
+    def _measure(self, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
         if math.isinf(self._budget_bytes):
             return RemoteCosts(row_s=1.0, seed_s=1.0, latency_s=0.0)  # everything is held: nothing to weigh
         owner = self._book.nid2partid(ids)
@@ -221,10 +221,10 @@ class HaloStore:
             ids: (n,) ids within the field's type.
         """
         original = self._pull_of(name)
-        self.written.announce_direct_writes()
+        self._written.announce_direct_writes()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._policy(name).get_size()):
             return original(ids)  # DGL's error
-        if not self._is_holding or not self.written.may_hold(name):
+        if not self._is_holding or not self._written.may_hold(name):
             self._rows.pop(name, None)
             self._count_remote(name, ids)
             return original(ids)
@@ -276,7 +276,8 @@ class HaloStore:
         if self.halo_graph is None:
             return None
         tensors = self.halo_graph.tensors
-        reads = self._expected.as_frontier[torch.searchsorted(self._expected.ids, tensors.ids)]
+        found, position = find_sorted(self._expected.ids, tensors.ids)
+        reads = torch.where(found, self._expected.as_frontier[position], 0.0)  # 0: learnt of while running
         vertices = torch.argsort(reads, descending=True, stable=True)
         _, positions = gather_segments(tensors.indptr.to(torch.int64), vertices)
         eids = tensors.eids_at(positions)
@@ -375,7 +376,7 @@ class HaloStore:
         """Of the node fields that may be held."""
         return {
             name: self._row_bytes_of(name)
-            for name in self.written.static_names
+            for name in self._written.static_names
             if name in self._client._data_store and self._policy(name).is_node
         }
 

@@ -125,7 +125,7 @@ class HaloPlugin:
         if store is not None:
             access = read_loader(g, dataset, batch_size, drop_last, collate_fn)
             if access is not None:
-                store.plan_for(g, access)
+                store.plan_for(access)
         original(loader, dataset, batch_size, shuffle, collate_fn, drop_last, queue_size)
 
     def _draw_neighbours(

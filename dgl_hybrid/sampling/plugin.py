@@ -65,6 +65,7 @@ class HaloPlugin:
                 ".graph_services", "_distributed_access", "g nodes issue_remote_req local_access", self._draw_neighbours
             ),
             hook(".kvstore", "KVClient.push", "self name id_tensor data_tensor", self._push),
+            hook(".kvstore", "KVClient.delete_data", "self name", self._delete),
             hook(".kvstore", "KVClient.barrier", "self", self._barrier),
             hook(".dist_graph", "DistGraph.__init__", "self graph_name gpb part_config", self._make_graph),
             hook(".dist_graph", "DistGraph.__getstate__", "self", self._get_state),
@@ -201,6 +202,10 @@ class HaloPlugin:
     ) -> None:
         self.written_fields(client).announce(name)
         original(client, name, id_tensor, data_tensor)
+
+    def _delete(self, original: Callable[..., Any], client: Any, name: str) -> None:
+        self.written_fields(client).announce(name)  # what comes under this name later is another field
+        original(client, name)
 
     def _barrier(self, original: Callable[..., Any], client: Any) -> None:
         if self._written is not None:

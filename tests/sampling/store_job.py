@@ -17,6 +17,7 @@ from typing import Any
 import dgl
 import torch
 import torch.distributed as dist
+from dgl.distributed import kvstore
 
 import dgl_hybrid
 from dgl_hybrid.errors import HybridError
@@ -178,6 +179,10 @@ def inference(job: Job) -> Any:
     return job.epochs(loader, read_batch(job))
 
 
+def sevens(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, 7, dtype=dtype)
+
+
 def writes(job: Job) -> Any:
     """A push and a direct write are seen everywhere, by fields that were held a moment ago."""
     dgl_hybrid.enable(strategy="depcache")
@@ -209,6 +214,18 @@ def writes(job: Job) -> Any:
         job.check_rows(g.ndata["feat"][batch[0]], "feat", batch[0])
     outcome["remote_rows_of_the_unwritten"] = dgl_hybrid.read_counts()["remote_rows"]
     outcome["wrong"] = job.wrong
+    g.barrier()
+    outcome["held_before_it_was_deleted"] = 0
+    for batch in loader:
+        dgl_hybrid.reset_read_counts()
+        g.ndata["label"][batch[1]]
+        outcome["held_before_it_was_deleted"] += dgl_hybrid.read_counts()["held_rows"]
+    key = g.ndata["label"].kvstore_key
+    del g.ndata["label"]
+    kvstore.get_kvstore().delete_data(key)
+    anew = dgl.distributed.DistTensor((len(ids),), torch.int64, "label", init_func=sevens, attach=False)
+    assert anew.kvstore_key == key
+    outcome["stale_after_deletion"] = int((anew[ids] != 7).sum())
     g.barrier()
     return outcome
 

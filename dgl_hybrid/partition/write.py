@@ -90,10 +90,7 @@ def partition_graph(
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
     target = Path(out_path).absolute()
     _check_target(target, graph_name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=target.parent))
-    # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
-    staging.chmod(0o775)
+    staging = _make_staging(target)
     try:
         if g.is_homogeneous:
             if isinstance(balance_ntypes, dict):
@@ -139,10 +136,28 @@ def partition_graph(
         sync_tree(staging)
         _move_into_place(staging, target, graph_name)
     except OSError as error:
-        raise PartitionError(f"{target} cannot be written: {error}. Free space or choose another out_path.") from error
+        raise _cannot_be_written(target, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return mapping if return_mapping else None
+
+
+def _make_staging(target: Path) -> Path:
+    # Inside a folder that is there: a working directory or a mount point is not to be renamed over, and the folder
+    # above may be another user's.
+    parent = target if target.is_dir() else target.parent
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
+        # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
+        staging.chmod(0o775)
+    except OSError as error:
+        raise _cannot_be_written(target, error) from error
+    return staging
+
+
+def _cannot_be_written(target: Path, error: OSError) -> PartitionError:
+    return PartitionError(f"{target} cannot be written: {error}. Free space or choose another out_path.")
 
 
 def _write_heterograph(
@@ -314,7 +329,7 @@ def _save_structure(
 
 def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
     """Renames the finished folder to its name; the JSON, without which nothing loads, comes last."""
-    if not target.exists() or not any(target.iterdir()):
+    if not target.exists():
         staging.rename(target)
         sync_path(target.parent)
         return

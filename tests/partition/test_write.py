@@ -305,6 +305,25 @@ def test_rewriting_replaces_and_another_graph_is_refused(tmp_path: Path) -> None
         partition_graph(hand_drawn(), "g", 2, tmp_path / "file")
 
 
+def test_an_empty_folder_stays_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be somebody's working directory, or a mount point."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    before = folder.stat().st_ino
+    write(hand_drawn(), Path(), 2)
+    assert folder.stat().st_ino == before
+    assert sorted(path.name for path in Path().iterdir()) == ["g.json", "hybrid_manifest.json", "part0", "part1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["here"]
+    assert load_partition(folder / "g.json", 0).num_inner == load_partition(folder / "g.json", 1).num_inner
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PartitionError, match=r"file/p cannot be written: .*choose another out_path"):
+        write(hand_drawn(), tmp_path / "file" / "p", 2)
+
+
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
 from dgl.distributed import DistGraph, graph_services
@@ -37,12 +39,13 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
     owner = getattr(collate_fn, "__self__", collate_fn)
     num_batches = len(dataset) // batch_size if drop_last else math.ceil(len(dataset) / batch_size)
     if isinstance(owner, (NodeCollator, EdgeCollator)):
-        sampler = owner.graph_sampler
+        sampler = getattr(owner, "graph_sampler", None)
         fanouts = _read_fanouts(g, getattr(sampler, "fanouts", None), first_drawn_last=True)
-        if fanouts is None or getattr(sampler, "edge_dir", "in") != "in":
+        wanted = getattr(owner, "nids" if isinstance(owner, NodeCollator) else "eids", None)
+        if fanouts is None or wanted is None or getattr(sampler, "edge_dir", "in") != "in":
             return None
         if isinstance(owner, NodeCollator):
-            seeds, occurrences = _count(_homogeneous_nodes(g, owner.nids))
+            seeds, occurrences = _count(_homogeneous_nodes(g, wanted))
         else:
             seeds, occurrences = _edge_seeds(g, owner)
         replace = bool(getattr(sampler, "replace", False))
@@ -60,6 +63,8 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
 
 
 def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fanout, ...] | None:
+    if isinstance(fanouts, (Tensor, np.ndarray)):
+        fanouts = fanouts.tolist()
     if not isinstance(fanouts, Sequence) or isinstance(fanouts, str) or not fanouts:
         return None
     known: list[Fanout] = []
@@ -69,7 +74,7 @@ def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fano
             if set(by_type) != set(g.canonical_etypes):
                 return None
             known.append(tuple(by_type[etype] for etype in g.canonical_etypes))
-        elif isinstance(fanout, int) or (isinstance(fanout, Tensor) and fanout.numel() == 1):
+        elif isinstance(fanout, Integral) or (isinstance(fanout, Tensor) and fanout.numel() == 1):
             known.append(int(fanout))
         else:
             return None
@@ -77,6 +82,8 @@ def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fano
 
 
 def _as_ids(dataset: Any) -> Tensor | None:
+    if not isinstance(dataset, (Tensor, np.ndarray, list, tuple, range)):
+        return None  # a data set of the script's own: it may make up items for ever
     try:
         ids = torch.as_tensor(dataset)
     except (TypeError, ValueError, RuntimeError):
@@ -112,7 +119,7 @@ def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
     by_type = collator.eids if isinstance(collator.eids, Mapping) else {g.canonical_etypes[0]: collator.eids}
     ends: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
     drawn: list[tuple[Tensor, float]] = []
-    num_negatives = _negatives_per_edge(collator.negative_sampler)
+    num_negatives = _negatives_per_edge(getattr(collator, "negative_sampler", None))
     for etype, eids in by_type.items():
         edges = eids.to(torch.int64)
         if not book.is_homogeneous:

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is read from the data loaders of scripts, among them those that DGL would not recognise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
+
+# isort: split
+import dgl
+import numpy as np
+import pytest
+import torch
+from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
+
+from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
+
+ETYPE = ("_N", "_E", "_N")
+G = SimpleNamespace(
+    ntypes=["_N"],
+    canonical_etypes=[ETYPE],
+    num_nodes=lambda *_: 10,
+    to_canonical_etype=lambda _: ETYPE,
+    get_partition_book=lambda: SimpleNamespace(is_homogeneous=True),
+)
+
+
+class OldStyleSampler:
+    def __init__(self, fanouts: Any) -> None:
+        self.g, self.fanouts = G, fanouts
+
+    def sample_blocks(self, seeds: Any) -> None: ...
+
+
+class EndlessItems:
+    """A data set of the script's own, which answers every index; so do many that inherit from PyTorch's."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        assert index < len(self), "nobody asked for that"
+        return torch.tensor(index)
+
+
+@pytest.mark.parametrize("dataset", [[3, 1, 1], (3, 1, 1), np.array([3, 1, 1]), torch.tensor([3, 1, 1])])
+def test_node_ids_of_an_old_style_loader(dataset: Any) -> None:
+    access = read_loader(G, dataset, 2, False, OldStyleSampler([2, 5]).sample_blocks)
+    assert access is not None
+    assert (access.seeds.tolist(), access.occurrences.tolist()) == ([1, 3], [2.0, 1.0])
+    assert (access.num_batches, access.fanouts) == (2, (5, 2)), "it draws the first fanout first"
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [EndlessItems(), [("paper", 3)], [], torch.rand(3), torch.zeros(2, 2, dtype=torch.int64), [3, 10], [-1]],
+)
+def test_what_are_no_node_ids_is_left_alone(dataset: Any) -> None:
+    assert read_loader(G, dataset, 2, False, OldStyleSampler([2, 5]).sample_blocks) is None
+
+
+@pytest.mark.parametrize(
+    "fanouts", [[2, 5], (2, 5), np.array([2, 5]), torch.tensor([2, 5]), [np.int64(2), np.int32(5)]]
+)
+def test_fanouts_are_numbers_of_any_kind(fanouts: Any) -> None:
+    access = read_loader(G, [1], 1, False, OldStyleSampler(fanouts).sample_blocks)
+    assert access is not None
+    assert access.fanouts == (5, 2)
+    assert all(type(fanout) is int for fanout in access.fanouts)
+
+
+@pytest.mark.parametrize("fanouts", [None, [], "10,25", [2.5], [None], 5])
+def test_other_fanouts_say_nothing(fanouts: Any) -> None:
+    assert read_loader(G, [1], 1, False, OldStyleSampler(fanouts).sample_blocks) is None
+
+
+@pytest.mark.parametrize("base", [NodeCollator, EdgeCollator])
+def test_a_collator_with_an_init_of_its_own_may_lack_what_dgls_have(base: Any) -> None:
+    class Collator(base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.g, self.graph_sampler = G, dgl.dataloading.NeighborSampler([2])
+
+    assert read_loader(G, [1], 1, False, Collator().collate) is None
+
+
+@pytest.mark.parametrize("collate_fn", [None, len, lambda items: items, OldStyleSampler([1])])
+def test_no_distributed_graph_in_sight(collate_fn: Any) -> None:
+    assert graph_of_loader(collate_fn) is None

@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.distdgl_reads.schedule import Schedule, write_message
 from benchmarks.distdgl_reads.stock_counts import StockCounts
-from dgl_hybrid.sampling import switch
 
 GATE_BATCHES = 2
 
@@ -72,17 +71,6 @@ def gather(value: Any) -> list[Any]:
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
-
-
-def held_bytes() -> int:
-    """Returns the bytes of rows and in-edge lists that this process holds now."""
-    if switch._plugin is None:
-        return 0
-    total = 0
-    for store in switch._plugin._stores.values():
-        total += sum(held.num_bytes for held in store._rows.values())
-        total += 0 if store.halo_graph is None else store.halo_graph.tensors.num_bytes
-    return total
 
 
 class Bench:
@@ -165,7 +153,7 @@ class Bench:
                         x, y = self.g.ndata["feat"][inputs], self.g.ndata["label"][seeds]
                 elapsed_s = time.perf_counter() - start_s
                 counts = dgl_hybrid.read_counts() | (stock.to_json() if mode == "off" else {})
-                ranks = gather({**counts, "held_bytes": held_bytes(), "elapsed_s": elapsed_s})
+                ranks = gather({**counts, "held_bytes": dgl_hybrid.held_bytes(), "elapsed_s": elapsed_s})
                 epochs.append(
                     _sum(ranks)
                     | {

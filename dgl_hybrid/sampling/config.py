@@ -28,7 +28,7 @@ class Budget:
     share: float | None = None
     """Of the bytes of all node features of the graph."""
     is_auto: bool = False
-    """A quarter of the memory that is free when the first loader is made, shared by the host's trainers."""
+    """A quarter of the memory that is free at the first read or loader, shared by the host's trainers."""
 
     @property
     def is_unlimited(self) -> bool:

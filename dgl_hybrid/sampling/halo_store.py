@@ -250,9 +250,11 @@ class HaloStore:
 
     def _wanted(self, name: str, held: HeldRows, ids: Tensor) -> Tensor | None:
         """The ids worth holding, the most read first; None while nothing is expected or none of `ids` is remote."""
+        if len(self._expected.ids) == 0:
+            return None
         policy = self._policy(name)
         remote = torch.unique(ids[policy.to_partid(ids) != self._book.partid])
-        if len(self._expected.ids) == 0 or len(remote) == 0:
+        if len(remote) == 0:
             return None
         if not policy.is_node:
             return self._wanted_edges(policy)

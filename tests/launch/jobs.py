@@ -51,6 +51,8 @@ class Observer:
     children: list[int] = field(default_factory=list)
     prefixes: set[str] = field(default_factory=set)
     processes: set[psutil.Process] = field(default_factory=set)
+    others: set[psutil.Process] = field(default_factory=lambda: set(psutil.Process().children(recursive=True)))
+    """Children of this process from before the job: ranks that other tests share."""
     shared_memory: set[str] = field(default_factory=set)
     acted_s: float | None = None
 
@@ -71,7 +73,7 @@ class Observer:
     def note(self, launcher: int | None = None) -> None:
         """Remembers the job's processes and their shared memory, before something is killed."""
         self.acted_s = time.monotonic()
-        self.processes |= set(psutil.Process(launcher).children(recursive=True))
+        self.processes |= set(psutil.Process(launcher).children(recursive=True)) - self.others
         for prefix in sorted(self.prefixes):
             processes = find_processes(prefix)
             self.processes |= {psutil.Process(process) for process in processes}

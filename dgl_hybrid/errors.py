@@ -34,3 +34,7 @@ class BlockError(HybridError):
 
 class LaunchError(HybridError):
     """The processes of a run could not be started, or one of them died."""
+
+
+class KernelError(HybridError):
+    """A kernel of the ops cannot be compiled, loaded or launched."""

@@ -54,11 +54,12 @@ setup(
     # Said although it is the default: an editable install is then a line in a .pth file, not an import hook.
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),
-    package_data={"dgl_hybrid": ["py.typed"]},
+    package_data={"dgl_hybrid": ["py.typed"], "dgl_hybrid.ops.cuda": ["*.cu"]},
     cmdclass={"build_py": BuildWithCompat},
     install_requires=[
         "dgl==2.1.*",
         "matplotlib",
+        "numba",
         "numpy",
         "ortools",
         "packaging",
@@ -71,7 +72,8 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "dev": ["mypy", "pytest", "ruff"],
+        # NVRTC and the disassembler compile and read the CUDA source in tests; no GPU is needed for that.
+        "dev": ["mypy", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "nvidia-cuda-nvrtc", "pytest", "ruff"],
         "ogb": ["ogb"],
     },
     entry_points={"console_scripts": ["dgl-hybrid = dgl_hybrid.cli.main:main"]},

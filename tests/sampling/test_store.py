@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,9 @@ def test_a_budget_holds(trainers: list[dict[str, Any]]) -> None:
             assert last["held_bytes"] >= 0.6 * limit, budget
             left.append(last["remote_rows"])
         assert left[0] > 0.9 * everything
-        assert left == sorted(left, reverse=True)
+        for more, less in itertools.pairwise(left):
+            # Each budget's epoch draws neighbours of its own: the counts differ by three times a Poisson's deviation.
+            assert less <= more + 3 * more**0.5, left
         assert left[-1] < 0.75 * everything, "features and edge data are too much for two fifths of the features"
 
 

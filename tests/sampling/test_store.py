@@ -65,7 +65,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_counting_alone_holds_nothing(trainers: list[dict[str, Any]]) -> None:
     for results in trainers:
         for epoch in results["count_only"]:
-            assert epoch["remote_rows"] > 300
+            assert epoch["remote_rows"] > 200
             assert epoch["remote_sampling_requests"] > 0
             assert epoch["held_rows"] == epoch["held_seeds"] == epoch["fill_rows"] == epoch["held_bytes"] == 0
 
@@ -99,7 +99,7 @@ def test_a_budget_holds(trainers: list[dict[str, Any]]) -> None:
             assert last["held_bytes"] <= limit, budget
             assert last["held_bytes"] >= 0.6 * limit, budget
             left.append(last["remote_rows"])
-        assert left[0] > 0.9 * everything
+        assert left[0] > 0.75 * everything
         for more, less in itertools.pairwise(left):
             # Each budget's epoch draws neighbours of its own: the counts differ by three times a Poisson's deviation.
             assert less <= more + 3 * more**0.5, left

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dgl_hybrid.ops.cuda.cubins import CubinCache, cubin_key, default_folder
+
+KEY = cubin_key("source", ["-DTX=0"], "NVRTC 12.8", "sm_90")
+CUBIN = bytes(range(256)) * 5
+
+
+def never() -> bytes:
+    raise AssertionError("compiled although the file is there")
+
+
+def test_key_depends_on_every_part() -> None:
+    parts: list[tuple[str, list[str], str, str]] = [
+        ("source", ["-DTX=0"], "NVRTC 12.8", "sm_90"),
+        ("source ", ["-DTX=0"], "NVRTC 12.8", "sm_90"),
+        ("source", ["-DTX=1"], "NVRTC 12.8", "sm_90"),
+        ("source", ["-DTX=0", "-DG=4"], "NVRTC 12.8", "sm_90"),
+        ("source", ["-DTX=", "0"], "NVRTC 12.8", "sm_90"),
+        ("source-DTX=0", [], "NVRTC 12.8", "sm_90"),
+        ("source", ["-DTX=0"], "NVRTC 12.9", "sm_90"),
+        ("source", ["-DTX=0"], "NVRTC 12.8", "sm_100"),
+    ]
+    assert len({cubin_key(*part) for part in parts}) == len(parts)
+    assert cubin_key(*parts[0]) == KEY
+
+
+def test_second_reader_does_not_compile(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "b"
+    assert CubinCache(folder).load_or_compile(KEY, lambda: CUBIN) == CUBIN
+    assert CubinCache(folder).load_or_compile(KEY, never) == CUBIN
+    assert [file.name for file in folder.iterdir()] == [f"{KEY}.cubin"], "nothing is left aside"
+    assert folder.stat().st_mode & 0o077 == 0, "others cannot put code there"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-1],
+        lambda data: data[:10],
+        lambda data: b"",
+        lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+        lambda data: bytes([data[0] ^ 1]) + data[1:],
+        lambda data: data + b"\0",
+    ],
+    ids=["cut", "cut in the head", "empty", "bit flipped", "other magic", "longer"],
+)
+def test_damaged_file_is_compiled_again(tmp_path: Path, damage, caplog: pytest.LogCaptureFixture) -> None:
+    cache = CubinCache(tmp_path)
+    cache.load_or_compile(KEY, lambda: CUBIN)
+    file = tmp_path / f"{KEY}.cubin"
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert cache.load_or_compile(KEY, lambda: CUBIN) == CUBIN
+    assert "is damaged" in caplog.text
+    assert file.read_bytes() == whole, "the sound file is back"
+    assert cache.load_or_compile(KEY, never) == CUBIN
+
+
+def test_file_of_another_key_is_not_taken(tmp_path: Path) -> None:
+    cache, other = CubinCache(tmp_path), cubin_key("other", [], "NVRTC 12.8", "sm_90")
+    cache.load_or_compile(KEY, lambda: CUBIN)
+    (tmp_path / f"{KEY}.cubin").rename(tmp_path / f"{other}.cubin")
+    assert cache.load_or_compile(other, lambda: b"other") == b"other"
+
+
+def test_unusable_folder_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    cache = CubinCache(tmp_path / "file")
+    for _ in range(3):
+        assert cache.load_or_compile(KEY, lambda: CUBIN) == CUBIN
+    records = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(records) == 1
+    assert "XDG_CACHE_HOME" in records[0].getMessage()
+    assert str(tmp_path / "file") in records[0].getMessage()
+
+
+def test_full_disk_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert CubinCache(tmp_path).load_or_compile(KEY, lambda: CUBIN) == CUBIN
+    assert list(tmp_path.iterdir()) == []
+    assert "No space left" in caplog.text
+
+
+def test_no_folder_compiles_every_time(caplog: pytest.LogCaptureFixture) -> None:
+    cache, compiled = CubinCache(None), []
+    for _ in range(2):
+        cache.load_or_compile(KEY, lambda: compiled.append(1) or CUBIN)  # type: ignore[func-returns-value]
+    assert len(compiled) == 2
+    assert caplog.text == ""
+
+
+def test_folder_of_the_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_folder() == tmp_path / "dgl_hybrid" / "cubins"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for value in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", value)
+        assert default_folder() == tmp_path / "home" / ".cache" / "dgl_hybrid" / "cubins"
+
+
+def test_processes_that_write_at_once(tmp_path: Path) -> None:
+    """Readers beside writers of the same key see a whole file or none: a torn one would be reported as damaged."""
+    script = (
+        "import sys, logging\n"
+        "from pathlib import Path\n"
+        "from dgl_hybrid.ops.cuda.cubins import CubinCache\n"
+        "cache = CubinCache(Path(sys.argv[1]))\n"
+        "data = b'x' * 300_000\n"
+        "for _ in range(50):\n"
+        "    cache._write('k', data)\n"
+        "    assert cache._read('k') == data\n"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stderr=subprocess.PIPE, text=True)
+        for _ in range(3)
+    ]
+    for process in running:
+        _, said = process.communicate(timeout=120)
+        assert process.returncode == 0, said
+        assert "damaged" not in said

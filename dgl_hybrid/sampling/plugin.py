@@ -12,11 +12,12 @@ import torch
 from dgl.distributed import graph_services
 from torch import Tensor
 
+from dgl_hybrid.compat.hook_set import Hook, HookSet
 from dgl_hybrid.partition import partition_graph
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.halo_store import HaloStore, SharedHalo
-from dgl_hybrid.sampling.hooks import Hook, HookSet, answer_pulls, unhooked_pull, withdraw
+from dgl_hybrid.sampling.hooks import answer_pulls, unhooked_pull, withdraw
 from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
 from dgl_hybrid.sampling.written import WrittenFields, publish_table
 

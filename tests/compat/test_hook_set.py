@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hooks are put around functions that are as expected, and leave no trace when they are taken away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dgl_hybrid.compat.hook_set import Hook, HookSet
+from dgl_hybrid.errors import CompatError
+
+
+class Client:
+    def pull(self, name: str, id_tensor: Any) -> str:
+        return f"{name} of {id_tensor}"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+    made = ModuleType("made_up_module")
+    made.Client = Client  # type: ignore[attr-defined]
+    made.greet = lambda name, times=1: name * times  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "made_up_module", made)
+    original = Client.__dict__["pull"]
+    yield made
+    Client.pull = original  # type: ignore[method-assign]
+
+
+def hook(name: str, parameters: str, action: Callable[..., Any]) -> Hook:
+    return Hook(module="made_up_module", name=name, parameters=parameters, action=action)
+
+
+def test_an_action_gets_the_original_and_the_arguments(module: Any) -> None:
+    original = module.greet
+    hooks = HookSet((hook("greet", "name times", lambda f, name, times=1: f(name + "!", times=times + 1)),))
+    hooks.install()
+    assert module.greet("a") == "a!a!"
+    hooks.remove()
+    assert module.greet is original
+
+
+def test_methods_are_hooked_on_their_class(module: Any) -> None:
+    original = Client.__dict__["pull"]
+    client = Client()
+    hooks = HookSet((hook("Client.pull", "self name id_tensor", lambda f, *args: "held " + f(*args)),))
+    hooks.install()
+    assert client.pull("feat", 3) == "held feat of 3"
+    hooks.remove()
+    assert Client.__dict__["pull"] is original
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "words"),
+    [
+        ("greet", "name", "to have the parameters 'name' \\(got 'name times'\\)"),
+        ("Client.push", "self", "expected made_up_module.Client.push in this DGL \\(got none\\)"),
+        ("Nobody.pull", "self", "expected made_up_module.Nobody.pull in this DGL"),
+    ],
+)
+def test_all_hooks_are_installed_or_none(module: Any, name: str, parameters: str, words: str) -> None:
+    original = Client.__dict__["pull"]
+    good = hook("Client.pull", "self name id_tensor", lambda f, *args: f(*args))
+    with pytest.raises(CompatError, match=words):
+        HookSet((good, hook(name, parameters, good.action))).install()
+    assert Client.__dict__["pull"] is original
+
+
+def test_a_hook_under_somebody_elses_goes_quiet(module: Any) -> None:
+    hooks = HookSet((hook("greet", "name times", lambda f, *args, **kwargs: "hooked"),))
+    hooks.install()
+    ours = module.greet
+    module.greet = lambda *args, **kwargs: "wrapped " + ours(*args, **kwargs)
+    assert module.greet("a") == "wrapped hooked"
+    hooks.remove()
+    assert module.greet("a") == "wrapped a"
+
+
+def test_a_second_installation_does_nothing(module: Any) -> None:
+    original = module.greet
+    hooks = HookSet((hook("greet", "name times", lambda f, name, times=1: f(name + "!", times)),))
+    assert not hooks.is_installed
+    hooks.install()
+    once = module.greet
+    hooks.install()
+    assert module.greet is once
+    assert hooks.is_installed
+    hooks.remove()
+    hooks.remove()
+    assert module.greet is original
+    assert not hooks.is_installed

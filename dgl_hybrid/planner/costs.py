@@ -101,6 +101,13 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
     receive_s, pack_s, latency_s, receive_bytes = [], [], [], []
     for layer in trace.layers:
         fwd, bwd = layer.operand_bytes_fwd, layer.operand_bytes_bwd
+        receive_bytes.append(fwd + bwd)
+        if layer.keeps_result:
+            edge_s.append(0.0)
+            receive_s.append((0.0,) * topology.world_size)
+            pack_s.append(0.0)
+            latency_s.append(0.0)
+            continue
         gather = topology.gather_rate(max(fwd, 1.0))
         edge_s.append(layer.edge_bytes / gather + layer.edge_flops / topology.dense_flops_per_s)
         # Forward: gathered into the send buffer at the owner, written here. Backward: read here, added at the owner.
@@ -118,7 +125,6 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
         pack_s.append(pack)
         exchanges = 2 if bwd else 1
         latency_s.append(exchanges * max(topology.latency_s[q][rank] for q in range(topology.world_size)))
-        receive_bytes.append(fwd + bwd)
     num_layers = trace.num_layers
     held = [
         level.held_bytes or layer.operand_bytes_fwd

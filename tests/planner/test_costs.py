@@ -70,6 +70,25 @@ def test_prices_of_a_hand_made_trace() -> None:
     assert topology.gather_rate(99) == 8.0
 
 
+def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:
+    """Raw features aggregated once: their rows and in-edges are held, the next epochs neither receive nor sum them."""
+    plain = synthetic_trace([16, 32, 8])
+    assert plain.layers[0].static_operand
+    kept = dataclasses.replace(
+        plain, layers=(dataclasses.replace(plain.layers[0], keeps_result=True), *plain.layers[1:])
+    )
+    topology = uniform_topology(3, bandwidth_bytes_per_s=1e8)
+    before, after = cost_model(plain, topology, 1), cost_model(kept, topology, 1)
+    assert after.receive_s == ((0.0, 0.0, 0.0), before.receive_s[1])
+    assert (after.pack_s[0], after.latency_s[0], after.edge_s[1]) == (0.0, 0.0, 0.0)
+    assert before.edge_s[1] > 0
+    assert after.row_s == before.row_s
+    assert (after.receive_bytes, after.row_held_bytes) == (before.receive_bytes, before.row_held_bytes)
+    assert after.edge_held_bytes == before.edge_held_bytes
+    assert after.output_edge_s == before.output_edge_s > 0
+    assert ModelTrace.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+
+
 def test_dear_links_make_dear_rows() -> None:
     trace = synthetic_trace([64, 32, 32, 8])
     slow, fast = (cost_model(trace, uniform_topology(3, bandwidth_bytes_per_s=b), 1) for b in (1e8, 1e9))

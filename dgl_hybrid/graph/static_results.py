@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Results of message passing that are the same in every epoch: made once, kept with what they were made of.
+
+Raw features do not change and need no gradient, so what a layer aggregates from them is the same in every epoch. It is
+recognised by identity: every operand must be a tensor that a loader handed out and that nobody wrote into since. A
+script that copies, drops or transforms its features first gives another tensor, and everything is computed as ever.
+
+Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
+every rank; whether somebody wrote into one is agreed on before each epoch (`StaticResults.agree`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+
+IsStatic = Callable[[Tensor], bool]
+"""Whether a tensor is what a loader's graph returned for its id tensors, so the same in every epoch until written."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Operand:
+    tensor: weakref.ref[Tensor]
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Operand:
+        return _Operand(weakref.ref(tensor), tensor._version)
+
+    def holds(self, tensor: Tensor) -> bool:
+        return self.tensor() is tensor and self.version == tensor._version
+
+    @property
+    def was_changed(self) -> bool:
+        tensor = self.tensor()
+        return tensor is None or tensor._version != self.version or tensor.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    operands: tuple[_Operand, ...]
+    result: Tensor
+    result_version: int
+
+    @property
+    def was_changed(self) -> bool:
+        return self.result._version != self.result_version or any(operand.was_changed for operand in self.operands)
+
+
+class StaticResults:
+    """The results one block keeps.
+
+    Args:
+        is_static: Tells the loader's tensors from others.
+    """
+
+    def __init__(self, is_static: IsStatic) -> None:
+        self._is_static = is_static
+        self._kept: dict[Hashable, _Kept] = {}
+
+    def are_static(self, operands: tuple[Tensor, ...]) -> bool:
+        """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""
+        if torch.is_autocast_enabled(operands[0].device.type) if operands else True:
+            return False  # the dtype of the result would depend on the caller's context
+        return all(not x.requires_grad and not x.is_inference() and self._is_static(x) for x in operands)
+
+    def get(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Returns the kept result for `key`, or makes it and keeps it.
+
+        Collective where `make` is. The result is shared between epochs: who writes into it causes it to be made anew.
+
+        Args:
+            key: Says what is computed from the operands.
+            operands: For which `are_static` holds.
+            make: Called without gradients.
+        """
+        kept = self._kept.get(key)
+        is_current = (
+            kept is not None
+            and len(kept.operands) == len(operands)
+            and kept.result._version == kept.result_version
+            and all(operand.holds(x) for operand, x in zip(kept.operands, operands, strict=True))
+        )
+        if kept is None or not is_current:
+            # An ordinary tensor even if an evaluation in inference mode comes first.
+            with torch.inference_mode(False), torch.no_grad():
+                result = make()
+            kept = _Kept(tuple(_Operand.of(x) for x in operands), result, result._version)
+            self._kept[key] = kept
+        return kept.result
+
+    def agree(self, communicator: Communicator) -> None:
+        """Drops everything on all ranks if on any rank something was written into. Collective."""
+        changed = any(kept.was_changed for kept in self._kept.values())
+        if any(count for (count,) in communicator.gather_ints([int(changed)])):
+            self._kept.clear()
+
+    def clear(self) -> None:
+        """Drops everything; every rank does so at the same point of its program."""
+        self._kept.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the kept results."""
+        return sum(kept.result.numel() * kept.result.element_size() for kept in self._kept.values())

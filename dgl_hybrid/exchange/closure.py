@@ -11,6 +11,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
+from dgl_hybrid.exchange.locality import OrderedRows, RowOrder, order_rows
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, union
 
@@ -49,6 +50,8 @@ class LevelSets:
     """Layer l at position l - 1."""
     num_borrowed: int
     """Seeds owned elsewhere that this rank computes only so that it has any; their weight is zero."""
+    row_order: OrderedRows | None = None
+    """How the rows of a class (those of one highest level) are ordered; None: not asked."""
 
     @property
     def num_layers(self) -> int:
@@ -100,6 +103,7 @@ def close_levels(
     cached: list[Tensor] | tuple[Tensor, ...],
     *,
     dense_below: int = 0,
+    row_order: RowOrder = "id",
 ) -> LevelSets:
     """Builds the level sets for a plan, top-down, with one id exchange per layer. Collective.
 
@@ -111,6 +115,8 @@ def close_levels(
         seeds: Sorted ids from `settle_seeds`.
         cached: For each level 0..L-1 the sorted ids of halo nodes computed here (level 0: held here) when needed.
         dense_below: Levels below this one hold every owned node, needed or not (a layer that mixes rows needs them).
+        row_order: Of the rows of equal highest level; each rank's own affair, without effect on any result but the
+            order of sums over rows.
 
     Returns:
         The sets, structures and exchange plans of all layers.
@@ -135,7 +141,15 @@ def close_levels(
         received[level] = remote
         routings[level] = routing
 
-    rows_global = torch.cat([seeds] + [difference(computed[k], computed[k + 1]) for k in range(num_layers - 1, -1, -1)])
+    classes = [seeds] + [difference(computed[k], computed[k + 1]) for k in range(num_layers - 1, -1, -1)]
+    rows_global = torch.cat(classes)
+    ordered: OrderedRows | None = None
+    if row_order != "id":
+        # Layer 1 has all edges that any layer has.
+        counts, src_global, _ = in_edges.lookup(rows_global[: len(computed[1])])
+        indices, _ = _find_sources(rows_global, received[0], src_global)
+        ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
+        rows_global = rows_global if ordered.order is None else rows_global[ordered.order]
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
     traffic = communicator.gather_ints([len(ids) for ids in received])
@@ -145,9 +159,7 @@ def close_levels(
         dst_global = rows_global[: len(computed[layer])]
         counts, src_global, eid_global = in_edges.lookup(dst_global)
         num_held = len(computed[level])
-        is_remote, remote_position = find_sorted(received[level], src_global)
-        _, position = find_sorted(sorted_rows, src_global)
-        indices = torch.where(is_remote, remote_position + num_held, order[position])
+        indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global)
         indptr = indptr_of(counts)
         num_remote = indptr_of(is_remote.to(torch.int64))
         routing_of = routings[level]
@@ -185,4 +197,18 @@ def close_levels(
         owned=ownership.is_owned(rows_global),
         layers=tuple(layers),
         num_borrowed=num_borrowed,
+        row_order=ordered,
     )
+
+
+def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `(indices, is_received)`: (E,) source positions, received ones from len(held_global) on, and (E,) bool.
+
+    Args:
+        held_global: In any order; a source that is not among the received ones is among these.
+        received_global: Sorted.
+    """
+    is_received, received_position = find_sorted(received_global, src_global)
+    order = torch.argsort(held_global)
+    _, position = find_sorted(held_global[order], src_global)
+    return torch.where(is_received, received_position + len(held_global), order[position]), is_received

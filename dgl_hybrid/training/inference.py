@@ -52,4 +52,5 @@ def infer(
             output = inner(blocks, loader.graph.ndata[feature][input_nodes])
     finally:
         inner.train(was_training)
-    return seeds[: loader.num_seeds], output[: loader.num_seeds]
+    ids, order = seeds[: loader.num_seeds].sort()
+    return ids, output[: loader.num_seeds][order]

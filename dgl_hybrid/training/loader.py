@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
+from dgl_hybrid.exchange.locality import RowOrder, check_row_order
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.graph.layer_block import LayerBlock
@@ -57,6 +58,9 @@ class FullGraphLoader:
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
             `find_loss_weight`.
         seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()`.
+        row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
+            (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
+            clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised) or "kvstore" (DistDGL's servers); None means "collective".
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
@@ -82,6 +86,7 @@ class FullGraphLoader:
         loss_reduction: Reduction = "mean",
         loss_denominator: float | None = None,
         seed: int | None = None,
+        row_order: RowOrder = "auto",
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -98,6 +103,7 @@ class FullGraphLoader:
             config = planner if planner is not None else PlannerConfig(strategy=strategy)
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
+            self._row_order = check_row_order(row_order)
         self._check_alike(forced is not None, model is not None)
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
@@ -144,9 +150,18 @@ class FullGraphLoader:
     def _build(self, cached: list[Tensor], *, dense_below: int) -> None:
         g, communicator = self.graph, self.communicator
         sets = close_levels(
-            communicator, g.nodes, g.in_edges, self._seeds, self._num_borrowed, cached, dense_below=dense_below
+            communicator,
+            g.nodes,
+            g.in_edges,
+            self._seeds,
+            self._num_borrowed,
+            cached,
+            dense_below=dense_below,
+            row_order=self._row_order,
         )
         self.sets: LevelSets = sets
+        if sets.row_order is not None and sets.row_order.reads_by_id is not None:
+            _logger.info("%s", sets.row_order)
         out_degrees = g.fetch_nodes(g.out_degrees, sets.rows_global)
         self.blocks = build_layer_blocks(
             sets,

@@ -82,6 +82,8 @@ class TrainReport:
     predicted_epoch_s: float | None
     chosen_plan: str
     """Which candidate was taken: "hybrid@1", "depcomm", …"""
+    rows_by_locality: tuple[bool, ...] = ()
+    """By rank: whether its rows are ordered by common in-neighbours, not by id."""
 
     @property
     def epoch_time_s(self) -> float:
@@ -114,6 +116,7 @@ class TrainReport:
             "chosen_plan": self.chosen_plan,
             "predicted_epoch_s": self.predicted_epoch_s,
             "gradient_bytes": self.gradient_bytes,
+            "rows_by_locality": list(self.rows_by_locality),
         }
 
     @classmethod
@@ -140,6 +143,7 @@ class TrainReport:
             gradient_bytes=data["gradient_bytes"],
             predicted_epoch_s=data["predicted_epoch_s"],
             chosen_plan=data["chosen_plan"],
+            rows_by_locality=tuple(data["rows_by_locality"]),
         )
 
 

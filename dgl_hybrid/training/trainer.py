@@ -70,7 +70,8 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
     assert times is not None
-    rss = communicator.gather_ints([peak_rss_bytes(), base_rss])
+    is_by_locality = loader.sets.row_order is not None and loader.sets.row_order.order is not None
+    by_rank = communicator.gather_ints([peak_rss_bytes(), base_rss, int(is_by_locality)])
     return TrainReport(
         strategy=job.strategy.strategy,
         ranks=communicator.world_size,
@@ -81,11 +82,12 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         layers=_layer_reports(loader, times),
         best=_best(measured),
         final=measured[-1],
-        peak_rss_bytes=tuple(row[0] for row in rss),
-        base_rss_bytes=tuple(row[1] for row in rss),
+        peak_rss_bytes=tuple(row[0] for row in by_rank),
+        base_rss_bytes=tuple(row[1] for row in by_rank),
         gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=plan.strategy,
+        rows_by_locality=tuple(bool(row[2]) for row in by_rank),
     )
 
 

@@ -10,20 +10,32 @@ import torch
 
 from dgl_hybrid import PartitionedGraph
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
+from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.exchange.plan import check_symmetry
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 NUM_LAYERS = 3
 
 
-def run_closure(rank: int, world_size: int, part_config: str, chance: float, dense_below: int) -> dict[str, Any]:
+def run_closure(
+    rank: int, world_size: int, part_config: str, chance: float, dense_below: int, row_order: RowOrder = "id"
+) -> dict[str, Any]:
     g = PartitionedGraph.open(part_config)
     everything = torch.arange(g.num_nodes())
     foreign = everything[~g.nodes.is_owned(everything)]
     generator = torch.Generator().manual_seed(rank)
     cached = [foreign[torch.rand(len(foreign), generator=generator) < chance] for _ in range(NUM_LAYERS)]
     seeds, num_borrowed = settle_seeds(g.communicator, g.nodes, torch.tensor([1, 30, 1]) if rank == 0 else foreign[:0])
-    sets = close_levels(g.communicator, g.nodes, g.in_edges, seeds, num_borrowed, cached, dense_below=dense_below)
+    sets = close_levels(
+        g.communicator,
+        g.nodes,
+        g.in_edges,
+        seeds,
+        num_borrowed,
+        cached,
+        dense_below=dense_below,
+        row_order=row_order,
+    )
     in_lists = {}
     g.in_edges.ensure(foreign)
     for node in everything.tolist():

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
@@ -159,6 +160,7 @@ class Case:
     epochs: int = 1
     lr: float = 0.05
     seed: int = 3
+    row_order: RowOrder = "id"
 
     def build(self, in_feats: int) -> Model:
         torch.manual_seed(self.seed)
@@ -248,6 +250,7 @@ def step_on(
         strategy=strategy,
         topology=uniform_topology(world_size),
         seed=7,
+        row_order=case.row_order,
         transport=transport,
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)

@@ -163,6 +163,13 @@ def test_dropout_and_batch_norm_do_not_depend_on_ranks(kind: str, plan: str, par
         assert curve == pytest.approx(curves[0], rel=1e-9, abs=0)
 
 
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", ["gcn_both", "gat", "gin_max", "edge_weight_norm"])
+def test_the_order_of_rows_does_not_matter(kind: str, world_size: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, plan="random:13:0.5", num_layers=3, batch_norm=True, epochs=2, row_order="locality")
+    check("power_law", power_law(), world_size, case, partitions)
+
+
 @pytest.mark.parametrize(("kind", "collectives"), [("gcn_both", 1), ("sage_mean", 1), ("gat", 1), ("agnn", 1)])
 def test_one_exchange_a_layer_and_direction(kind: str, collectives: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, num_layers=3)

@@ -47,6 +47,14 @@ Extent = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
+class Module:
+    """Kernels that are loaded onto a GPU, for as long as the process runs."""
+
+    device: int
+    handle: int
+
+
+@dataclass(frozen=True, slots=True)
 class Kernel:
     """A function of a loaded module, with what an error says about it."""
 
@@ -117,24 +125,36 @@ class Driver:
             self._check(status, f"cannot read the compute capability of GPU {device}")
         return values[0].value, values[1].value
 
-    def load_kernel(self, device: int, cubin: bytes, names: Sequence[str]) -> dict[str, Kernel]:
-        """Loads a cubin onto a GPU and finds kernels in it; the module stays loaded as long as the process runs.
+    def load_module(self, device: int, cubin: bytes, what: str) -> Module:
+        """Loads a cubin onto a GPU.
+
+        Args:
+            device: Number of the GPU.
+            cubin: Compiled for it; copied.
+            what: Names the kernels in an error.
+        Raises:
+            KernelError: There is no such GPU, or the cubin is not for it.
+        """
+        handle = c_void_p()
+        with _Current(self, device):
+            # A cubin carries its own length.
+            status = self._library.cuModuleLoadData(byref(handle), ctypes.create_string_buffer(cubin))
+        self._check(status, f"cannot load {what} ({len(cubin)} bytes) onto GPU {device}")
+        assert handle.value is not None
+        return Module(device=device, handle=handle.value)
+
+    def find_kernel(self, module: Module, name: str) -> Kernel:
+        """Finds a kernel in a module.
 
         Raises:
-            KernelError: The cubin is not for this GPU, or lacks a kernel.
+            KernelError: It has none of that name.
         """
-        module, kernels = c_void_p(), {}
-        with _Current(self, device):
-            # A cubin carries its own length; ctypes ends the copy with a NUL, which PTX would need.
-            status = self._library.cuModuleLoadData(byref(module), ctypes.create_string_buffer(cubin))
-            self._check(status, f"cannot load the kernels {', '.join(names)} ({len(cubin)} bytes) onto GPU {device}")
-            for name in names:
-                function = c_void_p()
-                status = self._library.cuModuleGetFunction(byref(function), module, name.encode())
-                self._check(status, f"cannot find the kernel {name} in its module on GPU {device}")
-                assert function.value is not None
-                kernels[name] = Kernel(name=name, device=device, handle=function.value)
-        return kernels
+        handle = c_void_p()
+        with _Current(self, module.device):
+            status = self._library.cuModuleGetFunction(byref(handle), module.handle, name.encode())
+        self._check(status, f"cannot find the kernel {name} in its module on GPU {module.device}")
+        assert handle.value is not None
+        return Kernel(name=name, device=module.device, handle=handle.value)
 
     def launch(
         self, kernel: Kernel, grid: Extent, block: Extent, stream: int, arguments: Sequence[KernelArgument]
@@ -142,7 +162,7 @@ class Driver:
         """Puts a kernel on a stream of its GPU; returns before it has run.
 
         Args:
-            kernel: From `load_kernel`.
+            kernel: From `find_kernel`.
             grid: Blocks along x, y, z; each at least 1.
             block: Threads along x, y, z.
             stream: A `CUstream` of the kernel's GPU, 0 for the default stream.

@@ -1,119 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Launch plans: which work each group of threads gets. Pure functions of shapes and of the structure; nothing is launched.
-
-[Note: tasks]
-A group of lanes works through the entries of one row. In a power-law graph one row may hold a tenth of all entries, so
-rows are cut into tasks of at most `TASK_ENTRIES` entries. A row with one task writes its result. A row that is cut
-writes one *partial* result per task into a slot of a buffer, and a second kernel merges the slots of each such row in
-the order of its entries: the same sum in every run, without atomics.
-
-    indptr = [0, 2, 2, 9], TASK_ENTRIES = 4        row 0: 2 entries, row 1: none, row 2: 7 entries
-    begin  = [0, 2, 2, 6, 9]   row = [0, 1, 2, 2]   slot = [-1, -1, 0, 1]
-    split_rows = [2]   split_offsets = [0, 2]
-
-A row without entries keeps a task, as somebody must write its zeros.
-"""
+"""From the name of a kernel to its run on a GPU: compile a specialisation, load it, marshal the arguments, launch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from ctypes import c_void_p
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
-TASK_ENTRIES = 256
-"""Entries per task: partials of cut rows then add at most 2/256 of the traffic in float32, and the longest task (256
-dependent gathers, four in flight) still takes well under 0.1 ms."""
+from dgl_hybrid.ops.cuda.driver import Driver, Extent, Kernel, KernelArgument, Module
 
+Scalar = ctypes.c_int | ctypes.c_longlong | ctypes.c_ulonglong | ctypes.c_float
+Argument = Tensor | None | Scalar
+"""A tensor stands for its address, None for a null pointer; a number carries its type, as Python's has none."""
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TaskList:
-    """The rows of a structure, cut into tasks; see the note of this module."""
+Options = tuple[str, ...]
+"""What selects a specialisation of the source, such as `("-DDTYPE=0", "-DLANES=8")`."""
 
-    num_tasks: int
-    begin: Tensor | None
-    """(T + 1,) of the index dtype: task t covers entries begin[t] to begin[t + 1]; None if every row is one task, so that
-    `indptr` says the same (a list that held `indptr` would keep alive what `TaskLists` waits to see dropped)."""
-    row: Tensor | None
-    """(T,) of the index dtype: the row of task t; None as for `begin`."""
-    slot: Tensor | None
-    """(T,) int32: where task t writes its partial result, or -1 if it is its row's only task; None as for `begin`."""
-    split_rows: Tensor
-    """(R,) of the index dtype: the rows that are cut, ascending."""
-    split_offsets: Tensor
-    """(R + 1,) int32: split row r owns the slots split_offsets[r] to split_offsets[r + 1]."""
-    num_slots: int
+Capability = tuple[int, int]
+"""Major and minor compute capability of a GPU."""
 
 
-def cut_rows(indptr: Tensor, task_entries: int = TASK_ENTRIES) -> TaskList:
-    """Cuts rows into tasks. Waits for the device once or twice, as the number of tasks must be known here.
+class Launcher(Protocol):
+    """Runs kernels of the source on the device of their tensors, in the order of the calls."""
+
+    def launch(self, kernel: str, options: Options, grid: Extent, block: Extent, arguments: Sequence[Argument]) -> None:
+        """Starts a kernel; may return before it has run. Every extent of `grid` and `block` is at least 1."""
+
+
+class DriverLauncher:
+    """Launches through the CUDA driver, on PyTorch's current stream of the tensors' device.
+
+    The first use of a specialisation compiles and loads it (or takes it from the cache); later ones cost a launch.
 
     Args:
-        indptr: (num_rows + 1,) int32 or int64, on any device.
-        task_entries: The most entries a task may have; at least 1.
-    """
-    lengths = indptr[1:] - indptr[:-1]
-    empty = indptr.new_empty(0)
-    if lengths.numel() == 0 or int(lengths.max()) <= task_entries:
-        offsets = torch.zeros(1, dtype=torch.int32, device=indptr.device)
-        return TaskList(
-            num_tasks=lengths.numel(),
-            begin=None,
-            row=None,
-            slot=None,
-            split_rows=empty,
-            split_offsets=offsets,
-            num_slots=0,
-        )
-    # Rows without entries count one task; `-(-n // c)` rounds up.
-    num_tasks_of_row = torch.div(lengths.to(torch.int64) + (task_entries - 1), task_entries, rounding_mode="floor")
-    num_tasks_of_row.clamp_(min=1)
-    first_task = torch.cumsum(num_tasks_of_row, 0)
-    num_tasks = int(first_task[-1])
-    first_task -= num_tasks_of_row
-    split_rows = (num_tasks_of_row > 1).nonzero().flatten()
-    slots_of_split = num_tasks_of_row[split_rows]
-    split_offsets = torch.zeros(split_rows.numel() + 1, dtype=torch.int64, device=indptr.device)
-    torch.cumsum(slots_of_split, 0, out=split_offsets[1:])
-    # Rows that are not cut add one task each, so the number of slots needs no further wait.
-    num_slots = num_tasks - (lengths.numel() - split_rows.numel())
-
-    row = torch.repeat_interleave(num_tasks_of_row, output_size=num_tasks)
-    number_in_row = torch.arange(num_tasks, device=indptr.device) - first_task[row]
-    begin = torch.empty(num_tasks + 1, dtype=indptr.dtype, device=indptr.device)
-    begin[:-1] = indptr[row] + number_in_row * task_entries
-    begin[-1] = indptr[-1]
-
-    slot_base = torch.full((lengths.numel(),), -1, dtype=torch.int64, device=indptr.device)
-    slot_base[split_rows] = split_offsets[:-1]
-    slot = slot_base[row]
-    slot = torch.where(slot >= 0, slot + number_in_row, slot)
-    return TaskList(
-        num_tasks=num_tasks,
-        begin=begin,
-        row=row.to(indptr.dtype),
-        slot=slot.to(torch.int32),
-        split_rows=split_rows.to(indptr.dtype),
-        split_offsets=split_offsets.to(torch.int32),
-        num_slots=num_slots,
-    )
-
-
-class TaskLists:
-    """The task lists of structures in use: made once per structure, dropped with it.
-
-    Structures are told apart by their `indptr` tensor, which must not be written to.
+        driver: The CUDA driver.
+        cubin_of: From options and compute capability to a cubin that holds the kernels.
+        stream_of: From a device to its current stream, as the driver knows it; by default PyTorch's.
     """
 
-    def __init__(self, task_entries: int = TASK_ENTRIES) -> None:
-        self._task_entries = task_entries
-        self._lists = WeakTensorKeyDictionary()
+    def __init__(
+        self,
+        driver: Driver,
+        cubin_of: Callable[[Options, Capability], bytes],
+        stream_of: Callable[[torch.device], int] | None = None,
+    ) -> None:
+        self._driver, self._cubin_of = driver, cubin_of
+        self._stream_of = stream_of or current_stream
+        self._cubins: dict[tuple[Options, Capability], bytes] = {}
+        self._modules: dict[tuple[int, Options], Module] = {}
+        self._kernels: dict[tuple[int, str, Options], Kernel] = {}
+        self._lock = threading.Lock()  # autograd's threads compile at the same time as the caller's
 
-    def of(self, indptr: Tensor) -> TaskList:
-        """Returns the tasks of the rows that `indptr` delimits."""
-        found: TaskList | None = self._lists.get(indptr)
-        if found is None:
-            found = cut_rows(indptr, self._task_entries)
-            self._lists[indptr] = found
-        return found
+    def launch(self, kernel: str, options: Options, grid: Extent, block: Extent, arguments: Sequence[Argument]) -> None:
+        """Starts a kernel on the device that its tensors are on.
+
+        Raises:
+            ValueError: The tensors are on several devices, or not contiguous.
+            KernelError: The kernel cannot be compiled, loaded or launched.
+        """
+        device = _common_device(kernel, arguments)
+        index = device.index or 0
+        loaded = self._kernels.get((index, kernel, options)) or self._load(index, kernel, options)
+        self._driver.launch(loaded, grid, block, self._stream_of(device), [_parameter(value) for value in arguments])
+
+    def _load(self, index: int, kernel: str, options: Options) -> Kernel:
+        with self._lock:
+            key = (index, kernel, options)
+            if key not in self._kernels:
+                if (index, options) not in self._modules:
+                    self._modules[index, options] = self._load_module(index, options)
+                self._kernels[key] = self._driver.find_kernel(self._modules[index, options], kernel)
+            return self._kernels[key]
+
+    def _load_module(self, index: int, options: Options) -> Module:
+        capability = self._driver.compute_capability(index)
+        if (options, capability) not in self._cubins:
+            self._cubins[options, capability] = self._cubin_of(options, capability)
+        return self._driver.load_module(index, self._cubins[options, capability], f"kernels of {' '.join(options)}")
+
+
+def current_stream(device: torch.device) -> int:
+    """Returns PyTorch's current stream of a CUDA device, as the driver knows it."""
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def _common_device(kernel: str, arguments: Sequence[Argument]) -> torch.device:
+    device = None
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            if device is None:
+                device = argument.device
+            elif argument.device != device:
+                raise ValueError(f"{kernel}: expected all tensors on {device} (got one on {argument.device})")
+            if not argument.is_contiguous():
+                raise ValueError(
+                    f"{kernel}: expected contiguous tensors (got shape {tuple(argument.shape)} with strides "
+                    f"{argument.stride()})"
+                )
+    assert device is not None, "a kernel writes to a tensor"
+    return device
+
+
+def _parameter(argument: Argument) -> KernelArgument:
+    if isinstance(argument, Tensor):
+        return c_void_p(argument.data_ptr())
+    return c_void_p(None) if argument is None else argument

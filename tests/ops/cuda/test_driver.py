@@ -10,23 +10,13 @@ import pytest
 
 from dgl_hybrid.errors import KernelError
 from dgl_hybrid.ops.cuda import driver as driver_module
-from dgl_hybrid.ops.cuda.driver import Driver
+from dgl_hybrid.ops.cuda.driver import Driver, Kernel
 from tests.ops.cuda.fake_driver import FakeDriver
+from tests.ops.cuda.record import Record
 
 
-class Record(ctypes.Structure):
-    """What the kernel `record` writes: its grid, its block and its parameters."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("pointer", c_void_p),
-        ("null", c_void_p),
-        ("i", c_int),
-        ("l", c_longlong),
-        ("u", c_ulonglong),
-        ("f", c_float),
-    )
+def load_record(driver: Driver, fake: FakeDriver, device: int) -> Kernel:
+    return driver.find_kernel(driver.load_module(device, bytes(fake.path), "record"), "record")
 
 
 def record_arguments(record: Record) -> list[driver_module.KernelArgument]:
@@ -43,7 +33,7 @@ def record_arguments(record: Record) -> list[driver_module.KernelArgument]:
 
 def test_every_kind_of_argument_arrives(fake: FakeDriver) -> None:
     driver, record = Driver(fake.library), Record(null=1)
-    kernel = driver.load_kernel(1, bytes(fake.path), ["record"])["record"]
+    kernel = load_record(driver, fake, 1)
     stream = 0x7FFF_0000_1234
     driver.launch(kernel, (2_147_483_647, 65_535, 3), (128, 2, 4), stream, record_arguments(record))
     assert (list(record.grid), list(record.block)) == ([2_147_483_647, 65_535, 3], [128, 2, 4])
@@ -56,20 +46,20 @@ def test_every_kind_of_argument_arrives(fake: FakeDriver) -> None:
 def test_what_was_current_stays_current(fake: FakeDriver) -> None:
     driver, record = Driver(fake.library), Record()
     before = fake.library.fake_depth()
-    kernel = driver.load_kernel(0, bytes(fake.path), ["record"])["record"]
+    kernel = load_record(driver, fake, 0)
     driver.launch(kernel, (1, 1, 1), (32, 1, 1), 0, record_arguments(record))
     fake.set(fail_next=719)
     with pytest.raises(KernelError):
         driver.launch(kernel, (1, 1, 1), (32, 1, 1), 0, record_arguments(record))
     with pytest.raises(KernelError):
-        driver.load_kernel(0, b"no such file", ["record"])
+        driver.load_module(0, b"no such file", "nothing")
     assert fake.library.fake_depth_at_launch() == before + 1, "the kernel ran in the context that was entered for it"
     assert fake.library.fake_depth() == before
 
 
 def test_launch_from_a_thread_without_a_context(fake: FakeDriver) -> None:
     driver, record, raised = Driver(fake.library), Record(), []
-    kernel = driver.load_kernel(1, bytes(fake.path), ["record"])["record"]
+    kernel = load_record(driver, fake, 1)
 
     def launch() -> None:
         try:
@@ -86,7 +76,7 @@ def test_launch_from_a_thread_without_a_context(fake: FakeDriver) -> None:
 
 def test_refused_launch_names_kernel_grid_and_gpu(fake: FakeDriver) -> None:
     driver, record = Driver(fake.library), Record()
-    kernel = driver.load_kernel(1, bytes(fake.path), ["record"])["record"]
+    kernel = load_record(driver, fake, 1)
     words = (
         "cannot launch the kernel record on GPU 1 with grid (1, 65536, 1) and block (32, 1, 1) (if the arguments are "
         "sound, an earlier kernel failed: CUDA_LAUNCH_BLOCKING=1 shows which) "
@@ -98,7 +88,7 @@ def test_refused_launch_names_kernel_grid_and_gpu(fake: FakeDriver) -> None:
 
 def test_status_without_a_name(fake: FakeDriver) -> None:
     driver, record = Driver(fake.library), Record()
-    kernel = driver.load_kernel(0, bytes(fake.path), ["record"])["record"]
+    kernel = load_record(driver, fake, 0)
     fake.set(fail_next=12345)
     with pytest.raises(KernelError, match=r"\(got CUDA error 12345\)"):
         driver.launch(kernel, (1, 1, 1), (32, 1, 1), 0, record_arguments(record))
@@ -107,13 +97,14 @@ def test_status_without_a_name(fake: FakeDriver) -> None:
 def test_bad_cubin_missing_kernel_and_missing_gpu(fake: FakeDriver) -> None:
     driver = Driver(fake.library)
     with pytest.raises(
-        KernelError, match=r"cannot load the kernels a, b \(4 bytes\) onto GPU 0 \(got CUDA_ERROR_INVALID_IMAGE"
+        KernelError, match=r"cannot load kernels of -DA \(4 bytes\) onto GPU 0 \(got CUDA_ERROR_INVALID_IMAGE"
     ):
-        driver.load_kernel(0, b"\x7fELF", ["a", "b"])
-    with pytest.raises(KernelError, match=r"cannot find the kernel absent in its module on GPU 0 .*NOT_FOUND"):
-        driver.load_kernel(0, bytes(fake.path), ["record", "absent"])
+        driver.load_module(0, b"\x7fELF", "kernels of -DA")
+    module = driver.load_module(1, bytes(fake.path), "record")
+    with pytest.raises(KernelError, match=r"cannot find the kernel absent in its module on GPU 1 .*NOT_FOUND"):
+        driver.find_kernel(module, "absent")
     with pytest.raises(KernelError, match=r"there is no GPU 2 \(got CUDA_ERROR_INVALID_DEVICE"):
-        driver.load_kernel(2, bytes(fake.path), ["record"])
+        driver.load_module(2, bytes(fake.path), "record")
 
 
 def test_what_the_driver_says_of_itself(fake: FakeDriver) -> None:

@@ -1,88 +1,112 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
-import gc
-import weakref
+import ctypes
+import threading
+from ctypes import c_float, c_int, c_longlong, c_ulonglong
 
 import pytest
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.cuda.launch import TaskLists, cut_rows
+from dgl_hybrid.errors import KernelError
+from dgl_hybrid.ops.cuda.driver import Driver
+from dgl_hybrid.ops.cuda.launch import Argument, Capability, DriverLauncher, Options
+from tests.ops.cuda.fake_driver import FakeDriver
+from tests.ops.cuda.record import Record
+
+STREAM = 0x5555_0000_0010
+OPTIONS: Options = ("-DA=1", "-DB")
 
 
-def tasks_one_by_one(lengths: list[int], task_entries: int) -> tuple[list[int], list[int], list[int]]:
-    """The definition, in plain Python: begin, row, slot."""
-    begin, row, slot, position, slots = [0], [], [], 0, 0
-    for number, length in enumerate(lengths):
-        pieces = [min(task_entries, length - start) for start in range(0, length, task_entries)] or [0]
-        for piece in pieces:
-            position += piece
-            begin.append(position)
-            row.append(number)
-            slot.append(-1 if len(pieces) == 1 else slots)
-            slots += len(pieces) > 1
-    return begin, row, slot
+class Compiled:
+    """Stands for the compiler: counts what it is asked for."""
+
+    def __init__(self, fake: FakeDriver) -> None:
+        self.asked: list[tuple[Options, Capability]] = []
+        self._cubin = bytes(fake.path)
+
+    def __call__(self, options: Options, capability: Capability) -> bytes:
+        self.asked.append((options, capability))
+        return self._cubin
 
 
-def indptr_of(lengths: list[int], dtype: torch.dtype) -> Tensor:
-    return torch.tensor([0, *torch.tensor(lengths, dtype=torch.int64).cumsum(0).tolist()], dtype=dtype)
+def make_launcher(fake: FakeDriver, compiled: Compiled | None = None) -> DriverLauncher:
+    return DriverLauncher(Driver(fake.library), compiled or Compiled(fake), stream_of=lambda device: STREAM)
 
 
-def test_the_example_of_the_note() -> None:
-    tasks = cut_rows(torch.tensor([0, 2, 2, 9]), 4)
-    assert tasks.begin is not None
-    assert tasks.row is not None
-    assert tasks.slot is not None
-    assert tasks.begin.tolist() == [0, 2, 2, 6, 9]
-    assert tasks.row.tolist() == [0, 1, 2, 2]
-    assert tasks.slot.tolist() == [-1, -1, 0, 1]
-    assert (tasks.split_rows.tolist(), tasks.split_offsets.tolist()) == ([2], [0, 2])
-    assert (tasks.num_tasks, tasks.num_slots) == (4, 2)
+def arguments_of(out: Tensor, x: Tensor) -> list[Argument]:
+    return [out, x, None, c_int(-3), c_longlong(1 << 40), c_ulonglong((1 << 64) - 1), c_float(0.5)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("task_entries", [1, 3, 16])
-@pytest.mark.parametrize(
-    "lengths",
-    [[100], [0, 0, 17, 0], [16, 17, 0, 1, 33, 48, 15], [3, 1, 200, 2, 0, 0, 49]],
-    ids=["one hub", "hub between empty rows", "around the multiples", "power law"],
-)
-def test_tasks_follow_the_definition(lengths: list[int], task_entries: int, dtype: torch.dtype) -> None:
-    tasks = cut_rows(indptr_of(lengths, dtype), task_entries)
-    begin, row, slot = tasks_one_by_one(lengths, task_entries)
-    assert tasks.begin is not None
-    assert tasks.row is not None
-    assert tasks.slot is not None
-    assert tasks.begin.tolist() == begin
-    assert tasks.row.tolist() == row
-    assert tasks.slot.tolist() == slot
-    assert (tasks.num_tasks, tasks.num_slots) == (len(row), sum(number >= 0 for number in slot))
-    assert tasks.split_rows.tolist() == sorted({r for r, s in zip(row, slot) if s >= 0})
-    owned = [[s for r, s in zip(row, slot) if r == split] for split in tasks.split_rows.tolist()]
-    offsets = tasks.split_offsets.tolist()
-    assert owned == [list(range(offsets[r], offsets[r + 1])) for r in range(len(owned))]
-    assert tasks.begin.dtype == tasks.row.dtype == tasks.split_rows.dtype == dtype
-    assert tasks.slot.dtype == tasks.split_offsets.dtype == torch.int32
+def empty_record() -> Tensor:
+    return torch.full((ctypes.sizeof(Record),), 255, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0], [4, 0, 3, 4]])
-def test_rows_that_need_no_cut_are_their_own_tasks(lengths: list[int]) -> None:
-    indptr = indptr_of(lengths, torch.int32)
-    tasks = cut_rows(indptr, 4)
-    assert (tasks.begin, tasks.row, tasks.slot) == (None, None, None)
-    assert (tasks.num_tasks, tasks.num_slots) == (len(lengths), 0)
-    assert (tasks.split_rows.numel(), tasks.split_offsets.tolist()) == (0, [0])
+def read(out: Tensor) -> Record:
+    return Record.from_buffer_copy(out.numpy().tobytes())
 
 
-@pytest.mark.parametrize("lengths", [[9, 2], [3, 2]], ids=["cut", "not cut"])
-def test_lists_are_made_once_and_dropped_with_the_structure(lengths: list[int]) -> None:
-    lists = TaskLists(4)
-    indptr, equal = (indptr_of(lengths, torch.int32) for _ in range(2))
-    tasks = lists.of(indptr)
-    assert lists.of(indptr) is tasks
-    assert lists.of(equal) is not tasks, "tensors are told apart by identity"
-    watched = [weakref.ref(indptr), weakref.ref(tasks.split_offsets)]
-    del tasks, indptr
-    gc.collect()
-    assert [reference() for reference in watched] == [None, None]
+def test_tensors_nulls_and_numbers_arrive_on_the_stream(fake: FakeDriver) -> None:
+    out, base = empty_record(), torch.zeros(8, 4)
+    make_launcher(fake).launch("record", OPTIONS, (7, 2, 1), (128, 1, 1), arguments_of(out, base[3:]))
+    record = read(out)
+    assert (list(record.grid), list(record.block)) == ([7, 2, 1], [128, 1, 1])
+    assert record.pointer == base.data_ptr() + 3 * 4 * 4, "a view's own address"
+    assert record.null is None
+    assert (record.i, record.l, record.u, record.f) == (-3, 1 << 40, (1 << 64) - 1, 0.5)
+    assert fake.library.fake_last_stream() == STREAM
+
+
+def test_a_specialisation_is_compiled_once(fake: FakeDriver) -> None:
+    compiled = Compiled(fake)
+    launcher, before = make_launcher(fake, compiled), fake.launches
+    for options in (OPTIONS, OPTIONS, ("-DA=2",), OPTIONS):
+        launcher.launch("record", options, (1, 1, 1), (32, 1, 1), arguments_of(empty_record(), torch.zeros(1)))
+    assert compiled.asked == [(OPTIONS, (9, 0)), (("-DA=2",), (9, 0))]
+    assert fake.launches == before + 4
+
+
+def test_threads_that_need_the_same_specialisation(fake: FakeDriver) -> None:
+    """Autograd runs the backward of each device in a thread of its own."""
+    compiled, outs = Compiled(fake), [empty_record() for _ in range(8)]
+    launcher, start = make_launcher(fake, compiled), threading.Barrier(len(outs))
+
+    def launch(number: int) -> None:
+        start.wait(timeout=60)
+        launcher.launch("record", OPTIONS, (number + 1, 1, 1), (32, 1, 1), arguments_of(outs[number], torch.zeros(1)))
+
+    threads = [threading.Thread(target=launch, args=(number,)) for number in range(len(outs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert [read(out).grid[0] for out in outs] == list(range(1, len(outs) + 1))
+    assert len(compiled.asked) == 1
+
+
+def test_tensors_of_two_devices_are_refused(fake: FakeDriver) -> None:
+    launcher = make_launcher(fake)
+    with pytest.raises(ValueError, match=r"record: expected all tensors on cpu \(got one on meta\)"):
+        launcher.launch(
+            "record", OPTIONS, (1, 1, 1), (32, 1, 1), arguments_of(empty_record(), torch.zeros(1, device="meta"))
+        )
+
+
+def test_strided_tensors_are_refused(fake: FakeDriver) -> None:
+    launcher = make_launcher(fake)
+    with pytest.raises(
+        ValueError, match=r"record: expected contiguous tensors \(got shape \(4, 3\) with strides \(1, 4\)\)"
+    ):
+        launcher.launch("record", OPTIONS, (1, 1, 1), (32, 1, 1), arguments_of(empty_record(), torch.zeros(3, 4).t()))
+
+
+def test_kernel_that_is_missing(fake: FakeDriver) -> None:
+    with pytest.raises(KernelError, match="cannot find the kernel absent in its module on GPU 0"):
+        make_launcher(fake).launch("absent", OPTIONS, (1, 1, 1), (32, 1, 1), [torch.zeros(1)])
+
+
+def test_cubin_that_cannot_be_loaded_names_its_options(fake: FakeDriver) -> None:
+    launcher = DriverLauncher(Driver(fake.library), lambda options, capability: b"bad", stream_of=lambda device: 0)
+    with pytest.raises(KernelError, match=r"cannot load kernels of -DA=1 -DB \(3 bytes\) onto GPU 0 \(got CUDA_ERROR"):
+        launcher.launch("record", OPTIONS, (1, 1, 1), (32, 1, 1), [torch.zeros(1)])

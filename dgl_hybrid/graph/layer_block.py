@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any, Literal, Protocol
 
 import dgl
 import torch
@@ -27,6 +27,9 @@ from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.fields import SourceFields
+from dgl_hybrid.ops import EdgeDropout
+from dgl_hybrid.ops.device_index import move_graph
+from dgl_hybrid.ops.dgl_index import claim
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
 
@@ -57,6 +60,9 @@ _HINTS = {
 }
 
 
+FusedOp = Literal["gat", "gatv2"]
+
+
 class WeightedOutDegrees(Protocol):
     """Answers with the full-graph weighted out-degrees of a block's sources, or None for unknown weights."""
 
@@ -69,6 +75,8 @@ class BlockObserver(Protocol):
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None: ...
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
+
+    def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None: ...
 
 
 class LayerBlock:
@@ -106,9 +114,12 @@ class LayerBlock:
         self.observer: BlockObserver | None = None
         self.on_use: Callable[[LayerBlock], None] | None = None
         self.on_edge_result: Callable[[Tensor], None] | None = None
+        self.on_edge_dropout: Callable[[LayerBlock, float], EdgeDropout | None] | None = None
+        """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
         self.is_dry_run = False
         """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
         self._block = self._build_block(device) if _block is None else _block
+        claim(self._block._graph)
         self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
         self._source = SourceFields(structure.num_held, self._where)
         ids = torch.cat([rows_global[: structure.num_held], structure.exchange.recv_global]).to(device)
@@ -126,7 +137,7 @@ class LayerBlock:
             num_src_nodes=num_src,
             num_dst_nodes=structure.num_dst,
         )
-        block = block.to(device)
+        block = move_graph(block, device)
         block.dstdata[dgl.NID] = self._rows_global[: structure.num_dst].to(device)
         block.edata[dgl.EID] = structure.eid_global.to(device)
         return block
@@ -223,7 +234,8 @@ class LayerBlock:
             weighted_out_degrees=self._weighted_out_degrees,
             _block=block,
         )
-        copy.observer, copy.on_use, copy.on_edge_result = self.observer, self.on_use, self.on_edge_result
+        copy.observer, copy.on_use = self.observer, self.on_use
+        copy.on_edge_result, copy.on_edge_dropout = self.on_edge_result, self.on_edge_dropout
         return copy
 
     def _retyped(self, block: Any) -> LayerBlock:
@@ -238,7 +250,7 @@ class LayerBlock:
         current = torch.device(self._block.device)
         if target.type == current.type and target.index in (None, current.index):
             return self
-        copy = self._rebuilt(self._block.to(target, **kwargs))
+        copy = self._rebuilt(move_graph(self._block, target, **kwargs))
         for name, value in self._source.items():
             if name != dgl.NID:
                 copy.srcdata[name] = value.to(target)
@@ -276,6 +288,20 @@ class LayerBlock:
         self._observe(func)
         with _without_empty_edge_warning():
             self._block.apply_edges(func)
+
+    def complete_sources(self, names: Sequence[str]) -> list[Tensor]:
+        """Returns source fields with the received rows, each (C + R, ...), exchanged as an operation would. Collective.
+
+        For layers whose operation is no builtin of DGL: it runs on `real_index`.
+        """
+        self._used()
+        completed = self._source.complete(names, self._extend)
+        return [completed[name] for name in names]
+
+    @property
+    def real_index(self) -> Any:
+        """DGL's index of the edges from held and received sources."""
+        return self._block._graph
 
     def _used(self) -> None:
         if self.on_use is not None:

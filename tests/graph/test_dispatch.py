@@ -13,7 +13,10 @@ from dgl_hybrid.graph import dispatch
 
 
 def current() -> list[object]:
-    return [getattr(owner, name) for owner, name, _ in dispatch._TARGETS]
+    names = ("EdgeWeightNorm", *dispatch._NOT_ON_BLOCKS)
+    forwards = [getattr(dgl.nn.pytorch.conv, name).__dict__["forward"] for name in names]
+    ops = (("spmm", "gspmm_internal"), ("sddmm", "gsddmm_internal"), ("edge_softmax", "edge_softmax_internal"))
+    return forwards + [getattr(sys.modules[f"dgl.ops.{module}"], name) for module, name in ops]
 
 
 def test_install_and_remove_restore_the_originals() -> None:

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The structure behind a DGL graph as a `SparseGraph`, made once per graph index.
+
+DGL's graph indices never change: `add_edges` and the like give a graph a new one. What is made of an index is kept on
+the Python object itself, so it is there as long as the graph is and goes with it. (A table keyed by the index is not
+possible: DGL 2.1's indices cannot be hashed.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dgl_hybrid.ops.device_index import DeviceIndex
+from dgl_hybrid.ops.sparse_graph import SparseGraph
+
+_GRAPHS = "_dgl_hybrid_graphs"
+_CLAIM = "_dgl_hybrid_claim"
+
+
+def sparse_graph_of(index: Any, device: torch.device | str | None = None) -> SparseGraph | None:
+    """Returns the edges of a DGL graph index; the same object on every call for that index and device.
+
+    The order of in-edges is DGL's (edge ids ascend unless the graph was made from compressed rows), so that of equal
+    largest values the same edge wins.
+
+    Args:
+        index: `graph._graph`, with its structure on any device.
+        device: Where the result shall lie; where the features of the graph lie by default.
+    Returns:
+        None if the graph has several edge types, or none.
+    """
+    if isinstance(index, DeviceIndex):
+        index, device = index.on_cpu, index.device if device is None else device
+    graphs: dict[torch.device, SparseGraph] | None = vars(index).get(_GRAPHS)
+    if graphs is None:
+        if index.number_of_etypes() != 1:
+            return None
+        graph = _convert(index)
+        graphs = {graph.device: graph}
+        setattr(index, _GRAPHS, graphs)
+    home = next(iter(graphs.values()))
+    if device is None or home.device == device:
+        return home
+    target = torch.empty(0, device=device).device  # "cuda" is the current device
+    if target not in graphs:
+        graphs[target] = home.to(target)
+    return graphs[target]
+
+
+def claim(index: Any) -> None:
+    """Marks an index as one of a graph of ours, whose operations reach our ops without being asked for."""
+    setattr(index, _CLAIM, True)
+
+
+def is_claimed(index: Any) -> bool:
+    """Tells whether `claim` was called with this index."""
+    return _CLAIM in vars(index)
+
+
+def _convert(index: Any) -> SparseGraph:
+    source_type, destination_type = index.metagraph.find_edge(0)
+    num_src, num_dst = index.num_nodes(source_type), index.num_nodes(destination_type)
+    formats = index.formats()
+    if "csc" not in (*formats["created"], *formats["not created"]):  # DGL refuses to make it for this graph
+        src, dst, edge_ids = index.edges(0)
+        order = torch.argsort(edge_ids)
+        return SparseGraph.from_coo(src[order], dst[order], num_src, num_dst)
+    # DGL's own tensors, not copies, where the ids are as wide as ours.
+    _, _, indptr, indices, edge_ids = index.adjacency_matrix_tensors(0, True, "csr")
+    counting = torch.arange(len(edge_ids), dtype=edge_ids.dtype, device=edge_ids.device)
+    counts_up = torch.equal(edge_ids, counting)  # also of none at all, which is how DGL says it
+    return SparseGraph.from_csc(indptr, indices, None if counts_up else edge_ids, num_src=num_src)

@@ -5,20 +5,8 @@ An element is kept or dropped by a counter-based function of (seed, step, call i
 No generator state is involved, so row order, number of ranks and chunking cannot change a mask, and the backward
 draws the mask again instead of storing it, which costs less than writing and reading one (measured on CPU).
 
-[Note: the mask function]
-Counter-based generators are from Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011); we take
-cheaper mixers than theirs, as dropout needs no cryptographic strength:
-
-1. per call, two 64-bit keys from (seed, step, call index) by the finaliser of SplitMix64 (Steele, Lea, Flood, "Fast
-   splittable pseudorandom number generators", OOPSLA 2014; constants of its variant 13 by Stafford);
-2. per row, a 64-bit word from the id and the keys by two rounds of it, split into 32-bit halves `a` (low), `b` (high);
-3. per element, `a + c[column]` is mixed by the 32-bit permutation "lowbias32" (Wellons, "Prospecting for hash
-   functions", 2018), `b` is xored in, and half a round more follows. `b` makes it a function of all 64 bits: with `a`
-   alone, about one pair of 100,000 rows would share its mask;
-4. the element is kept if the word, as a signed number, is at least `p * 2**32 - 2**31`.
-
-Most time goes into step 3, so it uses int32, where a vector instruction holds twice as many lanes, and works on chunks
-of rows whose buffers stay in cache. PyTorch shifts right arithmetically; a mask after the shift makes it logical.
+The mask function and why it is what it is: `ops/random_words.py`. Most time goes into the words of the elements, so
+they are drawn in chunks of rows whose buffers stay in cache.
 """
 
 from __future__ import annotations
@@ -29,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_M64 = (1 << 64) - 1
-_GAMMA = 0x9E3779B97F4A7C15
-_COLUMN_KEYS = (0x243F6A8885A308D3, 0x13198A2E03707344)  # digits of pi: any constants would do
+from dgl_hybrid.ops.random_words import call_keys, column_words, element_words, keep_threshold, row_words
 
 _CHUNK_ELEMENTS_PER_THREAD = 1 << 19
 """On CPU: two int32 buffers and one of the rows' dtype, 6 MiB per thread for float32. A quarter takes 20 % longer. Each
@@ -71,7 +57,7 @@ def replicated_dropout(
         raise ValueError(f"dropout needs one key per row: x {tuple(x.shape)}, keys {tuple(keys_global.shape)}")
     if not training or p == 0.0 or x.numel() == 0:
         return x
-    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, _call_keys(seed, step, call_index))
+    out: Tensor = _ReplicatedDropout.apply(x, p, keys_global, call_keys(seed, step, call_index))
     return out
 
 
@@ -79,29 +65,27 @@ class _ReplicatedDropout(torch.autograd.Function):
     """Multiplication by a mask: linear and self-adjoint, so its backward is itself with the same keys."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, keys_global: Tensor, call_keys: tuple[int, int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, keys_global: Tensor, keys: tuple[int, int]) -> Tensor:
         ctx.save_for_backward(keys_global)
-        ctx.p, ctx.call_keys = p, call_keys
-        return _apply_mask(x, p, keys_global, call_keys)
+        ctx.p, ctx.keys = p, keys
+        return _apply_mask(x, p, keys_global, keys)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (keys_global,) = ctx.saved_tensors
-        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.call_keys)
+        dx: Tensor = _ReplicatedDropout.apply(grads[0], ctx.p, keys_global, ctx.keys)
         return dx, None, None, None
 
 
-def _apply_mask(x: Tensor, p: float, keys_global: Tensor, call_keys: tuple[int, int]) -> Tensor:
+def _apply_mask(x: Tensor, p: float, keys_global: Tensor, keys: tuple[int, int]) -> Tensor:
     num_rows = x.shape[0]
     x_NF = x.reshape(num_rows, math.prod(x.shape[1:]))
     if p == 1.0:
         return torch.zeros_like(x)
     num_columns = x_NF.shape[1]
     out_NF = torch.empty_like(x_NF, memory_format=torch.contiguous_format)
-    column_words = (
-        _mix_ids(torch.arange(num_columns, device=x.device), _COLUMN_KEYS).view(torch.int32)[::2].contiguous()
-    )
-    threshold = min(round(p * 2**32), 2**32 - 1) - 2**31
+    columns = column_words(num_columns, x.device)
+    threshold = keep_threshold(p)
     scale = 1.0 / (1.0 - p)
 
     chunk = _CHUNK_ELEMENTS_CUDA if x.is_cuda else _CHUNK_ELEMENTS_PER_THREAD * torch.get_num_threads()
@@ -112,59 +96,9 @@ def _apply_mask(x: Tensor, p: float, keys_global: Tensor, call_keys: tuple[int, 
     for begin in range(0, num_rows, chunk_rows):
         end = min(begin + chunk_rows, num_rows)
         rows = end - begin
-        row_words = _mix_ids(keys_global[begin:end], call_keys).view(torch.int32).view(rows, 2)
-        _element_words(row_words, column_words, out=words[:rows], scratch=shifted[:rows])
+        element_words(row_words(keys_global[begin:end], keys), columns, out=words[:rows], scratch=shifted[:rows])
         # Written as 0.0 and 1.0 in the rows' dtype: multiplying by a bool tensor takes five times as long on CPU.
         torch.ge(words[:rows], threshold, out=keep[:rows])
         out = out_NF[begin:end]
         torch.mul(x_NF[begin:end], keep[:rows], out=out).mul_(scale)
     return out_NF.view(x.shape)
-
-
-def _element_words(row_words: Tensor, column_words: Tensor, *, out: Tensor, scratch: Tensor) -> None:
-    """Step 3 of the note: (n, 2) and (F,) int32 to (n, F) int32, uniform, in `out`; `scratch` has the same shape."""
-    torch.add(row_words[:, :1], column_words, out=out)
-    _xor_shift_multiply(out, 16, 0x7FEB352D, scratch)
-    _xor_shift_multiply(out, 15, 0x846CA68B, scratch)
-    out.bitwise_xor_(row_words[:, 1:])
-    _xor_shift_multiply(out, 16, 0x7FEB352D, scratch)  # the last shift of a full round would touch low bits only
-
-
-def _xor_shift_multiply(words: Tensor, shift: int, factor: int, scratch: Tensor) -> None:
-    torch.bitwise_right_shift(words, shift, out=scratch)
-    scratch.bitwise_and_((1 << (32 - shift)) - 1)
-    words.bitwise_xor_(scratch).mul_(_signed(factor, 32))
-
-
-def _mix_ids(ids: Tensor, keys: tuple[int, int]) -> Tensor:
-    """Step 2 of the note: (n,) int64 to (n,) int64, uniform in 64 bits."""
-    words = (ids * _signed(_GAMMA, 64)).add_(_signed(keys[0], 64))
-    return _splitmix64(_splitmix64(words).bitwise_xor_(_signed(keys[1], 64)))
-
-
-def _splitmix64(words: Tensor) -> Tensor:
-    """The finaliser of SplitMix64, in place on (n,) int64."""
-    words.bitwise_xor_(words.bitwise_right_shift(30).bitwise_and_((1 << 34) - 1)).mul_(_signed(0xBF58476D1CE4E5B9, 64))
-    words.bitwise_xor_(words.bitwise_right_shift(27).bitwise_and_((1 << 37) - 1)).mul_(_signed(0x94D049BB133111EB, 64))
-    return words.bitwise_xor_(words.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
-
-
-def _call_keys(seed: int, step: int, call_index: int) -> tuple[int, int]:
-    """Step 1 of the note; any Python integers, taken modulo 2**64."""
-    state = 0
-    for value in (seed, step, call_index):
-        state = _splitmix64_int((state + _GAMMA) & _M64 ^ _splitmix64_int(value + _GAMMA))
-    return _splitmix64_int(state + _GAMMA), _splitmix64_int(state + 2 * _GAMMA)
-
-
-def _splitmix64_int(word: int) -> int:
-    word &= _M64
-    word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & _M64
-    word = (word ^ word >> 27) * 0x94D049BB133111EB & _M64
-    return word ^ word >> 31
-
-
-def _signed(word: int, bits: int) -> int:
-    """The signed integer with the same bits; PyTorch's scalars are signed."""
-    word &= (1 << bits) - 1
-    return word - (1 << bits) if word >> (bits - 1) else word

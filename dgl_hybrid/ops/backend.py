@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a set of kernels offers, and which set serves a tensor.
+
+A backend sees canonical operands only: contiguous, on one device, x (S, H, D), w (E, H). It returns new tensors of
+which every element is written, and does the same sums in the same order whenever it is called with the same operands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+from collections.abc import Iterator
+from typing import Literal, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.errors import CompatError
+from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.sparse_graph import Adjacency
+
+Reduce = Literal["sum", "max", "min"]
+EdgeOp = Literal["add", "sub", "mul", "div", "dot", "copy"]
+Target = Literal["u", "v", "e"]
+BackendName = Literal["naive", "cpu", "cuda"]
+
+_logger = logging.getLogger(__name__)
+
+
+class Backend(Protocol):
+    """Pure functions on tensors, without autograd inside.
+
+    Rows without entries give 0, arg -1 and log-sum-exp 0. Sums of float16 and bfloat16 are taken in float32. `rows`
+    are the edges by destination and `out_rows` the same edges by source, unless a line says otherwise.
+    """
+
+    def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
+        """Reduces x[u] * w[e] over the entries of each row.
+
+        Args:
+            rows: By destination; by source in the backward, with x by destination.
+            x: (S, H, D), or None: the edge rows themselves are reduced.
+            w: (E, H), or None: the sources themselves; (E, F) with x None.
+        Returns:
+            `(out, arg)`: (N, H, D) in the operands' dtype, (N, F, 1) with x None; arg, for max and min only, of the
+            same shape in the index dtype: the winning *edge row*. Of equal values the first entry wins; NaN wins.
+        """
+
+    def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
+        """For max and min, the gradient of x (S, H, D): adds grad[v] * w[e] over the out-edges e with arg[v] = e."""
+
+    def spmm_select_backward_edges(self, rows: Adjacency, grad: Tensor, arg: Tensor, x: Tensor | None) -> Tensor:
+        """For max and min, the gradient of w (E, H): adds grad[v] * x[u] over the elements d with arg[v, h, d] = e."""
+
+    def sddmm(
+        self, rows: Adjacency, lhs: Tensor, rhs: Tensor | None, op: EdgeOp, lhs_target: Target, rhs_target: Target
+    ) -> Tensor:
+        """Combines two operands along each edge; `u` is the neighbour of an entry and `v` its row.
+
+        Args:
+            lhs: (S | N | E, H, D), as `lhs_target` says.
+            rhs: Likewise; None for `copy`.
+        Returns:
+            (E, H, D) by edge row; (E, H) for `dot`, which sums over D.
+        """
+
+    def edge_softmax(self, rows: Adjacency, logits: Tensor) -> Tensor:
+        """(E, H) to (E, H): softmax over the entries of each row."""
+
+    def edge_softmax_backward(self, rows: Adjacency, out: Tensor, grad: Tensor) -> Tensor:
+        """(E, H): out * (grad - sum over the row of out * grad)."""
+
+    def gat(
+        self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
+    ) -> tuple[Tensor, Tensor]:
+        """Attention a = softmax over the row of leaky_relu(el[u] + er[v], slope); out = sum of drop(a) * x[u].
+
+        Args:
+            x: (S, H, D).
+            el: (S, H) float32, float64 for float64 x.
+            er: (N, H), likewise.
+        Returns:
+            `(out, lse)`: (N, H, D) in the dtype of x; (N, H) in that of el: log of the sum of exp of the logits.
+        """
+
+    def gat_backward(
+        self,
+        rows: Adjacency,
+        out_rows: Adjacency,
+        x: Tensor,
+        el: Tensor,
+        er: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dx, d_el, d_er)`; materialises nothing of size E * H * D."""
+
+    def gatv2(
+        self,
+        rows: Adjacency,
+        x_src: Tensor,
+        x_dst: Tensor,
+        attention: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+    ) -> tuple[Tensor, Tensor]:
+        """As `gat` with the logits sum over d of attention * leaky_relu(x_src[u] + x_dst[v], slope).
+
+        Args:
+            x_src: (S, H, D).
+            x_dst: (N, H, D), same dtype.
+            attention: (H, D), same dtype.
+        Returns:
+            `(out, lse)`: (N, H, D) in the dtype of x_src; (N, H) float32, float64 for float64.
+        """
+
+    def gatv2_backward(
+        self,
+        rows: Adjacency,
+        out_rows: Adjacency,
+        x_src: Tensor,
+        x_dst: Tensor,
+        attention: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`(dx_src, dx_dst, d_attention)`; materialises nothing of size E * H * D."""
+
+    def segment_reduce(self, offsets: Tensor, x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
+        """(N + 1,) offsets and (M, F) to (N, F), and for max and min arg (N, F): the winning row of x."""
+
+
+_CLASSES: dict[BackendName, tuple[str, str]] = {
+    "naive": ("dgl_hybrid.ops.naive", "NaiveBackend"),
+    "cpu": ("dgl_hybrid.ops.cpu.backend", "CpuBackend"),
+    "cuda": ("dgl_hybrid.ops.cuda.backend", "CudaBackend"),
+}
+_SERVED_DTYPES: dict[str, tuple[BackendName, tuple[torch.dtype, ...]]] = {
+    "cpu": ("cpu", (torch.float32, torch.float64, torch.float16, torch.bfloat16)),
+    "cuda": ("cuda", (torch.float32, torch.float16, torch.bfloat16)),
+}
+
+# A module variable and not a context variable: PyTorch runs the backward of CUDA ops in threads of its own.
+_override: BackendName | None = None
+
+
+def choose_backend(tensor: Tensor) -> Backend:
+    """Returns the kernels for `tensor`'s device and dtype; the reference for what has none.
+
+    float64 on CUDA is served by the reference, which also stands in, with one logged warning that says why, where a
+    backend cannot be loaded (no NVRTC, for instance).
+    """
+    if _override is not None:
+        return load_backend(_override)
+    name, dtypes = _SERVED_DTYPES.get(tensor.device.type, ("naive", ()))
+    return _load_or_reference(name) if tensor.dtype in dtypes else load_backend("naive")
+
+
+@functools.cache
+def load_backend(name: BackendName) -> Backend:
+    """Imports and makes one backend; later calls return the same.
+
+    Raises:
+        ValueError: An unknown name.
+        CompatError, ImportError: It cannot work on this machine.
+    """
+    if name not in _CLASSES:
+        raise ValueError(f"backend must be one of {', '.join(_CLASSES)} (got {name!r})")
+    module, class_name = _CLASSES[name]
+    return cast("Backend", getattr(importlib.import_module(module), class_name)())
+
+
+@contextlib.contextmanager
+def use_backend(name: BackendName) -> Iterator[Backend]:
+    """Every op in the block runs on the named backend, in every thread: for tests and measurements.
+
+    Raises:
+        ValueError: An unknown name.
+        CompatError, ImportError: It cannot work on this machine.
+    """
+    global _override
+    backend = load_backend(name)
+    previous, _override = _override, name
+    try:
+        yield backend
+    finally:
+        _override = previous
+
+
+@functools.cache
+def _load_or_reference(name: BackendName) -> Backend:
+    try:
+        return load_backend(name)
+    except (CompatError, ImportError) as error:
+        _logger.warning("The %s ops cannot be used; slow reference ops stand in for them: %s", name, error)
+        return load_backend("naive")

@@ -22,6 +22,8 @@ class PlannerConfig:
     """Past this many arcs the hybrid plan comes from the greedy instead of the minimum cut."""
     prices: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0, 1.5, 2.5, 5.0)
     """Factors on the cost of receiving that `propose_plans` sweeps."""
+    max_sweep_edges: int = 20_000_000
+    """Past this many in-edges between halo vertices only one hybrid plan is proposed, at the measured prices."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -32,5 +34,7 @@ class PlannerConfig:
             raise ValueError(f"memory_budget_bytes must not be negative (got {self.memory_budget_bytes})")
         if self.max_cut_arcs < 0:
             raise ValueError(f"max_cut_arcs must not be negative (got {self.max_cut_arcs})")
+        if self.max_sweep_edges < 0:
+            raise ValueError(f"max_sweep_edges must not be negative (got {self.max_sweep_edges})")
         if not self.prices or min(self.prices) < 0:
             raise ValueError(f"prices must be at least one factor, none negative (got {self.prices})")

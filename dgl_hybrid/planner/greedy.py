@@ -47,6 +47,11 @@ class Prices:
         degree = int(np.bincount(items.reader).max(initial=1)) if items.reader.size else 1
         return cls(receive=receive, compute=compute, tolerance=1e-13 * largest * degree)
 
+    def objective(self, items: Items, computed: Bools) -> float:
+        """Returns what an (L, H) choice costs at these prices."""
+        received = items.present(computed) & ~computed
+        return float(self.receive[received].sum() + self.compute[computed].sum())
+
 
 def greedy_choice(items: Items, costs: ItemCosts) -> Bools:
     """Returns the (L, H) choice of the mixing greedy."""
@@ -86,7 +91,8 @@ def fill_budget(items: Items, costs: ItemCosts, prices: Prices, computed: Bools,
         input_bytes = receive_bytes.copy()
         input_bytes[0] = np.maximum(input_bytes[0], held_bytes[0])
         input_bytes[state.present] = 0.0
-        added = -state.gains(input_bytes, receive=receive_bytes, compute=held_bytes)
+        paid = Unpaid(price=input_bytes, sums=[None] * items.num_layers)
+        added = -state.gains(paid, receive=receive_bytes, compute=held_bytes)
         extra = np.cumsum(np.where(np.isinf(added), 0.0, added), axis=0)[target, np.arange(items.num_halo)]
         order = candidates[np.argsort(-gain[candidates] / np.maximum(extra[candidates], 1e-9), kind="stable")]
         left = budget_bytes - items.held_bytes(costs, state.computed)
@@ -102,6 +108,16 @@ def fill_budget(items: Items, costs: ItemCosts, prices: Prices, computed: Bools,
     return state.computed
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Unpaid:
+    """What bringing absent rows here costs."""
+
+    price: Floats
+    """(L, H), 0 for rows that are present."""
+    sums: list[Floats | None]
+    """For each level, (H,) sums of the level below's price over a vertex's inputs, where they are known."""
+
+
 class _State:
     """A choice under construction: what is computed, what is present, and the edges that can still matter."""
 
@@ -112,7 +128,15 @@ class _State:
         self.present = items.present(computed)
         self.reader = items.reader
         self.source = items.source
+        self._find_starts()
         self._drop_settled_edges()
+
+    def _find_starts(self) -> None:
+        """Finds the vertices that read anything and where each one's edges begin."""
+        is_start = np.ones(self.reader.size, dtype=np.bool_)
+        is_start[1:] = self.reader[1:] != self.reader[:-1]
+        self._starts = np.flatnonzero(is_start)
+        self._readers = self.reader[self._starts]
 
     def take(self, raised: Bools) -> None:
         """Computes `raised` (L, H) too and marks what that brings here."""
@@ -132,31 +156,34 @@ class _State:
         keep = absent[self.source] & open_[self.reader]
         if np.count_nonzero(keep) < 0.8 * keep.size:
             self.reader, self.source = self.reader[keep], self.source[keep]
+            self._find_starts()
 
-    def unpaid(self, *, received: bool = False) -> Floats:
-        """Returns (L, H): at most what bringing each absent row here costs: receiving, or computing with inputs.
+    def unpaid(self, *, received: bool = False) -> Unpaid:
+        """Returns at most what bringing each absent row here costs: receiving, or computing with inputs.
 
         Computing counts in full what several inputs share, so it may cost less, never more. A row bought at the price
         of computing it is computed by a later round, since that then gains by itself.
         With `received`, only level-0 rows are bought other than by receiving.
         """
         items, prices = self.items, self.prices
-        price = prices.receive.copy()
+        price = np.where(self.present, 0.0, prices.receive)
+        sums: list[Floats | None] = [None] * items.num_layers
         chain = np.zeros(items.num_halo)
         for level in range(1 if received else items.num_layers):
             own = prices.compute[level] - np.where(self.present[level], prices.receive[level], 0.0)
             if level:
-                own += self._sum_over_inputs(price[level - 1])
+                sums[level] = self._sum_over_inputs(price[level - 1])
+                own += sums[level]
             # What gains by itself is another move's gain, not a discount for this one.
             chain = np.maximum(np.where(self.computed[level], 0.0, own + chain), 0.0)
             chain[~items.allowed[level]] = np.inf
-            price[level] = np.where(self.present[level], 0.0, np.minimum(price[level], chain))
-        price[self.present] = 0.0
-        return price
+            price[level] = np.minimum(price[level], chain)
+            price[level, self.present[level]] = 0.0
+        return Unpaid(price=price, sums=sums)
 
     def gains(
         self,
-        unpaid: Floats,
+        unpaid: Unpaid | None,
         *,
         power: Floats | None = None,
         total_power: Floats | None = None,
@@ -166,7 +193,7 @@ class _State:
         """Returns (L, H): what computing each item saves, its absent inputs paid; -inf where it is not allowed.
 
         Args:
-            unpaid: (L, H) prices of absent inputs.
+            unpaid: Prices of absent inputs; None: they cost nothing.
             power: (H,) if given, a reader pays the share `power[reader] / total_power[level, input]` of an input.
             total_power: (L, H) sums of `power` over the readers of each input.
             receive: (L, H) other prices than this state's.
@@ -174,13 +201,16 @@ class _State:
         """
         receive = self.prices.receive if receive is None else receive
         compute = self.prices.compute if compute is None else compute
-        gains = np.where(self.present, receive, 0.0) - compute
-        for level in range(1, self.items.num_layers):
+        gains = np.where(self.present, receive, 0.0)
+        gains -= compute
+        for level in range(1, self.items.num_layers if unpaid is not None else 0):
+            assert unpaid is not None
             if power is None or total_power is None:
-                gains[level] -= self._sum_over_inputs(unpaid[level - 1])
+                known = unpaid.sums[level]
+                gains[level] -= self._sum_over_inputs(unpaid.price[level - 1]) if known is None else known
             else:
                 total = total_power[level - 1]
-                gains[level] -= power * self._sum_over_inputs(unpaid[level - 1] / np.where(total > 0, total, 1.0))
+                gains[level] -= power * self._sum_over_inputs(unpaid.price[level - 1] / np.where(total > 0, total, 1.0))
         gains[self.computed] = 0.0
         gains[~self.items.allowed] = -np.inf
         return gains
@@ -199,12 +229,10 @@ class _State:
         return result
 
     def _sum_over_inputs(self, price: Floats) -> Floats:
-        if not price.any():
-            return np.zeros(self.items.num_halo)
-        result: Floats = np.bincount(self.reader, weights=price[self.source], minlength=self.items.num_halo).astype(
-            float
-        )
-        return result
+        total = np.zeros(self.items.num_halo)
+        if self._starts.size and price.any():
+            total[self._readers] = np.add.reduceat(price[self.source], self._starts)
+        return total
 
 
 def _coalition(state: _State) -> tuple[Bools, Ints]:
@@ -216,7 +244,7 @@ def _coalition(state: _State) -> tuple[Bools, Ints]:
     num_layers, num_halo = state.items.num_layers, state.items.num_halo
     tolerance = state.prices.tolerance
     unpaid = state.unpaid()
-    target, gain = state.best_targets(state.gains(np.zeros_like(unpaid)))
+    target, gain = state.best_targets(state.gains(None))
     take = gain > tolerance
     power = np.where(take, gain, 0.0)
     for _ in range(MAX_COALITION_ROUNDS):

@@ -20,6 +20,8 @@ from .problem import PlanProblem
 Bools = npt.NDArray[np.bool_]
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+Positions = npt.NDArray[np.int32]
+"""Positions of halo vertices, where there is one for each of up to 10^8 edges."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -36,10 +38,10 @@ class Items:
     """(L, H)"""
     allowed: Bools
     """(L, H): the item exists and may be computed here."""
-    reader: Ints
+    reader: Positions
     """(E,) position of the vertex that reads, ascending."""
-    source: Ints
-    """(E,) position of the vertex that is read."""
+    source: Positions
+    """(E,) position of the vertex that is read, ascending for each reader."""
 
     def reads(self, computed: Bools) -> Bools:
         """Returns (H,) bool: read, one level down, by the vertices in `computed` (H,)."""
@@ -128,19 +130,9 @@ class Items:
 
 def build_items(problem: PlanProblem) -> Items:
     """Makes the numpy view of a validated problem. Arrays share memory with its tensors where they can."""
-    counts = np.diff(problem.in_indptr.numpy())
-    reader = np.repeat(np.arange(problem.num_halo, dtype=np.int64), counts)
-    source = problem.in_halo.numpy()
-    keep = reader != source
-    if problem.num_halo and keep.any():
-        # Duplicate edges would charge one row twice in the greedy; one sort is cheaper than thinking of them later.
-        keys = reader[keep] * problem.num_halo + source[keep]
-        if not (keys[1:] > keys[:-1]).all():
-            keys.sort()  # np.unique hashes: five times slower
-            keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
-        reader, source = keys // problem.num_halo, keys % problem.num_halo
-    else:
-        reader, source = reader[keep], source[keep]
+    if problem.num_halo >= 2**31:
+        raise PlanError(f"a rank can have fewer than 2**31 halo vertices (got {problem.num_halo}); use more parts")
+    reader, source = _distinct_edges(problem)
     reach = problem.reach.numpy()
     allowed = reach.copy()
     allowed[1:] &= problem.expandable.numpy()[None, :]
@@ -155,6 +147,24 @@ def build_items(problem: PlanProblem) -> Items:
         reader=reader,
         source=source,
     )
+
+
+def _distinct_edges(problem: PlanProblem) -> tuple[Positions, Positions]:
+    """Returns (E,) readers and sources, sorted, without self-loops and duplicates, in few passes over the edges."""
+    counts = np.diff(problem.in_indptr.numpy())
+    reader = np.repeat(np.arange(problem.num_halo, dtype=np.int32), counts)
+    source = problem.in_halo.numpy().astype(np.int32)
+    keep = reader != source
+    if not keep.all():
+        reader, source = reader[keep], source[keep]
+    if not ((source[1:] > source[:-1]) | (reader[1:] != reader[:-1])).all():
+        # Duplicate edges would charge one row twice in the greedy; one sort is cheaper than thinking of them later.
+        keys = reader.astype(np.int64) * problem.num_halo + source
+        keys.sort()  # np.unique hashes: five times slower
+        keys = keys[np.concatenate([[True], keys[1:] != keys[:-1]])]
+        reader = (keys // problem.num_halo).astype(np.int32)
+        source = (keys - reader * np.int64(problem.num_halo)).astype(np.int32)
+    return reader, source
 
 
 def require_match(problem: PlanProblem, costs: ItemCosts) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+from .bound import lower_bound
 from .config import PlannerConfig
 from .costs import ItemCosts
 from .cut import cut_choice, settle_inputs
@@ -79,6 +80,7 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
     lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
     depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one.
+    A rank whose problem is past `max_sweep_edges` gives its one plan at the measured prices for each of the sweep.
     Candidates over the budget are marked by `estimate.fits`, not left out.
 
     Raises:
@@ -96,14 +98,28 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     elif config.strategy != "hybrid":
         named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
     else:
-        base = Prices.of(items, costs)
-        for price in config.prices:
-            scaled = Prices(receive=base.receive * price, compute=base.compute, tolerance=base.tolerance)
-            named.append((f"hybrid@{price:g}", _solve(items, scaled, config)))
-        named.append(("greedy", greedy_choice(items, costs)))
+        named += _sweep(items, costs, config)
         named.append(("depcache", depcache_choice(items)))
         named.append(("depcomm", depcomm_choice(items)))
-    return [_candidate(problem, items, costs, computed, name, budget) for name, computed in named]
+    candidates: list[Candidate] = []
+    for position, (name, computed) in enumerate(named):
+        if position and computed is named[position - 1][1]:
+            candidates.append(candidates[-1])
+        else:
+            candidates.append(_candidate(problem, items, costs, computed, name, budget))
+    return candidates
+
+
+def _sweep(items: Items, costs: ItemCosts, config: PlannerConfig) -> list[tuple[str, Bools]]:
+    """Makes a choice for each price on communication, and the greedy's; one and the same for all in a large problem."""
+    base = Prices.of(items, costs)
+    if items.reader.size > config.max_sweep_edges:
+        return [("hybrid@1", _solve(items, base, config))] * (len(config.prices) + 1)
+    choices = []
+    for price in config.prices:
+        scaled = Prices(receive=base.receive * price, compute=base.compute, tolerance=base.tolerance)
+        choices.append((f"hybrid@{price:g}", _solve(items, scaled, config)))
+    return [*choices, ("greedy", greedy_choice(items, costs))]
 
 
 def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
@@ -112,7 +128,14 @@ def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
         computed = cut_choice(items, prices, max_arcs=config.max_cut_arcs)
         if computed is not None:
             return computed
-        logger.warning("the minimum cut would have more than %d arcs: using the greedy", config.max_cut_arcs)
+        computed = settle_inputs(items, prices, grow(items, prices, none))
+        gap = prices.objective(items, computed) / max(lower_bound(items, prices), 1e-30) - 1.0
+        logger.warning(
+            "the minimum cut would have more than %d arcs: using the greedy, whose plan costs at most %.1f %% more",
+            config.max_cut_arcs,
+            100.0 * gap,
+        )
+        return computed
     return settle_inputs(items, prices, grow(items, prices, none))
 
 

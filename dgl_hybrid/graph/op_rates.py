@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much slower some operations are than the plain ones whose rates the planner has, on this machine.
 
-The planner's gather rate is that of copying sources; DGL's CPU kernels for weighted messages are many times slower (no
-vectorised form). Its row rate is that of a product; a dropout mask that is a function of ids costs several. A plan that
-took them for plain ones would recompute what it should receive.
+The planner's gather rate is that of copying sources; weighted messages and attention take longer, by how much depends
+on heads, widths and kernels. Its row rate is that of a product; a dropout mask that is a function of ids costs several.
+A plan that took them for plain ones would recompute what it should receive. Messages are timed on a `LayerBlock`, hence
+by the kernels that layers run, whichever those are.
 """
 
 from __future__ import annotations
@@ -17,6 +18,11 @@ import dgl
 import torch
 from torch import Tensor
 
+from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
+from dgl_hybrid.graph.tiny_blocks import build_block_of
+from dgl_hybrid.ops import EdgeDropout, gat, gatv2
+from dgl_hybrid.ops.dgl_index import sparse_graph_of
+
 _NUM_NODES, _DEGREE = 4096, 16
 _ROUNDS = 3
 
@@ -29,33 +35,52 @@ def weighted_slowdown(num_heads: int, head_width: int) -> float:
         num_heads: Weights per edge.
         head_width: Elements that share a weight.
     """
-    generator = torch.Generator().manual_seed(0)
-    src = torch.randint(_NUM_NODES, (_NUM_NODES * _DEGREE,), generator=generator)
-    graph = dgl.graph((src, torch.arange(_NUM_NODES).repeat_interleave(_DEGREE)), num_nodes=_NUM_NODES)
-    x = torch.randn(_NUM_NODES, num_heads, head_width, generator=generator)
-    weight = torch.rand(graph.num_edges(), num_heads, 1, generator=generator)
-    copied = _time(lambda: dgl.ops.copy_u_sum(graph, x.requires_grad_()))
-    weighted = _time(lambda: dgl.ops.u_mul_e_sum(graph, x.requires_grad_(), weight.requires_grad_()))
-    return max(1.0, weighted / copied)
+    block = _sample_block()
+    x = _random_rows(_NUM_NODES, num_heads, head_width)
+    weight = _random_rows(block.num_edges(), num_heads, 1)
+    weighted = _time(lambda: dgl.ops.u_mul_e_sum(block, x, weight))
+    return max(1.0, weighted / _copy_time(num_heads * head_width))
+
+
+@functools.cache
+def attention_slowdown(op: FusedOp, num_heads: int, head_width: int, *, has_dropout: bool) -> float:
+    """Returns the time of a fused attention op over that of `copy_u` + `sum`, forward and backward; at least 1.
+
+    Args:
+        op: Which.
+        num_heads: Attention heads.
+        head_width: Elements of one head.
+        has_dropout: Whether it drops attention weights.
+    """
+    edges = sparse_graph_of(_sample_block().real_index)
+    assert edges is not None
+    x, el, er = (_random_rows(_NUM_NODES, num_heads, width) for width in (head_width, 1, 1))
+    dropout = EdgeDropout.from_call(0.5, seed=0, step=0, call_index=0) if has_dropout else None
+    if op == "gat":
+        fused = _time(lambda: gat(edges, x, el, er, dropout=dropout))
+    else:
+        x_dst = _random_rows(_NUM_NODES, num_heads, head_width)
+        attention = _random_rows(num_heads, head_width)
+        fused = _time(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout))
+    return max(1.0, fused / _copy_time(num_heads * head_width))
 
 
 class InEdgeSum:
-    """The sum over in-edges as layers run it, by DGL's kernel: what the probe is to time, instead of a plain product.
+    """The sum over in-edges as layers run it: what the probe is to time, instead of a plain product.
 
-    Its graph is built at the first call for an `indptr`, so that repeated calls time the sum alone.
+    Its block is built at the first call for an `indptr`, so that repeated calls time the sum alone.
     """
 
     def __init__(self) -> None:
         self._indptr: Tensor | None = None
-        self._graph: dgl.DGLGraph | None = None
+        self._block: LayerBlock | None = None
 
     def __call__(self, indptr: Tensor, sources: Tensor, rows: Tensor) -> Tensor:
         """Returns the (N, F) sums of (N, F) `rows` over the in-edges of a CSC structure, (N + 1,) and (E,) int64."""
         if self._indptr is not indptr:
-            edge_ids = torch.arange(len(sources), device=sources.device)
             self._indptr = indptr
-            self._graph = dgl.graph(("csc", (indptr, sources, edge_ids)), num_nodes=len(rows))
-        summed: Tensor = dgl.ops.copy_u_sum(self._graph, rows)
+            self._block = build_block_of(indptr.cpu(), sources.cpu()).to(rows.device)
+        summed: Tensor = dgl.ops.copy_u_sum(self._block, rows)
         return summed
 
 
@@ -63,6 +88,23 @@ def row_slowdown(function: Callable[[Tensor], Tensor]) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
     x = torch.randn(4 * _NUM_NODES, 64).requires_grad_()
     return max(1.0, _time(lambda: function(x)) / _time(lambda: x * 2.0))
+
+
+@functools.cache
+def _sample_block() -> LayerBlock:
+    indptr = _DEGREE * torch.arange(_NUM_NODES + 1)
+    sources = torch.randint(_NUM_NODES, (_NUM_NODES * _DEGREE,), generator=torch.Generator().manual_seed(0))
+    return build_block_of(indptr, sources)
+
+
+@functools.cache
+def _copy_time(width: int) -> float:
+    block, x = _sample_block(), _random_rows(_NUM_NODES, width)
+    return _time(lambda: dgl.ops.copy_u_sum(block, x))
+
+
+def _random_rows(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
 def _time(run: Callable[[], Tensor]) -> float:

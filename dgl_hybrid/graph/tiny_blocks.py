@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small made-up blocks of one rank, of sizes by which every tensor's rows can be told."""
+"""Made-up blocks of one rank: small ones of sizes by which every tensor's rows can be told, and one of given edges."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
@@ -56,8 +57,35 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
         order = torch.argsort(dst, stable=True)
         indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])
-        none = torch.empty(0, dtype=torch.int64)
-        exchange = ExchangePlan(
+        layers.append(_structure_of_one_rank(layer, num_held, indptr, src[order]))
+    blocks = _blocks_of_one_rank(tuple(layers), tuple(sizes), out_degrees=torch.full((sizes[0],), 4))
+    return blocks, sizes, num_edges
+
+
+def build_block_of(indptr: Tensor, sources: Tensor) -> LayerBlock:
+    """Builds one block of N sources, which are its destinations too, that needs no other rank.
+
+    Args:
+        indptr: (N + 1,) int64.
+        sources: (E,) int64 in [0, N).
+    """
+    num_nodes = len(indptr) - 1
+    structure = _structure_of_one_rank(1, num_nodes, indptr, sources)
+    out_degrees = torch.bincount(sources, minlength=num_nodes)
+    return _blocks_of_one_rank((structure,), (num_nodes, num_nodes), out_degrees=out_degrees)[0]
+
+
+def _structure_of_one_rank(layer: int, num_held: int, indptr: Tensor, sources: Tensor) -> LayerStructure:
+    none = torch.empty(0, dtype=torch.int64)
+    num_dst = len(indptr) - 1
+    return LayerStructure(
+        layer=layer,
+        num_dst=num_dst,
+        num_held=num_held,
+        indptr=indptr,
+        indices=sources,
+        eid_global=torch.arange(len(sources)),
+        exchange=ExchangePlan(
             rank=0,
             world_size=1,
             layer=layer,
@@ -68,32 +96,25 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
             recv_global=none,
             # Nothing to exchange, nothing to copy: what an exchange costs is priced by the row received, not held.
             is_idle=True,
-        )
-        layers.append(
-            LayerStructure(
-                layer=layer,
-                num_dst=num_dst,
-                num_held=num_held,
-                indptr=indptr,
-                indices=src[order],
-                eid_global=torch.arange(total),
-                exchange=exchange,
-                interior=torch.ones(num_dst, dtype=torch.bool),
-            )
-        )
-    rows = torch.arange(sizes[0])
+        ),
+        interior=torch.ones(num_dst, dtype=torch.bool),
+    )
+
+
+def _blocks_of_one_rank(
+    layers: tuple[LayerStructure, ...], sizes: tuple[int, ...], *, out_degrees: Tensor
+) -> list[LayerBlock]:
     sets = LevelSets(
-        rows_global=rows,
-        sizes=tuple(sizes),
+        rows_global=torch.arange(sizes[0]),
+        sizes=sizes,
         owned=torch.ones(sizes[0], dtype=torch.bool),
-        layers=tuple(layers),
+        layers=layers,
         num_borrowed=0,
     )
-    blocks = build_layer_blocks(
+    return build_layer_blocks(
         sets,
         Communicator(None),
-        out_degrees=torch.full((sizes[0],), 4),
+        out_degrees=out_degrees,
         device=torch.device("cpu"),
         weighted_out_degrees=lambda block, weight: torch.ones(block.structure.num_held),
     )
-    return blocks, sizes, num_edges

@@ -7,6 +7,7 @@ import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
-from dgl_hybrid.graph.op_rates import row_slowdown, weighted_slowdown
+from dgl_hybrid.graph.layer_block import FusedOp
+from dgl_hybrid.graph.op_rates import attention_slowdown, row_slowdown, weighted_slowdown
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
 
@@ -62,23 +64,27 @@ class _Record:
 class _Observer:
     def __init__(self, record: _Record, num_edges: list[int]) -> None:
         self.record, self.num_edges = record, num_edges
-        self.passed: list[tuple[int, Tensor, bool]] = []
+        self.passed: list[tuple[int, Tensor, Callable[[int, int], float]]] = []
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
         for x in fields:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), x.requires_grad))
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
-        self.passed.extend((layer, x, is_weighted) for x in fields)
+        slowdown = weighted_slowdown if is_weighted else lambda heads, width: 1.0
+        self.passed.extend((layer, x, slowdown) for x in fields)
+
+    def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None:
+        self.passed.append((layer, x, partial(attention_slowdown, op, has_dropout=has_dropout)))
 
     def charge(self) -> None:
-        """Adds what was passed to the record: DGL's kernels are invisible to the dispatcher."""
-        for layer, x, is_weighted in self.passed:
+        """Adds what was passed to the record, timed and not counted: kernels read each source once for each edge."""
+        for layer, x, slowdown in self.passed:
             # Gathered once forward, and once backward if there is one.
             passes = 2 if x.requires_grad else 1
             elements = passes * _row_numel(x) * self.num_edges[layer - 1]
-            heads = x.shape[1] if x.dim() > 2 else 1
-            factor = weighted_slowdown(heads, max(1, _row_numel(x) // max(heads, 1))) if is_weighted else 1.0
+            heads = _row_numel(x) // x.shape[-1] if x.dim() > 2 else 1
+            factor = slowdown(heads, _row_numel(x) // heads)
             self.record.edge_flops[layer - 1] += elements
             self.record.edge_bytes[layer - 1] += factor * elements * x.element_size()
 
@@ -103,7 +109,8 @@ class _CostMode(TorchDispatchMode):
         inputs = [value for value in flatten((args, kwargs or {})) if isinstance(value, Tensor)]
         counter = flop_registry.get(func.overloadpacket)
         flops = float(counter(*args, **(kwargs or {}), out_val=out)) if counter is not None else 0.0
-        moved = sum(x.numel() * x.element_size() for x in (*outputs, *inputs)) if counter is None else 0
+        is_charged = counter is not None or _is_message_passing(func)
+        moved = 0 if is_charged else sum(x.numel() * x.element_size() for x in (*outputs, *inputs))
         held = float(sum(x.numel() * x.element_size() for x in outputs)) if self.forward else 0.0
         for x in (*outputs, *inputs):
             for dimension in x.shape:
@@ -120,6 +127,11 @@ class _CostMode(TorchDispatchMode):
                     self.record.edge_held[layer] += held
                     return out
         return out
+
+
+def _is_message_passing(func: Any) -> bool:
+    """Whether this is an op of ours that gathers rows along edges, which the observer charges."""
+    return func.namespace == "dgl_hybrid" and not func._opname.startswith("edge_softmax")
 
 
 class _QuietMode(TorchFunctionMode):
@@ -205,6 +217,8 @@ def trace_model(
         observer = _Observer(record, num_edges)
         for block in blocks:
             block.observer = observer
+            # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
+            block.on_edge_dropout = lambda block, p: None
         generator = torch.Generator().manual_seed(0)
         args, kwargs = template.bind(blocks, generator)
         costs = _CostMode(record, sizes, num_edges)

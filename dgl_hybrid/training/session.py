@@ -235,6 +235,7 @@ def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, 
     for block in step.blocks:
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
+        block.on_edge_dropout = step.edge_dropout
     if on_call is not None:
         _on_call[id(step)] = on_call
         weakref.finalize(step, _on_call.pop, id(step), None)

@@ -13,6 +13,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.ops import EdgeDropout
 
 
 @dataclass(kw_only=True)
@@ -65,6 +66,16 @@ class Step:
             self._call_of_token[token] = self.num_random_calls
             self.num_random_calls += 1
         return self._call_of_token[token]
+
+    def edge_dropout(self, block: LayerBlock, p: float) -> EdgeDropout:
+        """Draws attention dropout inside a fused layer: the mask that `F.dropout` of its weights would get."""
+        return EdgeDropout.from_call(
+            p,
+            seed=self.seed,
+            step=self.number,
+            call_index=self.next_random_call(),
+            edge_keys=self.edge_keys[block.layer - 1].to(block.device),
+        )
 
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.sets.sizes

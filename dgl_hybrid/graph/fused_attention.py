@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Forwards of `GATConv` and `GATv2Conv` on the fused ops: logits, softmax, dropout and sum in one pass over the edges.
+
+DGL's layers write three to five tensors of edges × heads (GATv2: of edges × heads × width), and read them again
+backward. Here the only rows that exist are those of vertices. On a `LayerBlock` the same source fields travel in the
+same single exchange as with DGL's own forwards, so ranks may differ in which of the two they take.
+
+What these cannot do they leave to DGL's own forward, before any random number is drawn or any row is exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl.nn as dglnn
+import torch
+from torch import Tensor, nn
+
+from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
+from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
+from dgl_hybrid.ops.dgl_index import sparse_graph_of
+from dgl_hybrid.ops.op_counts import count
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+def forward_gat(
+    self: Any, graph: Any, feat: Any, edge_weight: Tensor | None = None, get_attention: bool = False
+) -> Any:
+    """`dgl.nn.GATConv.forward`: same arguments, same result."""
+    edges = "edge_weight" if edge_weight is not None else _find_edges(self, graph, feat, get_attention)
+    if isinstance(edges, str):
+        count("gat", f"dgl: {edges}")
+        return dglnn.GATConv.forward(self, graph, feat, edge_weight, get_attention)
+    heads, width = self._num_heads, self._out_feats
+    with graph.local_scope():
+        h_src, h_dst = _drop_inputs(self, graph, feat)
+        if isinstance(feat, tuple):
+            fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
+            feat_src = fc_src(h_src).view(*h_src.shape[:-1], heads, width)
+            feat_dst = fc_dst(h_dst).view(*h_dst.shape[:-1], heads, width)
+        else:
+            feat_src = self.fc(h_src).view(*h_src.shape[:-1], heads, width)
+            feat_dst = feat_src[: len(h_dst)]
+        graph.srcdata.update({"ft": feat_src, "el": _attend(feat_src, self.attn_l)})
+        graph.dstdata.update({"er": _attend(feat_dst, self.attn_r)})
+        # In the order in which DGL's own forward causes them to be exchanged.
+        el, x = _read_sources(graph, ("el", "ft"))
+        er = graph.dstdata["er"]
+        dropout = _draw_dropout(self.attn_drop, graph)
+        _observe(graph, "gat", x, dropout=self.attn_drop)
+        # Dimensions between the vertex and the head (time steps, say) are more heads.
+        rst = gat(
+            edges,
+            x.flatten(1, -2),
+            el.flatten(1),
+            er.flatten(1),
+            negative_slope=self.leaky_relu.negative_slope,
+            dropout=dropout,
+        ).view(len(h_dst), *x.shape[1:])
+    count("gat", "ours")
+    if self.res_fc is not None:
+        rst = rst + self.res_fc(h_dst).view(*h_dst.shape[:-1], -1, width)
+    if self.has_explicit_bias:
+        rst = rst + self.bias.view(heads, width)
+    return self.activation(rst) if self.activation else rst
+
+
+def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False) -> Any:
+    """`dgl.nn.GATv2Conv.forward`: same arguments, same result."""
+    edges = _find_edges(self, graph, feat, get_attention, max_dim=2)
+    if isinstance(edges, str):
+        count("gatv2", f"dgl: {edges}")
+        return dglnn.GATv2Conv.forward(self, graph, feat, get_attention)
+    heads, width = self._num_heads, self._out_feats
+    with graph.local_scope():
+        h_src, h_dst = _drop_inputs(self, graph, feat)
+        feat_src = self.fc_src(h_src).view(-1, heads, width)
+        if self.share_weights and not isinstance(feat, tuple):
+            feat_dst = feat_src[: len(h_dst)]
+        else:
+            feat_dst = self.fc_dst(h_dst).view(-1, heads, width)
+        graph.srcdata.update({"el": feat_src})
+        graph.dstdata.update({"er": feat_dst})
+        (x,) = _read_sources(graph, ("el",))
+        dropout = _draw_dropout(self.attn_drop, graph)
+        _observe(graph, "gatv2", x, dropout=self.attn_drop)
+        rst = gatv2(
+            edges,
+            x,
+            graph.dstdata["er"],
+            self.attn,
+            negative_slope=self.leaky_relu.negative_slope,
+            dropout=dropout,
+        )
+    count("gatv2", "ours")
+    if self.res_fc is not None:
+        rst = rst + self.res_fc(h_dst).view(len(h_dst), -1, width)
+    return self.activation(rst) if self.activation else rst
+
+
+def _find_edges(
+    layer: Any, graph: Any, feat: Any, get_attention: bool, max_dim: int | None = None
+) -> SparseGraph | str:
+    """Returns the edges to run on, or why this call goes to DGL's own forward (sometimes to raise its own error)."""
+    inputs = feat if isinstance(feat, tuple) else (feat,)
+    if get_attention:
+        return "get_attention"
+    if not all(isinstance(x, Tensor) and 2 <= x.dim() <= (max_dim or x.dim()) for x in inputs):
+        return "shape of the features"
+    if len({x.shape[1:-1] for x in inputs}) > 1:
+        return "shape of the features"
+    if any(x.dtype not in _DTYPES for x in inputs):
+        return "dtype of the features"
+    for part, expected in ((layer.attn_drop, nn.Dropout), (layer.leaky_relu, nn.LeakyReLU)):
+        # Fused, these modules do not run.
+        if type(part) is not expected or _has_hooks(part):
+            return f"{expected.__name__} replaced or hooked"
+    index = graph.real_index if isinstance(graph, LayerBlock) else graph._graph
+    edges = sparse_graph_of(index, inputs[0].device)
+    if edges is None:
+        return "several edge types"
+    if not layer._allow_zero_in_degree and bool((graph.in_degrees() == 0).any()):
+        return "zero in-degree"
+    return edges
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+def _drop_inputs(layer: Any, graph: Any, feat: Any) -> tuple[Tensor, Tensor]:
+    """Returns the inputs of sources and of destinations after feature dropout, drawn as DGL's own forward does."""
+    if isinstance(feat, tuple):
+        return layer.feat_drop(feat[0]), layer.feat_drop(feat[1])
+    h = layer.feat_drop(feat)
+    return h, h[: graph.num_dst_nodes()] if graph.is_block else h
+
+
+def _attend(x: Tensor, attention: Tensor) -> Tensor:
+    """(n, ..., H, D) and (1, H, D) to (n, ..., H, 1)."""
+    return (x * attention).sum(dim=-1, keepdim=True)
+
+
+def _read_sources(graph: Any, names: tuple[str, ...]) -> list[Tensor]:
+    """Returns the fields for all sources of the edges. Collective on a `LayerBlock`."""
+    if isinstance(graph, LayerBlock):
+        return graph.complete_sources(names)
+    return [graph.srcdata[name] for name in names]
+
+
+def _draw_dropout(module: nn.Dropout, graph: Any) -> EdgeDropout | None:
+    if not module.training or module.p == 0.0:
+        return None
+    if isinstance(graph, LayerBlock) and graph.on_edge_dropout is not None:
+        return graph.on_edge_dropout(graph, module.p)
+    # As of any dropout in PyTorch: it follows `torch.manual_seed`, and checkpointing puts the generator back.
+    first, second = torch.randint(2**63 - 1, (2,)).tolist()
+    return EdgeDropout(module.p, (first, second))
+
+
+def _observe(graph: Any, op: FusedOp, x: Tensor, *, dropout: nn.Dropout) -> None:
+    if isinstance(graph, LayerBlock) and graph.observer is not None:
+        graph.observer.on_attention(graph.layer, op, x, has_dropout=dropout.training and dropout.p > 0.0)

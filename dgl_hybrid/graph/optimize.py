@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`optimize(model)`: layers of `dgl.nn` stay what they are and get forwards that compute the same in fewer passes.
+
+A layer is changed by giving the object another class, a subclass of its own of the same name: parameters, buffers,
+hooks, `isinstance`, `state_dict` and `repr` stay, and whoever holds the layer (DDP, an optimizer, `torch.compile`)
+holds it still. The subclasses are made here and cannot be looked up by name, so copies and pickles carry the layer's
+own class and the wish to be optimised.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+import dgl.nn as dglnn
+from torch import nn
+
+from dgl_hybrid.graph.fused_attention import forward_gat, forward_gatv2
+
+FORWARDS: Mapping[type[nn.Module], Callable[..., Any]] = MappingProxyType(
+    {dglnn.GATConv: forward_gat, dglnn.GATv2Conv: forward_gatv2}
+)
+"""Layer to a forward of the same parameters and results, which leaves what it cannot do to the layer's own."""
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def optimize(model: ModelT) -> ModelT:
+    """Lets the layers inside a model compute the same faster: `GATConv` and `GATv2Conv` as one fused operation.
+
+    In place. Works on `LayerBlock`s, DGL blocks and DGL graphs, on CPU and CUDA, before or after the model is wrapped
+    in DDP; a second call changes nothing more. Outputs and gradients are those of DGL's own layers up to rounding. On a
+    loader's blocks attention dropout draws the same mask as without; on DGL's own graphs it draws from PyTorch's
+    generator, as ever, but other numbers.
+
+    What the fused operation cannot do (edge weights, attention as a result, hooks on the dropout inside) runs on DGL's
+    own forward, and `op_counts()` says so. Second derivatives are refused by an error. Subclasses with a forward of
+    their own are left alone.
+
+    Args:
+        model: Any module; may itself be such a layer.
+    Returns:
+        `model`.
+    """
+    for module in model.modules():
+        layer = type(module)
+        if not isinstance(module, _Optimized) and _forward_for(layer) is not None and "forward" not in vars(module):
+            module.__class__ = _optimized_class(layer)
+    return model
+
+
+def restore(model: ModelT) -> ModelT:
+    """Undoes `optimize`, in place: every layer has DGL's own forward again."""
+    for module in model.modules():
+        if isinstance(module, _Optimized):
+            module.__class__ = module.layer_class  # type: ignore[assignment]
+    return model
+
+
+class _Optimized:
+    """What the subclasses have in common."""
+
+    layer_class: ClassVar[type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        reduced = super().__reduce_ex__(max(2, int(protocol)))
+        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return (_new_optimized, (self.layer_class,), *reduced[2:])
+        return reduced  # a layer with a way of its own to be copied comes back as it says
+
+
+def _forward_for(layer: type[nn.Module]) -> Callable[..., Any] | None:
+    for known, forward in FORWARDS.items():
+        if issubclass(layer, known) and layer.forward is known.forward:
+            return forward
+    return None
+
+
+_classes: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _optimized_class(layer: type[nn.Module]) -> type[nn.Module]:
+    """Returns the subclass for a layer's class; the same at every call, so that equal layers have equal types."""
+    if layer not in _classes:
+        namespace = {
+            "forward": _forward_for(layer),
+            "layer_class": layer,
+            "__doc__": layer.__doc__,
+            "__module__": layer.__module__,
+            "__qualname__": layer.__qualname__,
+        }
+        # By the layer's own name, which `repr` of a model and tools that look at layers print.
+        _classes[layer] = type(layer.__name__, (_Optimized, layer), namespace)
+    return _classes[layer]
+
+
+def _new_optimized(layer: type[nn.Module]) -> nn.Module:
+    cls = _optimized_class(layer)
+    return cls.__new__(cls)

@@ -14,16 +14,19 @@
 namespace {
 enum { OK = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, NO_DEVICE = 100, INVALID_DEVICE = 101, INVALID_IMAGE = 200,
        INVALID_CONTEXT = 201, INVALID_HANDLE = 400, NOT_FOUND = 500, LAUNCH_FAILED = 719 };
-typedef int (*Host)(const unsigned*, const unsigned*, void**, unsigned);
+typedef int (*Launch)(const char*, const unsigned*, const unsigned*, void**, unsigned);
+typedef const char* (*Signature)(const char*);
+typedef const char* (*Error)();
 struct Module { int device; void* library; };
-struct Function { int device; Host host; };
-std::mutex mutex;
+struct Function { int device; std::string name; Launch launch; Error error; };
+std::mutex mutex, running;  // the host of the kernels runs one at a time
 std::map<void*, Module> modules;
 std::map<void*, Function> functions;
 char contexts[16];
 int devices = 2, fail_next = 0, launches = 0, depth_at_launch = 0;
 unsigned seed = 1;
 void* last_stream = nullptr;
+std::string failure = "as the driver words it";
 bool initialised = false;
 thread_local std::vector<void*> stack;
 int device_of(void* context) {
@@ -45,7 +48,9 @@ void* fake_last_stream() { return last_stream; }
 
 // A kernel that writes down the parameters it was given.
 struct Record { unsigned grid[3], block[3]; void* pointer; void* null; int i; long long l; unsigned long long u; float f; };
-int record_host(const unsigned* grid, const unsigned* block, void** a, unsigned) {
+const char* simt_signature(const char* name) { return strcmp(name, "record") ? nullptr : "pppiluf"; }
+const char* simt_error() { return ""; }
+int simt_launch(const char*, const unsigned* grid, const unsigned* block, void** a, unsigned) {
   Record* r = *(Record**)a[0];
   memcpy(r->grid, grid, sizeof r->grid), memcpy(r->block, block, sizeof r->block);
   r->pointer = *(void**)a[1], r->null = *(void**)a[2], r->i = *(int*)a[3], r->l = *(long long*)a[4];
@@ -86,10 +91,12 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = modules.find(module);
   if (found == modules.end() || found->second.device != current()) return INVALID_HANDLE;
-  Host host = (Host)dlsym(found->second.library, (std::string(name) + "_host").c_str());
-  if (!host) return NOT_FOUND;
+  void* library = found->second.library;
+  Signature signature = (Signature)dlsym(library, "simt_signature");
+  if (!signature || !signature(name)) return NOT_FOUND;
   *function = new char;
-  functions[*function] = {found->second.device, host};
+  functions[*function] = {found->second.device, name, (Launch)dlsym(library, "simt_launch"),
+                          (Error)dlsym(library, "simt_error")};
   return OK;
 }
 int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
@@ -107,7 +114,10 @@ int cuLaunchKernel(void* function, unsigned gx, unsigned gy, unsigned gz, unsign
     return INVALID_VALUE;
   depth_at_launch = (int)stack.size(), last_stream = stream, launches++;
   unsigned grid[3] = {gx, gy, gz}, block[3] = {bx, by, bz};
-  return f.host(grid, block, parameters, seed++) ? LAUNCH_FAILED : OK;
+  std::lock_guard<std::mutex> lock(running);
+  if (f.launch(f.name.c_str(), grid, block, parameters, seed++) == 0) return OK;
+  failure = f.error();
+  return LAUNCH_FAILED;
 }
 int cuGetErrorName(int status, const char** text) {
   static const std::map<int, const char*> names = {
@@ -120,7 +130,7 @@ int cuGetErrorName(int status, const char** text) {
   return *text ? OK : INVALID_VALUE;
 }
 int cuGetErrorString(int status, const char** text) {
-  *text = status == 12345 ? nullptr : "as the driver words it";
+  *text = status == 12345 ? nullptr : status == LAUNCH_FAILED ? failure.c_str() : "as the driver words it";
   return *text ? OK : INVALID_VALUE;
 }
 }

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, HybridError
+from dgl_hybrid.exchange.buffers import BufferPool
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
-from dgl_hybrid.exchange.transport import CollectiveTransport, Transport
+from dgl_hybrid.exchange.shared_memory_transport import connect_through_memory
+from dgl_hybrid.exchange.transport import CollectiveTransport, ExchangeTag, Transport
 
 DEFAULT_TIMEOUT_S = 600.0
+RankTransport = Literal["auto", "collective", "shared_memory"]
+
+_logger = logging.getLogger(__name__)
 _MOVED_AS_BYTES = frozenset(
     {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
 )
@@ -40,6 +46,7 @@ class Communicator:
     Attributes:
         rank, world_size: This process and their number.
         clock: Every exchange of rows, for the time split and the bytes sent.
+        buffers: Memory for the rows of layers, used again from epoch to epoch.
     """
 
     def __init__(self, transport: Transport | None, *, name: str = "exchange") -> None:
@@ -49,6 +56,7 @@ class Communicator:
         self.world_size = 1 if transport is None else transport.world_size
         self.backend = "none" if transport is None else transport.backend
         self.clock = ExchangeClock()
+        self.buffers = BufferPool()
         self.num_calls = 0
         self.cross_check = False
         """Compare what every rank is about to exchange, before each exchange. Costs one small gather each; loaders turn
@@ -67,6 +75,7 @@ class Communicator:
         *,
         layer: int = 0,
         backward: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Sends `send_counts[q]` consecutive rows to every peer q and receives `recv_counts[q]` from it. Collective.
 
@@ -74,6 +83,7 @@ class Communicator:
             send: (sum(send_counts), ...) any dtype, on CPU or CUDA, ordered by receiving rank.
             send_counts, recv_counts: Rows by peer, `world_size` entries each.
             layer, backward: What the rows are for; recorded, and named if a peer does not take part.
+            out: Contiguous memory for the result; None makes a new tensor.
 
         Returns:
             (sum(recv_counts), ...) of the same dtype and device, ordered by sending rank.
@@ -81,20 +91,63 @@ class Communicator:
         Raises:
             ExchangeError: If the collective fails or a peer does not take part in time.
         """
-        if send.dtype in _MOVED_AS_BYTES:
-            moved = self.exchange(_as_bytes(send), send_counts, recv_counts, layer=layer, backward=backward)
-            return moved.view(send.dtype).reshape(sum(recv_counts), *send.shape[1:])
+        received = send.new_empty((sum(recv_counts), *send.shape[1:])) if out is None else out
+        moved = _as_moved(send.contiguous())
+        with self._recorded(moved, send_counts, recv_counts, layer, backward) as tag:
+            if self.transport is None:
+                received.copy_(send)
+            else:
+                self._all_to_all(self.transport, _as_moved(received), moved, list(recv_counts), list(send_counts), tag)
+        return received
+
+    def borrow(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        layer: int = 0,
+        backward: bool = False,
+    ) -> list[Tensor]:
+        """As `exchange`, but leaves the rows where they arrived, for those who read each of them once. Collective.
+
+        Returns:
+            (recv_counts[q], ...) from each rank q. To be read before the next exchange, and not to be written to.
+        """
+        if self.transport is None or not self.transport.can_lend or send.device != self.transport.device:
+            received = self.buffers.take((sum(recv_counts), *send.shape[1:]), send.dtype, send.device)
+            self.exchange(send, send_counts, recv_counts, layer=layer, backward=backward, out=received)
+            return list(received.split(list(recv_counts)))
+        moved = _as_moved(send.contiguous())
+        with self._recorded(moved, send_counts, recv_counts, layer, backward) as tag:
+            parts = self.transport.borrow_all_to_all(moved, list(recv_counts), list(send_counts), tag)
+        return [part.view(send.dtype).view(len(part), *send.shape[1:]) for part in parts]
+
+    def send_buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns memory of arbitrary content for the rows of the next exchange, out of which they are sent fastest.
+
+        It is not to be used after that exchange.
+        """
+        if self.transport is not None and self.transport.can_lend and device == self.transport.device:
+            num_bytes = math.prod(shape) * dtype.itemsize
+            return self.transport.send_buffer(num_bytes).view(dtype).view(tuple(shape))
+        return self.buffers.take(shape, dtype, device)
+
+    @contextlib.contextmanager
+    def _recorded(
+        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
+    ) -> Iterator[ExchangeTag]:
+        """One exchange of rows: counted, compared with the other ranks' if that is wanted, explained and timed."""
         self.num_calls += 1
         start_s = time.perf_counter()
-        received = send.new_empty((sum(recv_counts), *send.shape[1:]))
+        tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
         if self.transport is None:
-            received.copy_(send)
+            yield tag
         else:
             if self.cross_check:
                 self._cross_check(send, send_counts, recv_counts, layer, backward)
-            what = f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"
-            with self._named(what):
-                self._all_to_all(self.transport, received, send.contiguous(), list(recv_counts), list(send_counts))
+            with self._named(f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"):
+                yield tag
         row_bytes = send.element_size() * (send[0].numel() if len(send) else 0)
         own = send_counts[self.rank] if len(send_counts) > self.rank else 0
         self.clock.record(
@@ -106,7 +159,6 @@ class Communicator:
                 elapsed_s=time.perf_counter() - start_s,
             )
         )
-        return received
 
     def _cross_check(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
@@ -132,7 +184,12 @@ class Communicator:
 
     @staticmethod
     def _all_to_all(
-        transport: Transport, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]
+        transport: Transport,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag,
     ) -> None:
         if send.is_cuda and transport.device.type == "cpu":
             # gloo moves host memory: stage through pinned buffers. Several ranks may share one GPU this way, which
@@ -141,12 +198,12 @@ class Communicator:
             host_recv = torch.empty(received.shape, dtype=received.dtype, pin_memory=True)
             host_send.copy_(send, non_blocking=True)
             torch.cuda.current_stream(send.device).synchronize()
-            transport.all_to_all(host_recv, host_send, recv_counts, send_counts)
+            transport.all_to_all(host_recv, host_send, recv_counts, send_counts, tag)
             received.copy_(host_recv, non_blocking=True)
             # The pinned buffer must outlive the copy that reads it.
             torch.cuda.current_stream(send.device).synchronize()
         else:
-            transport.all_to_all(received, send, recv_counts, send_counts)
+            transport.all_to_all(received, send, recv_counts, send_counts, tag)
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer how many rows it will get from this rank. Collective."""
@@ -292,9 +349,11 @@ def _describe(header: list[int]) -> str:
     return f"{kind} rows of {row_bytes} bytes for layer {layer} in {'backward' if backward else 'forward'}"
 
 
-def _as_bytes(rows: Tensor) -> Tensor:
-    """(n, ...) to (n, bytes of a row) uint8."""
-    return rows.contiguous().view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
+def _as_moved(rows: Tensor) -> Tensor:
+    """Contiguous rows, as (n, bytes of a row) uint8 where a backend does not send their dtype as it is."""
+    if rows.dtype not in _MOVED_AS_BYTES:
+        return rows
+    return rows.view(len(rows), math.prod(rows.shape[1:])).view(torch.uint8)
 
 
 def _error_type(name: str) -> type[Exception]:
@@ -307,16 +366,26 @@ def _error_type(name: str) -> type[Exception]:
     return known.get(name, HybridError)
 
 
-def create_communicator(*, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | None = None) -> Communicator:
+def create_communicator(
+    *, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | None = None, transport: RankTransport = "auto"
+) -> Communicator:
     """Creates a communicator over all ranks with a process group of its own. Collective over the default group.
 
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others.
         backend: "gloo" or "nccl"; None takes the default group's.
+        transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
+            that all ranks run on. "auto" does the latter where it can: not with NCCL, which does so itself, and not
+            where ranks were put into several network namespaces.
 
     Returns:
         A communicator; without an initialised default group, one for a world of one rank.
+
+    Raises:
+        ExchangeError: On all ranks, if shared memory is asked for and they cannot share any.
     """
+    if transport not in ("auto", "collective", "shared_memory"):
+        raise ValueError(f"transport must be 'auto', 'collective' or 'shared_memory' (got {transport!r})")
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(None)
     chosen = backend or str(dist.get_backend())
@@ -324,7 +393,20 @@ def create_communicator(*, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | 
         chosen = "nccl" if torch.cuda.is_available() else "gloo"
     if chosen not in ("gloo", "nccl"):
         raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")
+    if chosen == "nccl" and transport == "shared_memory":
+        raise ValueError("transport='shared_memory' is for backend='gloo': NCCL shares memory between GPUs by itself")
     group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
-    return Communicator(CollectiveTransport(group))
+    collective = CollectiveTransport(group)
+    if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
+        return Communicator(collective)
+    joined = connect_through_memory(collective, timeout_s=timeout_s)
+    if not isinstance(joined, str):
+        return Communicator(joined)
+    if transport == "shared_memory":
+        raise ExchangeError(
+            f"transport='shared_memory' needs ranks that can share memory, but {joined}. Give transport='collective'."
+        )
+    _logger.debug("rows are exchanged over %s: %s", chosen, joined)
+    return Communicator(collective)

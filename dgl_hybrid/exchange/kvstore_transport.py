@@ -23,7 +23,7 @@ from dgl_hybrid.exchange.mailbox import (
     ParcelResponse,
     register_services,
 )
-from dgl_hybrid.exchange.transport import Transport
+from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row
 
 PARCEL_BYTES = 32 << 20
 """What one message carries at most: bounds the buffers that sender, server and receiver allocate at a time."""
@@ -65,10 +65,17 @@ class KVStoreTransport(Transport):
 
     # ---------------------------------------------------------------- operations
 
-    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
-        row_bytes = _bytes_of_row(send, received)
-        outgoing = _as_bytes(send).split([count * row_bytes for count in send_counts])
-        incoming = _as_bytes(received).split([count * row_bytes for count in recv_counts])
+    def all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> None:
+        row_bytes = bytes_of_row(send)
+        outgoing = as_bytes(send).split([count * row_bytes for count in send_counts])
+        incoming = as_bytes(received).split([count * row_bytes for count in recv_counts])
         self._swap(outgoing, incoming)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -78,16 +85,16 @@ class KVStoreTransport(Transport):
         else:
             sizes = [len(piece) for piece in summands.tensor_split(self.world_size)]
             mine = [torch.empty_like(summands[: sizes[self.rank]]) for _ in sizes]
-            self._swap([_as_bytes(piece) for piece in summands.split(sizes)], [_as_bytes(piece) for piece in mine])
+            self._swap([as_bytes(piece) for piece in summands.split(sizes)], [as_bytes(piece) for piece in mine])
             total = torch.empty_like(summands)
-            share = _as_bytes(_sum(mine))
-            self._swap([share] * self.world_size, [_as_bytes(piece) for piece in total.split(sizes)])
+            share = as_bytes(_sum(mine))
+            self._swap([share] * self.world_size, [as_bytes(piece) for piece in total.split(sizes)])
         tensor.copy_(total.view(tensor.shape))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         source = tensor.detach().contiguous()
         gathered = [torch.empty_like(source) for _ in range(self.world_size)]
-        self._swap([_as_bytes(source)] * self.world_size, [_as_bytes(part) for part in gathered])
+        self._swap([as_bytes(source)] * self.world_size, [as_bytes(part) for part in gathered])
         return gathered
 
     def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
@@ -149,16 +156,6 @@ def _machine_of_trainers() -> list[int]:
     rank_of_client = role.PER_ROLE_RANK["default"]
     by_rank = sorted((rank_of_client[client], machine) for client, machine in trainers)
     return [int(machine) for _, machine in by_rank]
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    """A view of contiguous memory as (n,) uint8."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _bytes_of_row(*tensors: Tensor) -> int:
-    first = tensors[0]
-    return first.element_size() * int(torch.Size(first.shape[1:]).numel())
 
 
 def _parcels(payload: Tensor) -> list[Tensor]:

@@ -3,10 +3,17 @@
 
 Both directions are the same three steps: pack (gather into one buffer), one collective, unpack. They are each other's
 adjoint, so derivatives of any order work.
+
+    message to one peer      x[send_index]      │ fields side by side, one row for each row sent
+    result                   held │ received    one tensor for each field
+
+Nothing here is allocated anew in every epoch: messages lie in buffers of the communicator, and so do results, for as
+long as anybody refers to them (`BufferPool`). On CPU the page faults of fresh memory would cost more than the exchange.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,41 +25,64 @@ from dgl_hybrid.exchange.plan import ExchangePlan
 
 
 class _ExtendRows(torch.autograd.Function):
-    """(C, F) -> (C + R, F): the rows held here, followed by the received ones."""
+    """(C, F) -> (C + R, F), for each field: the rows held here, followed by the received ones."""
 
     @staticmethod
-    def forward(ctx: Any, x_CF: Tensor, plan: ExchangePlan, communicator: Communicator) -> Tensor:
+    def forward(ctx: Any, plan: ExchangePlan, communicator: Communicator, *fields_CF: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.communicator = plan, communicator
+        dtype, device = fields_CF[0].dtype, fields_CF[0].device
+        widths = [field.shape[1] for field in fields_CF]
         with record_function("dgl_hybrid::pack"):
-            send_SF = x_CF.index_select(0, plan.send_index)
-        received_RF = communicator.exchange(send_SF, plan.send_counts, plan.recv_counts, layer=plan.layer)
+            send_SF = communicator.send_buffer((plan.num_sent, sum(widths)), dtype, device)
+            for field, columns in zip(fields_CF, send_SF.split(widths, dim=1), strict=True):
+                torch.index_select(field, 0, plan.send_index, out=columns)
+        rows = plan.num_rows + plan.num_received
+        extended = tuple(communicator.buffers.take((rows, width), dtype, device) for width in widths)
+        tails = [field[plan.num_rows :] for field in extended]
+        if len(tails) == 1:
+            communicator.exchange(send_SF, plan.send_counts, plan.recv_counts, layer=plan.layer, out=tails[0])
+            parts: list[Tensor] = []
+        else:
+            parts = communicator.borrow(send_SF, plan.send_counts, plan.recv_counts, layer=plan.layer)
         with record_function("dgl_hybrid::unpack"):
-            return torch.cat([x_CF, received_RF])
+            for begin, part in zip(plan.recv_offsets, parts, strict=False):
+                for tail, columns in zip(tails, part.split(widths, dim=1), strict=True):
+                    tail[begin : begin + len(part)].copy_(columns)
+            for field, held in zip(extended, fields_CF, strict=True):
+                field[: plan.num_rows].copy_(held)
+        return extended
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_XF,) = grads
-        return _ReturnRows.apply(grad_XF, ctx.plan, ctx.communicator), None, None
+    def backward(ctx: Any, *grads_XF: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ReturnRows.apply(ctx.plan, ctx.communicator, *grads_XF)
 
 
 class _ReturnRows(torch.autograd.Function):
-    """(C + R, F) -> (C, F): gradients of received rows go home and are added to the rows they came from."""
+    """(C + R, F) -> (C, F), for each field: gradients of received rows go home and are added to the rows sent."""
 
     @staticmethod
-    def forward(ctx: Any, grad_XF: Tensor, plan: ExchangePlan, communicator: Communicator) -> Tensor:
+    def forward(ctx: Any, plan: ExchangePlan, communicator: Communicator, *grads_XF: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.communicator = plan, communicator
-        grad_CF, grad_RF = grad_XF[: plan.num_rows], grad_XF[plan.num_rows :]
-        returned_SF = communicator.exchange(
-            grad_RF.contiguous(), plan.recv_counts, plan.send_counts, layer=plan.layer, backward=True
-        )
+        dtype, device = grads_XF[0].dtype, grads_XF[0].device
+        widths = [grad.shape[1] for grad in grads_XF]
+        with record_function("dgl_hybrid::pack"):
+            send_RF = communicator.send_buffer((plan.num_received, sum(widths)), dtype, device)
+            for grad, columns in zip(grads_XF, send_RF.split(widths, dim=1), strict=True):
+                columns.copy_(grad[plan.num_rows :])
+        parts = communicator.borrow(send_RF, plan.recv_counts, plan.send_counts, layer=plan.layer, backward=True)
         with record_function("dgl_hybrid::unpack"):
-            # Added, not written: a row sent to several peers gets a gradient from each of them.
-            return grad_CF.index_add(0, plan.send_index, returned_SF)
+            totals = tuple(communicator.buffers.take((plan.num_rows, width), dtype, device) for width in widths)
+            for total, grad in zip(totals, grads_XF, strict=True):
+                total.copy_(grad[: plan.num_rows])
+            for rows, part in zip(plan.send_index.split(plan.send_counts), parts, strict=True):
+                for total, columns in zip(totals, part.split(widths, dim=1), strict=True):
+                    # Added, not written: a row sent to several peers gets a gradient from each of them.
+                    total.index_add_(0, rows, columns)
+        return totals
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (grad_CF,) = grads
-        return _ExtendRows.apply(grad_CF, ctx.plan, ctx.communicator), None, None
+    def backward(ctx: Any, *grads_CF: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *_ExtendRows.apply(ctx.plan, ctx.communicator, *grads_CF)
 
 
 def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communicator) -> list[Tensor]:
@@ -67,7 +97,8 @@ def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communic
         communicator: Whose ranks take part.
 
     Returns:
-        Each (C + R, ...), same dtype: the rows given, then the received ones by owner rank, then by global id.
+        Each (C + R, ...), same dtype, contiguous: the rows given, then the received ones by owner rank, then by global
+        id. The tensors are the caller's, as any others: their memory is used again only when nothing refers to it.
 
     Raises:
         ValueError: If a field does not have C rows.
@@ -86,13 +117,14 @@ def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communic
     extended: list[Tensor] = list(fields)
     for key in sorted(groups):
         positions = groups[key]
-        flat = [fields[position].reshape(plan.num_rows, -1) for position in positions]
-        joined = flat[0] if len(flat) == 1 else torch.cat(flat, dim=1)
-        is_bool = joined.dtype == torch.bool
-        rows = _ExtendRows.apply(joined.to(torch.uint8) if is_bool else joined, plan, communicator)
-        parts = rows.split([part.shape[1] for part in flat], dim=1)
-        for position, part in zip(positions, parts, strict=True):
+        flat = [_flatten(fields[position]) for position in positions]
+        for position, rows in zip(positions, _ExtendRows.apply(plan, communicator, *flat), strict=True):
             shape = (plan.num_rows + plan.num_received, *fields[position].shape[1:])
-            # Contiguous, since DGL's kernels read plain row-major memory.
-            extended[position] = (part.bool() if is_bool else part).reshape(shape).contiguous()
+            extended[position] = (rows.bool() if fields[position].dtype == torch.bool else rows).reshape(shape)
     return extended
+
+
+def _flatten(field: Tensor) -> Tensor:
+    """(C, ...) to (C, F); truth values as uint8, for which there are gathers everywhere."""
+    flat = field.reshape(len(field), math.prod(field.shape[1:]))
+    return flat.to(torch.uint8) if flat.dtype == torch.bool else flat

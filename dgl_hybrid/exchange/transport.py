@@ -3,14 +3,29 @@
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 _PROGRESS_KEY = "dgl_hybrid/late/{name}/{rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeTag:
+    """What an exchange is for: alike on every rank if all run the same program."""
+
+    call: int = 0
+    """Of the communicator's exchanges, from 1; 0 for one that is not of rows."""
+    layer: int = 0
+    backward: bool = False
+
+
+NO_TAG = ExchangeTag()
 
 
 class Transport(ABC):
@@ -20,12 +35,14 @@ class Transport(ABC):
 
     Attributes:
         rank, world_size: This process and their number.
-        backend: "gloo", "nccl" or "kvstore".
+        backend: "gloo", "nccl", "shared_memory" or "kvstore".
     """
 
     rank: int
     world_size: int
     backend: str
+    can_lend: bool = False
+    """It has memory of its own to send from and to read from."""
 
     @property
     def device(self) -> torch.device:
@@ -33,11 +50,34 @@ class Transport(ABC):
         return torch.device("cpu")
 
     @abstractmethod
-    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+    def all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> None:
         """Sends `send_counts[q]` consecutive rows of `send` to every rank q and fills `received`, by sending rank.
 
         Both tensors are contiguous and on `device`; `send` may be written to again as soon as this returns.
+
+        Args:
+            tag: What for; transports that can tell ranks apart by it do.
         """
+
+    def send_buffer(self, num_bytes: int) -> Tensor:
+        """Returns memory, (num_bytes,) uint8, out of which the next operation sends without a copy. If `can_lend`."""
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
+
+    def borrow_all_to_all(
+        self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
+    ) -> list[Tensor]:
+        """As `all_to_all`, but returns each rank's rows where they lie, by sending rank. If `can_lend`.
+
+        They may be read until the next operation, and not be written to.
+        """
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> None:
@@ -74,7 +114,14 @@ class CollectiveTransport(Transport):
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
-    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+    def all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> None:
         dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -95,3 +142,13 @@ class CollectiveTransport(Transport):
             return [rank for rank, key in enumerate(keys) if not store.check([key])]
         except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
             return []
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """A view of contiguous memory as (n,) uint8."""
+    return tensor.view(-1).view(torch.uint8)
+
+
+def bytes_of_row(rows: Tensor) -> int:
+    """Of (n, ...) rows, n = 0 included."""
+    return rows.element_size() * math.prod(rows.shape[1:])

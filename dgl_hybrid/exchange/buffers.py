@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`BufferPool`: memory for the rows of an exchange that is used again instead of being faulted in anew every epoch.
+
+[Note: when memory is free again]
+Whoever gets a tensor may keep it: autograd until the backward, a checkpoint until it recomputes, the user for good.
+Only the tensor's storage knows when the last of them (views, saved tensors, another thread's) has let go. So each
+tensor is made over a NumPy array of its own, which the storage holds and nobody else:
+
+    tensor, its views, what autograd saved ──▶ storage ──▶ lease (array) ──▶ block
+                                                             └─ when it dies, the block goes back to the pool
+
+PyTorch drops its reference to the array when it frees the storage, wherever that happens; the block is handed out again
+after that and never before. Nothing is counted or guessed here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+SMALLEST_BYTES = 1 << 16
+"""Below this the allocator's own lists are as good: such memory is not given back to the system."""
+
+LARGEST_WASTE = 2.0
+"""A block serves requests of at least its size divided by this."""
+
+IDLE_REQUESTS = 128
+"""A block that lay idle for so many requests is given back to the system: the plan has changed, or the
+program moved on. An epoch makes a few requests for each layer."""
+
+_ROUNDED_TO_BYTES = 1 << 12
+
+
+@dataclass(slots=True)
+class _Shelf:
+    """What blocks return to: apart from the pool, since tensors may outlive it."""
+
+    free: list[tuple[Tensor, int]] = field(default_factory=list)
+    """(n,) uint8 blocks, and the number of requests when they came back."""
+    num_requests: int = 0
+
+    def put_back(self, block: Tensor) -> None:
+        # Runs wherever a storage dies, in any thread and amid `take` too: one append, no lock.
+        self.free.append((block, self.num_requests))
+
+
+class BufferPool:
+    """Hands out tensors of CPU memory that it takes back when nothing refers to them any more.
+
+    Contents are arbitrary, as of `torch.empty`. Tensors may be kept, changed in place, viewed and saved for a backward
+    as any others; only `resize_` to a larger size is refused by PyTorch, as for every tensor made from an array.
+    """
+
+    def __init__(self) -> None:
+        self._shelf = _Shelf()
+        self._lock = threading.Lock()
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+        """Returns a contiguous tensor of arbitrary content, not a view of anything.
+
+        Args:
+            device: Other devices than the CPU have allocators that keep their memory: theirs is used.
+        """
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < SMALLEST_BYTES or (device is not None and device.type != "cpu"):
+            return torch.empty(tuple(shape), dtype=dtype, device=device)
+        with self._lock:
+            block = self._find(num_bytes)
+        if block is None:
+            block = torch.empty(-(-num_bytes // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES, dtype=torch.uint8)
+        lease = block.numpy()[:num_bytes]
+        weakref.finalize(lease, self._shelf.put_back, block).atexit = False
+        # Not a view of bytes: autograd would treat results that are views in ways of its own.
+        storage = torch.from_numpy(lease).untyped_storage()
+        buffer: Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
+        return buffer
+
+    def _find(self, num_bytes: int) -> Tensor | None:
+        """Takes the smallest block that fits out of the free ones, and drops those that were idle for long."""
+        shelf = self._shelf
+        shelf.num_requests += 1
+        # Blocks that come back meanwhile go to the new list; one that misses both is merely freed.
+        free, shelf.free = shelf.free, []
+        free = [(block, since) for block, since in free if shelf.num_requests - since <= IDLE_REQUESTS]
+        fitting = [
+            (block.numel(), position)
+            for position, (block, _) in enumerate(free)
+            if num_bytes <= block.numel() <= LARGEST_WASTE * num_bytes
+        ]
+        found = free.pop(min(fitting)[1])[0] if fitting else None
+        shelf.free.extend(free)
+        return found
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes held for later requests, in nobody's use."""
+        return sum(block.numel() for block, _ in list(self._shelf.free))
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[position + 1 :]) for position in range(len(shape)))

@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds out whether all ranks share a host, and joins each pair of them by a socket of that host.
+
+    1. every rank listens at an address that only ranks learn, and describes its host    gather of the process group
+    2. each connects to the ranks below it, is accepted by them, and both exchange the
+       descriptors of their memory (SCM_RIGHTS) and see whose process the other end is
+    3. all say whether that worked                                                       gather of the process group
+
+Addresses are abstract: no file stands for them, and they exist in one network namespace only. So ranks that were put
+into several namespaces, containers or emulated hosts, cannot meet here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dgl_hybrid.exchange.shared_segments import Outbox, PeerSegment
+from dgl_hybrid.exchange.transport import Transport
+
+MEETING_TIMEOUT_S = 60.0
+_HELLO_TIMEOUT_S = 10.0
+_WHERE_RANKS_ARE = ("on one host", "in one network namespace", "in one process namespace", "of one user")
+_DIGEST_BYTES, _SECRET_BYTES = 16, 16
+_CAN_SHARE = "can share"
+_HELLO = struct.Struct(f"<{_SECRET_BYTES}si")
+_CREDENTIALS = struct.Struct("3i")
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLink:
+    """What joins this rank to another one.
+
+    A `peer_process` that is readable has ended, whoever else may hold the other end of its socket (processes forked
+    from it do).
+    """
+
+    rank: int
+    channel: socket.socket
+    peer_process: int
+    segment: PeerSegment
+
+    def close(self) -> None:
+        self.channel.close()
+        os.close(self.peer_process)
+        os.close(self.segment.descriptor)
+
+
+def meet_on_host(group: Transport, outbox: Outbox | None) -> list[PeerLink] | str:
+    """Joins this rank to all others if they share a host. Collective: two gathers; all get links or all a reason.
+
+    Args:
+        group: Of the same ranks.
+        outbox: Whose descriptor peers get; None if this system has no such thing.
+
+    Returns:
+        A link for each other rank, by rank; or why there are none, in words alike on every rank.
+    """
+    secret = secrets.token_bytes(_SECRET_BYTES)
+    listener = None if outbox is None else _listen(secret)
+    try:
+        digests = [_digest(value) for value in _describe_host(can_share=listener is not None)]
+        mine = torch.frombuffer(bytearray(b"".join([secret, *digests])), dtype=torch.uint8)
+        described = [bytes(row.tolist()) for row in group.all_gather(mine.to(group.device))]
+        reason = _find_difference(described)
+        if reason is not None:
+            return reason
+        links: list[PeerLink] = []
+        failure = ""
+        try:
+            assert listener is not None
+            assert outbox is not None
+            links = _join(listener, outbox, group.rank, [row[:_SECRET_BYTES] for row in described])
+        except OSError as error:
+            failure = str(error)
+        joined = group.all_gather(torch.tensor([not failure], dtype=torch.uint8, device=group.device))
+        late = [rank for rank, answer in enumerate(joined) if not int(answer[0])]
+        if late:
+            for link in links:
+                link.close()
+            detail = f" ({failure})" if failure else ""
+            return f"rank {late[0]} of {group.world_size} could not be joined to the others{detail}"
+        return links
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+# -------------------------------------------------------------------- are we on one host?
+
+
+def _describe_host(*, can_share: bool) -> list[str]:
+    """What this system can, then one value for each of `_WHERE_RANKS_ARE`, equal where it is the same thing."""
+    with contextlib.suppress(OSError):
+        return [
+            _CAN_SHARE if can_share else "",
+            Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+            os.readlink("/proc/self/ns/net"),
+            os.readlink("/proc/self/ns/pid"),
+            str(os.geteuid()),
+        ]
+    return [""] * (1 + len(_WHERE_RANKS_ARE))
+
+
+def _digest(value: str) -> bytes:
+    return hashlib.blake2b(value.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _find_difference(described: list[bytes]) -> str | None:
+    """Returns in what the ranks differ: the same words on every rank, since all see the same."""
+    num_ranks, (can_share, *values) = len(described), _split(described)
+    for rank, value in enumerate(can_share):
+        if value != _digest(_CAN_SHARE):
+            return f"rank {rank} of {num_ranks} has no memfd, pidfd or local sockets (Linux 5.3 or later has)"
+    for where, value_by_rank in zip(_WHERE_RANKS_ARE, values, strict=True):
+        for rank, value in enumerate(value_by_rank):
+            if value != value_by_rank[0]:
+                return f"ranks 0 and {rank} of {num_ranks} are not {where}"
+    return None
+
+
+def _split(described: list[bytes]) -> list[list[bytes]]:
+    """`[value][rank]`, the secrets left out."""
+    begins = range(_SECRET_BYTES, len(described[0]), _DIGEST_BYTES)
+    return [[row[begin : begin + _DIGEST_BYTES] for row in described] for begin in begins]
+
+
+def can_share_memory() -> bool:
+    """Says whether this system has what is needed."""
+    return (
+        sys.platform == "linux"
+        and all(hasattr(os, name) for name in ("memfd_create", "pidfd_open"))
+        and all(hasattr(socket, name) for name in ("SO_PEERCRED", "send_fds", "recv_fds"))
+    )
+
+
+# -------------------------------------------------------------------- the meeting
+
+
+def _address(secret: bytes) -> bytes:
+    """Says nothing about the secret to those who list the sockets of the host."""
+    return b"\0dgl_hybrid/" + hashlib.blake2b(secret, digest_size=_DIGEST_BYTES, person=b"address").hexdigest().encode()
+
+
+def _listen(secret: bytes) -> socket.socket | None:
+    """Returns None where this is not allowed, as in some sandboxes: then all ranks do without."""
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return None
+    try:
+        listener.bind(_address(secret))
+        listener.listen(4096)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: list[bytes]) -> list[PeerLink]:
+    """Raises `OSError` if anybody does not come or is not who it should be."""
+    world_size = len(secrets_by_rank)
+    deadline = time.monotonic() + MEETING_TIMEOUT_S
+    links: dict[int, PeerLink] = {}
+    pending: dict[int, socket.socket] = {}
+    try:
+        for peer in range(rank):
+            pending[peer] = channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            channel.settimeout(_remaining(deadline))
+            channel.connect(_address(secrets_by_rank[peer]))
+            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[peer], rank)], [outbox.descriptor])
+        while len(links) < world_size - 1 - rank:
+            listener.settimeout(_remaining(deadline))
+            channel, _ = listener.accept()
+            try:
+                channel.settimeout(min(_HELLO_TIMEOUT_S, _remaining(deadline)))
+                link = _receive_hello(channel, secrets_by_rank[rank], range(rank + 1, world_size))
+            except OSError:  # Anybody may connect; only a rank knows the secret.
+                channel.close()
+                continue
+            links[link.rank] = link
+            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[link.rank], rank)], [outbox.descriptor])
+        while pending:
+            peer, channel = next(iter(pending.items()))
+            channel.settimeout(_remaining(deadline))
+            links[peer] = _receive_hello(channel, secrets_by_rank[rank], range(peer, peer + 1))
+            del pending[peer]
+    except BaseException:
+        for link in links.values():
+            link.close()
+        for channel in pending.values():
+            channel.close()
+        raise
+    for link in links.values():
+        link.channel.setblocking(False)
+    return [links[peer] for peer in sorted(links)]
+
+
+def _receive_hello(channel: socket.socket, secret: bytes, expected: range) -> PeerLink:
+    pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"a rank must run as user {os.geteuid()} (got one of user {uid})")
+    hello, descriptors, _, _ = socket.recv_fds(channel, _HELLO.size, 1)
+    opened = list(descriptors)
+    try:
+        if len(hello) != _HELLO.size or len(opened) != 1:
+            raise ConnectionError("a rank left, or somebody else came")
+        said, rank = _HELLO.unpack(hello)
+        if not secrets.compare_digest(said, secret) or rank not in expected:
+            raise PermissionError(f"one of the ranks {expected.start}..{expected.stop - 1} was expected (got another)")
+        segment = PeerSegment(opened[0])
+        opened.append(os.pidfd_open(pid))
+    except BaseException:
+        for descriptor in opened:
+            os.close(descriptor)
+        raise
+    for descriptor in opened:
+        os.set_inheritable(descriptor, False)
+    return PeerLink(rank, channel, opened[1], segment)
+
+
+def _remaining(deadline: float) -> float:
+    return max(0.01, deadline - time.monotonic())

@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A transport for ranks of one host: rows go through memory that both sides map, words about them through sockets.
+
+    rank 0                                  rank 1
+    writes rows into its outbox
+    ── "round 7, layer 2: 310 rows at …" ──▶
+    ◀─ "round 7, layer 2: 298 rows at …" ──
+    reads rank 1's outbox                   reads rank 0's outbox
+
+Every rank tells every other one in each round, rows or none. So each sees at once who is elsewhere in the program, and
+nobody needs to be told that rows were read: who begins round 7 has read those of round 6, and an outbox keeps the
+messages of two rounds apart (`Outbox`).
+
+A rank that waits sleeps in `poll`; it is woken by a message, by the end of a peer's process and by its deadline. What
+was written to memory before a message was sent is seen by who received it, on any processor: the kernel orders both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from torch import Tensor
+
+from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
+from dgl_hybrid.exchange.shared_segments import Outbox
+from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row
+
+ROUND_BYTES = 16 << 20
+"""What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,
+such as those of features when a graph is opened."""
+
+_POST = struct.Struct("<BBBxiQQQQQ16s")
+_ROWS, _LEAVING = 0, 1
+_LONGEST_MESSAGE = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Post:
+    """What one rank tells another one in a round."""
+
+    call: int
+    """Operations of the transport, from 1."""
+    layer: int
+    is_backward: bool
+    row_bytes: int
+    dtype: str
+    num_rows: int
+    """For the receiver, in all rounds of the call."""
+    offset: int
+    num_bytes: int
+    """In this round, and where in the sender's outbox."""
+    has_more: bool
+    """The sender has further rounds to come, for whomever."""
+
+    def pack(self) -> bytes:
+        return _POST.pack(
+            _ROWS,
+            self.is_backward,
+            self.has_more,
+            self.layer,
+            self.call,
+            self.row_bytes,
+            self.num_rows,
+            self.offset,
+            self.num_bytes,
+            self.dtype.encode(),
+        )
+
+    @staticmethod
+    def unpack(message: bytes) -> _Post:
+        _, is_backward, has_more, layer, call, row_bytes, num_rows, offset, num_bytes, dtype = _POST.unpack(message)
+        return _Post(
+            call=call,
+            layer=layer,
+            is_backward=bool(is_backward),
+            row_bytes=row_bytes,
+            dtype=dtype.rstrip(b"\0").decode(errors="replace"),
+            num_rows=num_rows,
+            offset=offset,
+            num_bytes=num_bytes,
+            has_more=bool(has_more),
+        )
+
+    @property
+    def kind(self) -> tuple[int, bool, int, str]:
+        return self.layer, self.is_backward, self.row_bytes, self.dtype
+
+    def describe(self) -> str:
+        way = "backward" if self.is_backward else "forward"
+        return f"{self.dtype} rows of {self.row_bytes} bytes for layer {self.layer} in {way}"
+
+
+class SharedMemoryTransport(Transport):
+    """All-to-all through memory of the host; what is small and the same everywhere stays with the process group.
+
+    Args:
+        group: Carries sums and gathers; of the same ranks.
+        outbox: Whose descriptor the peers have.
+        links: To every other rank, by rank.
+        timeout_s: A peer that stays away longer than this ends an operation with an error.
+    """
+
+    backend = "shared_memory"
+    can_lend = True
+
+    def __init__(self, group: Transport, outbox: Outbox, links: Sequence[PeerLink], *, timeout_s: float) -> None:
+        self.rank, self.world_size = group.rank, group.world_size
+        self._group, self._outbox, self._links = group, outbox, tuple(links)
+        self._timeout_s = timeout_s
+        self._process = os.getpid()
+        self._num_calls = 0
+        self._late: list[int] = []
+        self._why_left = ""
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close, outbox, self._links)
+
+    # ---------------------------------------------------------------- operations
+
+    def all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> None:
+        with self._taking_part():
+            outgoing, incoming = _by_peer(send, send_counts), _by_peer(received, recv_counts)
+            incoming[self.rank].copy_(outgoing[self.rank])
+            incoming[self.rank] = outgoing[self.rank] = outgoing[self.rank][:0]
+            is_placed = self._outbox.holds(send)
+            share = ROUND_BYTES // max(1, self.world_size - 1)
+            while True:
+                if is_placed:
+                    pieces, offsets = outgoing, self._offsets_of(send, send_counts)
+                    outgoing, is_placed = [part[:0] for part in outgoing], False
+                else:
+                    pieces = [part[:share] for part in outgoing]
+                    outgoing = [part[share:] for part in outgoing]
+                    offsets = self._write(pieces)
+                has_more = any(len(part) for part in outgoing)
+                sizes = [len(piece) for piece in pieces]
+                posts = self._swap_posts(send, send_counts, recv_counts, offsets, sizes, has_more, tag)
+                for link, post in zip(self._links, posts, strict=True):
+                    place = incoming[link.rank]
+                    if post.num_bytes > len(place):
+                        raise RuntimeError(f"rank {link.rank} was to send {len(place)} bytes, not {post.num_bytes}")
+                    place[: post.num_bytes].copy_(link.segment.read(post.offset, post.num_bytes))
+                    incoming[link.rank] = place[post.num_bytes :]
+                if not (has_more or any(post.has_more for post in posts)):
+                    break
+            missing = [rank for rank, part in enumerate(incoming) if len(part)]
+            if missing:
+                raise RuntimeError(f"rank {missing[0]} was to send {len(incoming[missing[0]])} bytes more")
+
+    def send_buffer(self, num_bytes: int) -> Tensor:
+        return self._outbox.place(num_bytes)
+
+    def borrow_all_to_all(
+        self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
+    ) -> list[Tensor]:
+        with self._taking_part():
+            if not self._outbox.holds(send):
+                self._write([as_bytes(send)])
+            offsets, row_bytes = self._offsets_of(send, send_counts), bytes_of_row(send)
+            sizes = [count * row_bytes for count in send_counts]
+            posts = self._swap_posts(send, send_counts, recv_counts, offsets, sizes, False, tag)
+            parts: list[Tensor] = []
+            for rank in range(self.world_size):
+                if rank == self.rank:
+                    begin = sum(send_counts[:rank])
+                    parts.append(send[begin : begin + send_counts[rank]])
+                    continue
+                post = posts[rank - (rank > self.rank)]
+                expected = recv_counts[rank] * row_bytes
+                if post.num_bytes != expected:
+                    raise RuntimeError(f"rank {rank} was to send {expected} bytes, not {post.num_bytes}")
+                part = self._links[rank - (rank > self.rank)].segment.read(post.offset, post.num_bytes)
+                parts.append(part.view(send.dtype).view(recv_counts[rank], *send.shape[1:]))
+            return parts
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        self._group.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return self._group.all_gather(tensor)
+
+    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+        """Those from which something was still to come when this one gave up; else whom the process group misses."""
+        return self._late if self._why_left else self._group.find_late_ranks(name, num_calls)
+
+    # ---------------------------------------------------------------- rounds
+
+    def _offsets_of(self, send: Tensor, send_counts: list[int]) -> list[int]:
+        """Where each rank's rows of a tensor lie that is the message."""
+        row_bytes = bytes_of_row(send)
+        rows_before = itertools.accumulate(send_counts[:-1], initial=0)
+        return [self._outbox.offset + rows * row_bytes for rows in rows_before]
+
+    def _write(self, pieces: Sequence[Tensor]) -> list[int]:
+        """Copies (n,) uint8 pieces into the outbox and returns where each lies."""
+        sizes = [len(piece) for piece in pieces]
+        for place, piece in zip(self._outbox.place(sum(sizes)).split(sizes), pieces, strict=True):
+            place.copy_(piece)
+        return [self._outbox.offset + before for before in itertools.accumulate(sizes[:-1], initial=0)]
+
+    def _swap_posts(
+        self,
+        send: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        offsets: list[int],
+        sizes: list[int],
+        has_more: bool,
+        tag: ExchangeTag,
+    ) -> list[_Post]:
+        """Tells every peer what lies where and returns what they told, by link, checked."""
+        own = [
+            _Post(
+                call=self._num_calls,
+                layer=tag.layer,
+                is_backward=tag.backward,
+                row_bytes=bytes_of_row(send),
+                dtype=str(send.dtype).removeprefix("torch."),
+                num_rows=send_counts[rank],
+                offset=offsets[rank],
+                num_bytes=sizes[rank],
+                has_more=has_more,
+            )
+            for rank in range(self.world_size)
+        ]
+        deadline = time.monotonic() + self._timeout_s
+        for link in self._links:
+            self._send(link, own[link.rank].pack(), deadline)
+        self._outbox.post()
+        posts = self._await_posts(deadline)
+        by_rank = [*posts[: self.rank], own[self.rank], *posts[self.rank :]]
+        for rank, post in enumerate(by_rank):
+            if post.call != self._num_calls or post.kind != by_rank[0].kind:
+                raise ExchangeError(
+                    f"ranks disagree about exchange {tag.call}: rank 0 of {self.world_size} exchanges "
+                    f"{by_rank[0].describe()}, rank {rank} exchanges {post.describe()}. Every rank must run the same "
+                    f"layers on the same fields, with gradients or without, in the same order."
+                )
+        for rank, post in enumerate(by_rank):
+            if rank != self.rank and post.num_rows != recv_counts[rank]:
+                raise ExchangeError(
+                    f"recv_counts do not match: rank {self.rank} of {self.world_size} expects {recv_counts[rank]} rows "
+                    f"from peer {rank} for layer {tag.layer}, which sends {post.num_rows}. Rebuild both plans from one "
+                    f"partition."
+                )
+        return posts
+
+    # ---------------------------------------------------------------- messages
+
+    def _send(self, link: PeerLink, message: bytes, deadline: float) -> None:
+        """Who is gone is noticed where something is awaited of it: it may have said why."""
+        while True:
+            try:
+                link.channel.send(message, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                writable = select.poll()
+                writable.register(link.channel, select.POLLOUT)
+                if not writable.poll(_milliseconds(deadline)):
+                    self._give_up([link.rank])
+            except ConnectionError:
+                return
+
+    def _await_posts(self, deadline: float) -> list[_Post]:
+        waiting, posts = {link.rank: link for link in self._links}, dict[int, _Post]()
+        happened: set[int] = set()
+        while True:
+            for link in list(waiting.values()):
+                message = _receive(link.channel)
+                if message is not None:
+                    posts[link.rank] = self._read_post(link, message)
+                    del waiting[link.rank]
+                elif link.peer_process in happened:  # Looked at before its messages were: these had been its last.
+                    self._has_ended(link)
+            if not waiting:
+                return [posts[link.rank] for link in self._links]
+            events = select.poll()
+            for link in waiting.values():
+                events.register(link.channel, select.POLLIN)
+                events.register(link.peer_process, select.POLLIN)
+            happened = {descriptor for descriptor, _ in events.poll(_milliseconds(deadline))}
+            if not happened:
+                self._give_up(sorted(waiting))
+
+    def _read_post(self, link: PeerLink, message: bytes) -> _Post:
+        if not message:
+            self._has_ended(link)
+        if message[0] == _LEAVING:
+            raise _PeerLeftError(message[1:].decode(errors="replace"))
+        if message[0] != _ROWS or len(message) != _POST.size:
+            raise RuntimeError(
+                f"rank {link.rank} sent {len(message)} bytes of no known kind: is it of another version?"
+            )
+        return _Post.unpack(message)
+
+    def _has_ended(self, link: PeerLink) -> NoReturn:
+        self._late = [link.rank]
+        raise RuntimeError(f"the process of rank {link.rank} has ended, or let go of its communicator")
+
+    def _give_up(self, late: list[int]) -> NoReturn:
+        self._late = late
+        raise RuntimeError(f"nothing came for {self._timeout_s:g} s")
+
+    @contextlib.contextmanager
+    def _taking_part(self) -> Iterator[None]:
+        """One operation; whatever ends it early is told to the peers, which would wait for the next one in vain."""
+        if os.getpid() != self._process:
+            raise RuntimeError("a process forked from a rank cannot exchange in its place")
+        if not self._lock.acquire(blocking=False):
+            raise RuntimeError("two threads exchange at once over one communicator, whose calls have an order")
+        try:
+            if self._why_left:
+                raise RuntimeError(f"this rank left the exchanges of this communicator before: {self._why_left}")
+            self._num_calls += 1
+            yield
+        except BaseException as error:
+            self._leave(error)
+            raise
+        finally:
+            self._lock.release()
+
+    def _leave(self, error: BaseException) -> None:
+        if self._why_left:
+            return
+        if isinstance(error, _PeerLeftError):
+            self._why_left = str(error)
+        else:
+            self._why_left = f"rank {self.rank} of {self.world_size}: {error or type(error).__name__}"
+        message = bytes([_LEAVING]) + self._why_left.encode()[: _LONGEST_MESSAGE - 1]
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.channel.send(message, socket.MSG_NOSIGNAL)
+
+
+class _PeerLeftError(RuntimeError):
+    """Another rank gave up; in its words."""
+
+
+def connect_through_memory(group: Transport, *, timeout_s: float) -> SharedMemoryTransport | str:
+    """Joins the ranks of a group through the memory of their host. Collective.
+
+    Returns:
+        The transport; or, on every rank, why there can be none.
+    """
+    outbox = _make_outbox()
+    links: list[PeerLink] | str = ""
+    try:
+        links = meet_on_host(group, outbox)
+    finally:
+        if outbox is not None and isinstance(links, str):
+            os.close(outbox.descriptor)
+    if isinstance(links, str):
+        return links
+    assert outbox is not None
+    return SharedMemoryTransport(group, outbox, links, timeout_s=timeout_s)
+
+
+def _make_outbox() -> Outbox | None:
+    with contextlib.suppress(OSError):  # A sandbox may forbid it.
+        return Outbox() if can_share_memory() else None
+    return None
+
+
+def _by_peer(rows: Tensor, counts: list[int]) -> list[Tensor]:
+    """Bytes of each rank's rows, (n,) uint8 views."""
+    row_bytes = bytes_of_row(rows)
+    return list(as_bytes(rows).split([count * row_bytes for count in counts]))
+
+
+def _receive(channel: socket.socket) -> bytes | None:
+    """Returns the next message, b"" after the last one, None if there is none yet."""
+    while True:
+        try:
+            return channel.recv(_LONGEST_MESSAGE)
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:
+            continue  # Said once, of messages that the other end had not read; its own come after.
+
+
+def _milliseconds(deadline: float) -> int:
+    return max(0, math.ceil(1000 * (deadline - time.monotonic())))
+
+
+def _close(outbox: Outbox, links: Sequence[PeerLink]) -> None:
+    os.close(outbox.descriptor)
+    for link in links:
+        link.close()

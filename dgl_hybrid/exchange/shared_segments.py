@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Memory that one process writes and others on its host read: files without a name, passed on as descriptors.
+
+Such a file lives as long as somebody has it open or mapped. There is nothing to unlink, so nothing stays behind
+whatever ends a process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import warnings
+
+import torch
+from torch import Tensor
+
+_GROWN_BY_BYTES = 1 << 20
+_ALIGNED_TO_BYTES = 1 << 12
+
+
+class Outbox:
+    """Memory of one rank's messages: the next one never lies where the last one does, which peers may still read.
+
+    The file only grows, which its seal makes certain for those who map it: no read of theirs can go past its end.
+
+    Attributes:
+        descriptor: To be passed to peers.
+    """
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("dgl_hybrid_outbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self.descriptor, 0o600)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+        self._memory: Tensor | None = None
+        self._placed = self._posted = (0, 0)
+        """[begin, end) of the message that is being written, and of the one posted last."""
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    @property
+    def offset(self) -> int:
+        """Where the message that is being written begins."""
+        return self._placed[0]
+
+    def place(self, num_bytes: int) -> Tensor:
+        """Returns memory for the next message, (num_bytes,) uint8; without a `post`, the same again at the next call.
+
+        Raises:
+            OSError: There is not enough memory.
+        """
+        begin, end = self._posted
+        start = 0 if num_bytes <= begin else -(-end // _ALIGNED_TO_BYTES) * _ALIGNED_TO_BYTES
+        if start + num_bytes > self.num_bytes:
+            size = -(-(start + num_bytes) // _GROWN_BY_BYTES) * _GROWN_BY_BYTES
+            # Reserved here, so that a lack of memory is an error of this call and not a signal at some later write.
+            os.posix_fallocate(self.descriptor, 0, size)
+            self._memory = _map(self.descriptor, size)
+        self._placed = (start, start + num_bytes)
+        memory = torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory
+        return memory[start : start + num_bytes]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Says whether a contiguous tensor lies where the last `place` put it."""
+        if self._memory is None or tensor.nbytes == 0 or tensor.device.type != "cpu":
+            return False
+        start, end = self._placed
+        return tensor.data_ptr() == self._memory.data_ptr() + start and tensor.nbytes <= end - start
+
+    def post(self) -> None:
+        """Says that the message is on its way, and that everybody has read the one before the last."""
+        self._posted = self._placed
+
+
+class PeerSegment:
+    """Another process's `Outbox`, as it is mapped here.
+
+    Args:
+        descriptor: As it was received; owned from here on.
+
+    Raises:
+        OSError: It is not a file that cannot shrink.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise OSError("a peer's memory must be sealed against shrinking")
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, offset: int, num_bytes: int) -> Tensor:
+        """Returns a view, (num_bytes,) uint8, of what was written there; not to be written to.
+
+        Raises:
+            RuntimeError: The file does not reach so far.
+        """
+        end = offset + num_bytes
+        if end > self._memory.numel():
+            size = os.fstat(self.descriptor).st_size
+            if end > size:
+                raise RuntimeError(f"a message must lie within its sender's memory of {size} bytes (got one to {end})")
+            self._memory = _map(self.descriptor, size, readable_only=True)
+        return self._memory[offset:end]
+
+
+def _map(descriptor: int, size: int, *, readable_only: bool = False) -> Tensor:
+    """Maps the first `size` bytes with all their pages, (size,) uint8; unmapped when the last view dies."""
+    access = mmap.PROT_READ if readable_only else mmap.PROT_READ | mmap.PROT_WRITE
+    mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0), prot=access)
+    # Made in inference mode it could not be used outside of it.
+    with torch.inference_mode(False), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8)

@@ -11,11 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dgl_hybrid.ops.device_index import DeviceIndex
 from dgl_hybrid.ops.sparse_graph import SparseGraph
 
 _GRAPHS = "_dgl_hybrid_graphs"
+_EDGELESS = "_dgl_hybrid_edgeless"
 _CLAIM = "_dgl_hybrid_claim"
 
 
@@ -31,8 +33,7 @@ def sparse_graph_of(index: Any, device: torch.device | str | None = None) -> Spa
     Returns:
         None if the graph has several edge types, or none.
     """
-    if isinstance(index, DeviceIndex):
-        index, device = index.on_cpu, index.device if device is None else device
+    index, target = _home(index, device)
     graphs: dict[torch.device, SparseGraph] | None = vars(index).get(_GRAPHS)
     if graphs is None:
         if index.number_of_etypes() != 1:
@@ -41,12 +42,36 @@ def sparse_graph_of(index: Any, device: torch.device | str | None = None) -> Spa
         graphs = {graph.device: graph}
         setattr(index, _GRAPHS, graphs)
     home = next(iter(graphs.values()))
-    if device is None or home.device == device:
+    if target is None or target == home.device:
         return home
-    target = torch.empty(0, device=device).device  # "cuda" is the current device
     if target not in graphs:
         graphs[target] = home.to(target)
     return graphs[target]
+
+
+def destinations_without_edges(index: Any, device: torch.device) -> Tensor | None:
+    """Returns the (K,) int64 destinations that have no in-edge, on `device`; None if each has one. Found once.
+
+    Args:
+        index: Of a graph with one edge type.
+        device: Where the result shall lie.
+    """
+    index, _ = _home(index, None)
+    found: dict[torch.device, Tensor | None] = vars(index).setdefault(_EDGELESS, {})
+    if device not in found:
+        graph = sparse_graph_of(index)
+        assert graph is not None
+        rows = torch.nonzero(graph.in_edges.indptr.diff() == 0).flatten()
+        found[device] = rows.to(device) if len(rows) else None
+    return found[device]
+
+
+def _home(index: Any, device: torch.device | str | None) -> tuple[Any, torch.device | None]:
+    """The index that notes are kept on, and the device asked for."""
+    if isinstance(index, DeviceIndex):
+        index, device = index.on_cpu, index.device if device is None else device
+    # An empty tensor knows which device "cuda" is.
+    return index, None if device is None else torch.empty(0, device=device).device
 
 
 def claim(index: Any) -> None:

@@ -8,7 +8,6 @@ autocast. Whatever DGL would complain about is declined, so that its message sta
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
 from dgl_hybrid.ops.device_index import DeviceIndex
-from dgl_hybrid.ops.dgl_index import sparse_graph_of
+from dgl_hybrid.ops.dgl_index import destinations_without_edges, sparse_graph_of
 from dgl_hybrid.ops.functions import edge_softmax, sddmm, spmm
 from dgl_hybrid.ops.operands import broadcast_features, dot_features
 from dgl_hybrid.ops.sparse_graph import SparseGraph
@@ -75,7 +74,7 @@ def routed_spmm(
             rhs = rhs.reciprocal()  # as DGL does
     out = spmm(graph, lhs, rhs, reduce)
     if reduce != "sum" and graph.num_edges > 0:  # DGL leaves zeros if there is no edge at all
-        rows = _rows_without_edges(graph)
+        rows = destinations_without_edges(index, out.device)
         if rows is not None:
             with torch.no_grad():  # nothing flows back from these rows either way
                 out.index_fill_(0, rows, float("-inf") if reduce == "max" else float("inf"))
@@ -141,8 +140,6 @@ def _graph_for(index: Any, operands: Sequence[tuple[Tensor | None, Target]]) -> 
             return Declined("operands of two dtypes")
         if tensor.device != first.device:
             return Declined("operands on two devices")
-        if 0 in tensor.shape[1:]:
-            return Declined("features of width 0")
     graph = sparse_graph_of(index)
     if graph is None:
         return Declined("several edge types")
@@ -161,14 +158,3 @@ def _autocast(tensor: _Operand) -> _Operand:
     if not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype("cuda"))
-
-
-_rows_by_graph: weakref.WeakKeyDictionary[SparseGraph, Tensor | None] = weakref.WeakKeyDictionary()
-
-
-def _rows_without_edges(graph: SparseGraph) -> Tensor | None:
-    """The (K,) destinations without in-edges, None if there are none; found once per graph."""
-    if graph not in _rows_by_graph:
-        rows = torch.nonzero(graph.in_edges.indptr.diff() == 0).flatten()
-        _rows_by_graph[graph] = rows if len(rows) else None
-    return _rows_by_graph[graph]

@@ -151,6 +151,9 @@ class CudaBackend:
         self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
     ) -> tuple[Tensor, Tensor]:
         num_heads, width = x.shape[1:]
+        if width == 0:  # the weights are defined all the same
+            out, lse = self.gat(rows, x.new_zeros(len(x), num_heads, 1), el, er, slope, dropout)
+            return out[..., :0].contiguous(), lse
         columns = num_heads * width
         out = x.new_empty(rows.num_rows, num_heads, width)
         lse = el.new_empty(rows.num_rows, num_heads)
@@ -178,6 +181,8 @@ class CudaBackend:
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         num_heads, width = x.shape[1:]
+        if width == 0:
+            return torch.empty_like(x), torch.zeros_like(el), torch.zeros_like(er)
         columns = num_heads * width
         dx, d_el = torch.empty_like(x), torch.empty_like(el)
         d_logit = el.new_empty(rows.num_edges, num_heads)
@@ -208,6 +213,10 @@ class CudaBackend:
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor]:
         num_heads, width = x_src.shape[1:]
+        if width == 0:  # every logit is an empty sum
+            x_src, x_dst = (x.new_zeros(len(x), num_heads, 1) for x in (x_src, x_dst))
+            out, lse = self.gatv2(rows, x_src, x_dst, attention.new_zeros(num_heads, 1), slope, dropout)
+            return out[..., :0].contiguous(), lse
         out, lse = torch.empty_like(x_dst), _partial_rows(rows.num_rows, num_heads, x_dst)
         layout = head_layout(width, x_src, x_dst, attention, out)
         options = _options("GATV2", x_src.dtype, rows.indptr.dtype, layout, DROPOUT=str(int(dropout is not None)))

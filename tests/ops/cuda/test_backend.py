@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every op of the CUDA backend against the reference in float64: the shipped kernels, plans and launcher, on this CPU."""
+"""Every op of the CUDA backend against the reference in float64: the shipped kernels and plans, run on this CPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def poisoned_memory() -> Iterator[None]:
 
 
 def make_graph(index_dtype: torch.dtype = torch.int32, *, permuted: bool = True, seed: int = 0) -> SparseGraph:
-    """29 sources, 37 destinations: hubs on both sides, rows without entries, edges twice, edge rows in another order."""
+    """29 sources, 37 destinations: hubs on both sides, rows without entries, an edge twice, edge rows in any order."""
     generator = torch.Generator().manual_seed(seed)
     num_src, num_dst, num_edges = 29, 37, 260
     src = torch.randint(0, num_src - 2, (num_edges,), generator=generator)
@@ -355,7 +355,7 @@ def misaligned(tensor: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", ["copy_u max", "u_mul_e sum", "u_dot_v", "gat backward", "gatv2"])
 def test_operands_at_odd_addresses(name: str, gpu: tuple[CudaBackend, HostLauncher], fake: FakeDriver) -> None:
-    """A view of a larger tensor need not begin where 16 bytes can be loaded at once: the sanitizer's business on a GPU."""
+    """A view of a larger tensor need not begin where a GPU can load 16 bytes at once."""
 
     def case(o: Operands) -> tuple[list[Tensor], Run]:
         tensors, run = CASES[name](o)
@@ -363,7 +363,10 @@ def test_operands_at_odd_addresses(name: str, gpu: tuple[CudaBackend, HostLaunch
 
     gpu[1].launched.clear()
     check(gpu, fake, case, Shape())
-    assert {option for _, options, _ in gpu[1].launched for option in options if "VEC" in option} == {"-DVEC=1"}
+    # d_er sums what the backend has allocated itself, so where it likes.
+    read = [options for _, options, _ in gpu[1].launched if "-DSOURCE=SOURCE_EDGES" not in options]
+    assert read
+    assert all("-DVEC=1" in options for options in read)
 
 
 EMPTY = {

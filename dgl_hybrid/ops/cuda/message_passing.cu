@@ -294,16 +294,15 @@ INLINE void store_pack(void* target, const Pack<BYTES>& pack) {
   }
 }
 
-template <int BYTES>
-INLINE Pack<BYTES> zero_pack() {
-  Pack<BYTES> pack;
+// VEC features, as loaded.
+typedef Pack<VEC * (int)sizeof(T)> Features;
+
+INLINE Features no_features() {
+  Features pack;
 #pragma unroll
   for (u32& word : pack.words) word = 0;
   return pack;
 }
-
-// VEC features, as loaded.
-typedef Pack<VEC * (int)sizeof(T)> Features;
 
 INLINE Features load_features(const T* source) { return load_pack<VEC * (int)sizeof(T)>(source); }
 
@@ -316,7 +315,7 @@ INLINE float feature(const Features& pack, int i) {
 }
 
 INLINE void store_features(T* target, const float (&values)[VEC]) {
-  Features pack = zero_pack<VEC * (int)sizeof(T)>();
+  Features pack = no_features();
 #pragma unroll
   for (int i = 0; i < VEC; ++i) {
 #if DTYPE == DTYPE_F32
@@ -567,7 +566,7 @@ KERNEL(spmm_fwd_kernel)(
 #endif
 #pragma unroll
     for (int q = 0; q < BATCH; ++q) {
-      features[q] = zero_pack<sizeof(Features)>();
+      features[q] = no_features();
       if (k + q < task.end) {
         const i64 source = SOURCE == SOURCE_NODES ? entries.node[q] : entries.edge[q];
         features[q] = load_features(x + source * columns + column);
@@ -575,7 +574,7 @@ KERNEL(spmm_fwd_kernel)(
 #if WEIGHT == WEIGHT_HEAD
       weights[q] = k + q < task.end ? to_float(__ldg(w + (i64)entries.edge[q] * heads + head)) : 0.f;
 #elif WEIGHT == WEIGHT_COLUMN
-      weights[q] = zero_pack<sizeof(Features)>();
+      weights[q] = no_features();
       if (k + q < task.end) weights[q] = load_features(w + (i64)entries.edge[q] * columns + column);
 #endif
     }
@@ -731,7 +730,7 @@ KERNEL(spmm_select_edges_bwd_kernel)(
 #pragma unroll
       for (int q = 0; q < BATCH; ++q) {
         if (k + q >= task.end) break;
-        Features features = zero_pack<sizeof(Features)>();
+        Features features = no_features();
         if (x) features = load_features(x + (i64)entries.node[q] * columns + head * width + column);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
@@ -796,7 +795,7 @@ KERNEL(sddmm_fwd_kernel)(
     Features left[BATCH], right[BATCH];
 #pragma unroll
     for (int q = 0; q < BATCH; ++q) {
-      left[q] = right[q] = zero_pack<sizeof(Features)>();
+      left[q] = right[q] = no_features();
       if (k + q < task.end) {
         left[q] = load_features(lhs + operand_row<LHS>(entries, q, task.row) * columns + column);
         if (NEEDS_RHS) right[q] = load_features(rhs + operand_row<RHS>(entries, q, task.row) * columns + column);
@@ -834,7 +833,7 @@ KERNEL(sddmm_dot_fwd_kernel)(
       Features left[BATCH], right[BATCH];
 #pragma unroll
       for (int q = 0; q < BATCH; ++q) {
-        left[q] = right[q] = zero_pack<sizeof(Features)>();
+        left[q] = right[q] = no_features();
         if (k + q < task.end) {
           const i64 offset = head * width + column;
           left[q] = load_features(lhs + operand_row<LHS>(entries, q, task.row) * columns + offset);
@@ -1041,7 +1040,7 @@ KERNEL(gat_fwd_kernel)(
     float logits[BATCH];
 #pragma unroll
     for (int q = 0; q < BATCH; ++q) {
-      features[q] = zero_pack<sizeof(Features)>();
+      features[q] = no_features();
       logits[q] = NEGATIVE_INFINITY;
       if (k + q < task.end) {
         features[q] = load_features(x + (i64)entries.node[q] * columns + column);
@@ -1104,13 +1103,13 @@ struct HeadRow {
   INLINE void load(const T* row, int width) {
 #pragma unroll
     for (int p = 0; p < PACKS; ++p) {
-      packs[p] = zero_pack<sizeof(Features)>();
+      packs[p] = no_features();
       if (head_column(p) < width) packs[p] = load_features(row + head_column(p));
     }
   }
   INLINE void clear() {
 #pragma unroll
-    for (int p = 0; p < PACKS; ++p) packs[p] = zero_pack<sizeof(Features)>();
+    for (int p = 0; p < PACKS; ++p) packs[p] = no_features();
   }
   INLINE float at(int p, int i) const { return feature(packs[p], i); }
 };

@@ -272,6 +272,7 @@ uint16_t float_to_half(float value) {
   const uint16_t sign = bits >> 16 & 0x8000;
   const float magnitude = std::fabs(value);
   if (!(magnitude < 65520.f)) return sign | (magnitude != magnitude ? 0x7e00 : 0x7c00);
+  if (magnitude == 0.f) return sign;
   // Scaled so that a unit is the last place of the result; nearbyint rounds halves to even, as the device does.
   int exponent = 0;
   std::frexp(magnitude, &exponent);

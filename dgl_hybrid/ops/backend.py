@@ -17,7 +17,7 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from dgl_hybrid.errors import CompatError
+from dgl_hybrid.errors import CompatError, KernelError
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
@@ -170,7 +170,7 @@ def load_backend(name: BackendName) -> Backend:
 
     Raises:
         ValueError: An unknown name.
-        CompatError, ImportError: It cannot work on this machine.
+        CompatError, KernelError, ImportError: It cannot work on this machine.
     """
     if name not in _CLASSES:
         raise ValueError(f"backend must be one of {', '.join(_CLASSES)} (got {name!r})")
@@ -184,7 +184,7 @@ def use_backend(name: BackendName) -> Iterator[Backend]:
 
     Raises:
         ValueError: An unknown name.
-        CompatError, ImportError: It cannot work on this machine.
+        CompatError, KernelError, ImportError: It cannot work on this machine.
     """
     global _override
     backend = load_backend(name)
@@ -199,6 +199,6 @@ def use_backend(name: BackendName) -> Iterator[Backend]:
 def _load_or_reference(name: BackendName) -> Backend:
     try:
         return load_backend(name)
-    except (CompatError, ImportError) as error:
+    except (CompatError, KernelError, ImportError) as error:
         _logger.warning("The %s ops cannot be used; slow reference ops stand in for them: %s", name, error)
         return load_backend("naive")

@@ -18,13 +18,17 @@ from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.sparse_graph import Adjacency, edge_neighbours, edge_rows, entry_rows
 
+_HALVES = (torch.float16, torch.bfloat16)
+
 
 class NaiveBackend:
     """Implements `backend.Backend`; see there for shapes."""
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         dtype = _dtype_of(x, w)
-        messages = _messages(rows, x, w)
+        # Nothing is added up for max and min: products are compared as the kernels round them.
+        wide = torch.float32 if dtype in _HALVES else torch.float64 if reduce == "sum" else dtype
+        messages = _messages(rows, None if x is None else x.to(wide), None if w is None else w.to(wide))
         if reduce == "sum":
             return _sum_rows(rows.indptr, messages).to(dtype), None
         out, entry = _select_rows(rows.indptr, messages, reduce)
@@ -160,7 +164,7 @@ class NaiveBackend:
 
 def _wide(x: Tensor) -> Tensor:
     """In the dtype that sums are taken in."""
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x.double()
+    return x.float() if x.dtype in _HALVES else x.double()
 
 
 def _dtype_of(x: Tensor | None, w: Tensor | None) -> torch.dtype:
@@ -199,9 +203,9 @@ def _messages(rows: Adjacency, x: Tensor | None, w: Tensor | None) -> Tensor:
     """(E, H, D) in the order of entries."""
     if x is None:
         assert w is not None
-        return _wide(w)[_edge_ids(rows)].unsqueeze(-1)
-    messages = _wide(x)[rows.indices.long()]
-    return messages if w is None else messages * _wide(w)[_edge_ids(rows)].unsqueeze(-1)
+        return w[_edge_ids(rows)].unsqueeze(-1)
+    messages = x[rows.indices.long()]
+    return messages if w is None else messages * w[_edge_ids(rows)].unsqueeze(-1)
 
 
 def _sum_rows(indptr: Tensor, terms: Tensor) -> Tensor:

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time to accuracy: our full-graph training against DistDGL's sampled training, each with the best of its settings.
+
+    python -m benchmarks.systems --accuracy
+
+Both train the same model from the same weights and keep the weights now and then; plain DGL then measures all of them
+on the whole graph. The target is the accuracy on validation vertices that both reach, less half a point; the time is
+that of training alone until the first weights that reach it. Each system is tuned alike: over learning rates, and over
+batch sizes where it has any, and the setting with the least time counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.emulated_network import EmulatedNetwork, NetworkError, why_unavailable
+from benchmarks.systems.adaptors import CLUSTER_SYSTEMS
+from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
+from benchmarks.systems.grid import Cell
+from benchmarks.systems.measure import Bench
+from benchmarks.systems.results import FAILED, OK, Line, append_lines, is_measured, now, read_lines
+from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
+
+MARGIN = 0.005
+DROPOUT = 0.5
+METRIC = "time_to_accuracy"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """One setting of one system."""
+
+    system: str
+    lr: float
+    epochs: int
+    every: int
+    """Epochs between kept weights."""
+    batch_size: int = 0
+    fanouts: tuple[int, ...] = ()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"batch_size": self.batch_size, "fanouts": list(self.fanouts)} if self.fanouts else {}
+
+
+def trials(cell: Cell) -> list[Trial]:
+    """Returns the settings that are tried on a cell."""
+    fanouts = (10, 25) if cell.num_layers == 2 else (5, 10, 15)
+    return [
+        *(Trial(system="hybrid", lr=lr, epochs=150, every=5) for lr in (0.003, 0.01, 0.03)),
+        *(
+            Trial(system="distdgl_sampled", lr=lr, epochs=12, every=1, batch_size=batch_size, fanouts=fanouts)
+            for lr in (0.003, 0.01)
+            for batch_size in (1000, 4000)
+        ),
+    ]
+
+
+def cells() -> tuple[Cell, ...]:
+    """Returns the cells of time to accuracy; debian-deps and the products-like graph are the ones that count."""
+    return tuple(
+        Cell(graph=graph, model="sage", network=network)
+        for network in ("loopback", "1gbit")
+        for graph in ("debian-deps", "products", "powerlaw", "moby-thesaurus", "reddit")
+    )
+
+
+def time_to(points: Sequence[tuple[float, float]], target: float) -> float | None:
+    """Returns the seconds after which an accuracy is first reached; `points` are (seconds, accuracy)."""
+    return next((seconds for seconds, accuracy in points if accuracy >= target), None)
+
+
+def judge(curves: dict[str, list[list[tuple[float, float]]]]) -> dict[str, dict[str, Any]]:
+    """Returns for each system the target, its least time to it over its settings, and its best accuracy.
+
+    Args:
+        curves: For each system, one curve of (seconds, accuracy on validation vertices) for each setting.
+    """
+    best = {system: max(accuracy for curve in found for _, accuracy in curve) for system, found in curves.items()}
+    target = min(best.values()) - MARGIN
+    result = {}
+    for system, found in curves.items():
+        times = [
+            (reached, number) for number, curve in enumerate(found) if (reached := time_to(curve, target)) is not None
+        ]
+        reached_s, number = min(times)
+        result[system] = {"target": target, "p50": reached_s, "setting": number, "best_accuracy": best[system]}
+    return result
+
+
+def measure_cells(
+    bench: Bench, wanted: Iterable[Cell], args: argparse.Namespace, results: Path | None, bar: Any
+) -> tuple[list[Line], dict[str, str]]:
+    """Measures the cells that the results file does not have; returns all lines and what was skipped."""
+    lines = read_lines(results) if results else []
+    skipped: dict[str, str] = {}
+    why_no_network = why_unavailable()
+    deadline = time.monotonic() + 3600 * args.hours
+    for cell in wanted:
+        bar.set_description(cell.key)
+        key = f"accuracy/{cell.key}"
+        if args.graph and cell.graph not in args.graph:
+            skipped[key] = "not asked for"
+        elif cell.rate_bits_per_s is not None and why_no_network is not None:
+            skipped[key] = f"no links can be limited here: {why_no_network}"
+        elif time.monotonic() > deadline:
+            skipped[key] = f"not begun within {args.hours:g} hours"
+        elif not is_measured(
+            lines,
+            key,
+            ("hybrid", "distdgl_sampled"),
+            bench.about["code"],
+            bench.settings.to_json(),
+            retry_failed=args.retry_failed,
+        ):
+            try:
+                graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
+                found = measure(bench, cell, graph, trials(cell))
+            except (GraphError, NetworkError, SystemFailure) as error:
+                skipped[key] = str(error)
+            else:
+                lines += found
+                if results:
+                    append_lines(results, found)
+        bar.update()
+    return lines, skipped
+
+
+def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Trial]) -> list[Line]:
+    """Trains every setting and returns one line for each system."""
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
+    settings: dict[str, list[Trial]] = {}
+    failures: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(prefix="accuracy_") as name:
+        folder = Path(name)
+        judge_team = Team(job=bench.job(cell, graph, "dgl"), folder=folder / "judge")
+        try:
+            judge_team.start()
+            judge_team.ask("prepare", timeout_s=bench.settings.timeout_s)
+            for number, trial in enumerate(tried):
+                bench.on_phase(f"{trial.system}, lr {trial.lr:g} {trial.options or ''}")
+                try:
+                    points = _train(bench, cell, graph, trial, folder / str(number))
+                except SystemFailure as failure:
+                    failures[trial.system] = str(failure)[:500]
+                    continue
+                files = [point["file"] for point in points]
+                found = judge_team.ask("accuracies", timeout_s=bench.settings.timeout_s, files=files)[0]
+                curve = [(point["elapsed_s"], one["val"]) for point, one in zip(points, found, strict=True)]
+                curves.setdefault(trial.system, []).append(curve)
+                settings.setdefault(trial.system, []).append(trial)
+        finally:
+            judge_team.end()
+    run = uuid.uuid4().hex[:12]
+    judged = judge(curves) if len(curves) == len({trial.system for trial in tried}) else {}
+    lines = []
+    for system in dict.fromkeys(trial.system for trial in tried):
+        line = {
+            **bench.about,
+            "cell": f"accuracy/{cell.key}",
+            "run": run,
+            "variant": system,
+            "dataset": cell.dataset,
+            "num_nodes": graph.num_nodes,
+            "num_edges": graph.num_edges,
+            "feat_dim": graph.feat_dim,
+            "world_size": cell.ranks,
+            "metric": METRIC,
+            "unit": "s",
+            "settings": bench.settings.to_json(),
+            "config": {**cell.to_json(), "dropout": DROPOUT},
+            "allocator_variables": ALLOCATORS[bench.settings.allocator],
+            "time": now(),
+            "p50": None,
+            "predicted": None,
+        }
+        if system in judged:
+            of_system = judged[system]
+            best = settings[system][of_system["setting"]]
+            line |= of_system | {
+                "status": OK,
+                "setting": {"lr": best.lr, **best.options},
+                "curves": [[list(point) for point in curve] for curve in curves[system]],
+            }
+        else:
+            line |= {"status": FAILED, "error": failures.get(system, "the other system failed")}
+        lines.append(line)
+    return lines
+
+
+def _train(bench: Bench, cell: Cell, graph: PreparedGraph, trial: Trial, folder: Path) -> list[dict[str, Any]]:
+    """Trains one setting; returns where its weights are, and the seconds of the slowest rank until then."""
+    job = bench.job(cell, graph, trial.system, lr=trial.lr, dropout=DROPOUT, options=trial.options)
+    timeout_s = bench.settings.timeout_s
+    hosts = EmulatedNetwork(num_hosts=cell.ranks) if cell.rate_bits_per_s is not None else None
+    team = Team(
+        job=job,
+        folder=folder,
+        allocator=bench.settings.allocator,
+        is_cluster=trial.system in CLUSTER_SYSTEMS,
+    )
+    if hosts is None:
+        return _train_team(team, trial, folder, timeout_s)
+    with hosts:
+        hosts.shape(cell.rate_bits_per_s)
+        team.network = hosts
+        return _train_team(team, trial, folder, timeout_s)
+
+
+def _train_team(team: Team, trial: Trial, folder: Path, timeout_s: float) -> list[dict[str, Any]]:
+    try:
+        team.start()
+        team.ask("prepare", timeout_s=timeout_s)
+        by_rank = team.ask(
+            "curve", timeout_s=timeout_s, folder=str(folder / "weights"), count=trial.epochs, every=trial.every
+        )
+    finally:
+        team.end()
+    return [
+        {**points[0], "elapsed_s": max(point["elapsed_s"] for point in points)} for points in zip(*by_rank, strict=True)
+    ]

@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The systems that are compared, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+
+from benchmarks.systems.adaptors.base import System
+from benchmarks.systems.job import Job
+
+
+def _load(module: str, name: str, job: Job, **options: str) -> System:
+    # Imported at first use: a peer's adaptor changes functions of DGL, which no other system may see.
+    system: System = getattr(import_module(f"benchmarks.systems.adaptors.{module}"), name)(job, **options)
+    return system
+
+
+SYSTEMS: dict[str, Callable[[Job], System]] = {
+    "dgl": partial(_load, "plain_dgl", "PlainDGL"),
+    "dgl_one_thread": partial(_load, "plain_dgl", "PlainDGL"),
+    "distdgl_full": partial(_load, "distdgl", "DistDGLFull"),
+    "distdgl_sampled": partial(_load, "distdgl", "DistDGLSampled"),
+    **{
+        name: partial(_load, "ours", "Ours", strategy=name) for name in ("hybrid", "depcache", "depcomm", "neutronstar")
+    },
+    "sar": partial(_load, "sar", "SAR"),
+    "sar_mfg": partial(_load, "sar", "SAR", blocks="mfg"),
+    "sar_mfg_no_sr": partial(_load, "sar", "SAR", blocks="mfg", rematerialise="no"),
+    "pipegcn": partial(_load, "pipegcn", "PipeGCN"),
+}
+CLUSTER_SYSTEMS = frozenset({"distdgl_full", "distdgl_sampled"})
+"""Those that need DistDGL's servers."""
+SINGLE_SYSTEMS = frozenset({"dgl", "dgl_one_thread"})
+"""Those of one process with all threads, or one."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""dgl_hybrid on the full graph, by its public interface."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import dgl_hybrid
+from benchmarks.systems.adaptors import curve
+from benchmarks.systems.adaptors.base import (
+    Epoch,
+    Sample,
+    Stopwatch,
+    System,
+    mean_over_ranks,
+    original_ids,
+    pick_logits,
+    sample_ids,
+)
+from benchmarks.systems.job import Job
+from dgl_hybrid.training.epoch_clock import EpochClock
+
+
+class Ours(System):
+    """One strategy of `FullGraphLoader`."""
+
+    def __init__(self, job: Job, *, strategy: str) -> None:
+        super().__init__(job)
+        self._strategy = strategy
+
+    def prepare(self) -> dict[str, Any]:
+        job = self.job
+        self.g = dgl_hybrid.PartitionedGraph.open(job.part_config)
+        self.model: nn.Module = self.make_model()
+        optimize = getattr(dgl_hybrid, "optimize", None)
+        if optimize is not None:
+            self.model = optimize(self.model) or self.model
+        with Stopwatch() as planning:
+            self.loader = dgl_hybrid.FullGraphLoader(
+                self.g,
+                self.g.owned_nodes("train_mask"),
+                job.num_layers,
+                model=self.model,
+                strategy=self._strategy,
+                seed=job.seed,
+            )
+        communicator = self.g.communicator
+        self.wrapped = self.model if job.world_size == 1 else nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = self.make_optimizer(self.model)
+        self.clock = EpochClock(communicator, job.num_layers)
+        return {"is_optimized": optimize is not None, "plan_s": planning.elapsed_s, **self.facts()}
+
+    def facts(self) -> dict[str, Any]:
+        outcome = self.loader.outcome
+        if outcome is None:
+            return {"predicted": None, "plan": None}
+        predicted = float(outcome.predicted_epoch_s)
+        return {"predicted": predicted if math.isfinite(predicted) else None, "plan": outcome.plan.strategy}
+
+    @property
+    def is_settled(self) -> bool:  # type: ignore[override]
+        return bool(getattr(self.loader, "is_settled", True))
+
+    def _step(self) -> tuple[Tensor, Tensor, Tensor]:
+        for input_nodes, seeds, blocks in self.loader:
+            logits = self.wrapped(blocks, self.g.ndata["feat"][input_nodes])
+            loss = F.cross_entropy(logits, self.g.ndata["label"][seeds])
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+        return loss.detach(), logits.detach(), seeds
+
+    def check(self) -> Sample:
+        losses: list[float] = []
+        logits: dict[int, list[float]] = {}
+        for epoch in range(self.job.gate_epochs):
+            loss, rows, seeds = self._step()
+            # `loss_weight` is this rank's share times the number of ranks; a borrowed seed weighs nothing.
+            share = self.loader.loss_weight / self.job.world_size
+            losses.append(mean_over_ranks(float(loss) * share, share))
+            if epoch == 0 and self.loader.num_seeds:
+                logits = pick_logits(original_ids(self.job)[seeds], rows, sample_ids(self.job))
+        return Sample(losses=losses, logits=logits)
+
+    def run_epoch(self) -> Epoch:
+        self.clock.start()
+        with Stopwatch() as watch:
+            self._step()
+        times = self.clock.stop()
+        sent = sum(times.forward_bytes) + sum(times.backward_bytes)
+        return Epoch(
+            elapsed_s=watch.elapsed_s,
+            cpu_s=watch.cpu_s,
+            compute_s=times.compute_s,
+            exchange_s=times.exchange_s,
+            wait_s=times.wait_s,
+            sent_bytes=sent if self.rank == 0 else 0,  # of all ranks together
+        )
+
+    def train_curve(self, folder: Path, count: int, every: int) -> list[dict[str, Any]]:
+        self.model.train()
+        torch.manual_seed(self.job.seed)
+        return curve.train(self.model, self._step, folder, count, every, rank=self.rank)

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures one cell: starts its systems, checks their results, and lets them train in turns.
+
+Systems take turns, so that whatever slows the machine for a while slows all of them. A system that waits is asleep. As
+many wait at once as memory allows; then these are timed and ended, and the next ones come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.emulated_network import EmulatedNetwork, NetworkError
+from benchmarks.systems import gate
+from benchmarks.systems.adaptors import CLUSTER_SYSTEMS, SINGLE_SYSTEMS
+from benchmarks.systems.floors import MachineRates, epoch_floor_s
+from benchmarks.systems.graphs import PreparedGraph
+from benchmarks.systems.grid import OURS, PEERS, Cell
+from benchmarks.systems.job import Job
+from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, now, spread
+from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
+
+WARMUP_LIMIT = 60
+"""Epochs after which a system counts as settled whatever it says."""
+TURN_S, TURN_LIMIT = 0.5, 10
+"""A turn takes so long, in whole epochs and not more than so many."""
+SHAPING_TOLERANCE = 1.05
+MEMORY_RESERVE_BYTES = 2 * 2**30
+WIRE_TOLERANCE = 0.95
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How cells are measured; part of what makes two measurements comparable."""
+
+    rounds: int = 5
+    """Turns of each system; each turn is at least one epoch."""
+    warmup: int = 2
+    """Epochs before the first turn, those of the check not counted."""
+    allocator: str = "keep"
+    timeout_s: float = 1800.0
+    """For each order: preparing, checking, a turn."""
+
+    def __post_init__(self) -> None:
+        """Checks every field."""
+        if self.rounds < 1 or self.warmup < 0 or not self.timeout_s > 0:
+            raise ValueError(f"rounds and timeout_s must be positive, warmup not negative (got {self})")
+        if self.allocator not in ALLOCATORS:
+            raise ValueError(f"unknown allocator (got {self.allocator!r}); choose one of {', '.join(ALLOCATORS)}")
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what lines say: all but the time-out, which changes no figure."""
+        return {"rounds": self.rounds, "warmup": self.warmup, "allocator": self.allocator}
+
+
+@dataclass(kw_only=True)
+class _Entry:
+    """One system of the cell that is being measured."""
+
+    team: Team
+    facts: dict[str, Any] = field(default_factory=dict)
+    checked: dict[str, Any] = field(default_factory=dict)
+    prepare_s: float = 0.0
+    warmup: int = 0
+    turn: int = 1
+    epochs: list[list[dict[str, Any]]] = field(default_factory=list)
+    """By epoch, then by rank."""
+    peak_bytes: list[int] = field(default_factory=list)
+    failure: SystemFailure | gate.GateError | None = None
+
+    @property
+    def system(self) -> str:
+        return self.team.job.system
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench:
+    """What is the same for all cells of a run."""
+
+    settings: Settings
+    cache: Path
+    peers: Path | None
+    rates: MachineRates
+    about: dict[str, Any]
+    """Fields of every line."""
+    on_phase: Callable[[str], object] = print
+
+    def why_unavailable(self, system: str) -> str | None:
+        """Returns why the user does not have a system, None if they do."""
+        for folder, systems in PEERS.items():
+            if system in systems and (self.peers is None or not (self.peers / folder).is_dir()):
+                return f"no checkout of {folder}: give --peers FOLDER with FOLDER/{folder} in it"
+        return None
+
+    def job(self, cell: Cell, graph: PreparedGraph, system: str, **changes: Any) -> Job:
+        """Returns what the ranks of a system are told."""
+        is_single = system in SINGLE_SYSTEMS
+        return Job(
+            system=system,
+            part_config=graph.part_config,
+            graph_name=Path(graph.part_config).stem,
+            data=graph.data,
+            num_nodes=graph.num_nodes,
+            feat_dim=graph.feat_dim,
+            num_classes=graph.num_classes,
+            num_train=graph.num_train,
+            model=cell.model,
+            num_layers=cell.num_layers,
+            hidden=cell.hidden,
+            world_size=1 if is_single else cell.ranks,
+            threads=cell.ranks if system == "dgl" else 1,
+            peers=str(self.peers or ""),
+            **changes,
+        )
+
+    # ---------------------------------------------------------------- a cell
+
+    def measure(self, cell: Cell, graph: PreparedGraph, systems: Sequence[str]) -> list[Line]:
+        """Returns one line for each system; what fails has its error in it.
+
+        Raises:
+            NetworkError: The links cannot be made.
+        """
+        run = uuid.uuid4().hex[:12]
+        load = os.getloadavg()[0]
+        missing = {system: self.why_unavailable(system) for system in systems}
+        lines = [
+            self._line(cell, graph, run, system) | {"status": UNAVAILABLE, "error": why}
+            for system, why in missing.items()
+            if why is not None
+        ]
+        with (
+            tempfile.TemporaryDirectory(prefix="systems_") as folder,
+            self._network(cell) as (network, link_bits_per_s),
+        ):
+            reference = self._reference(cell, graph, Path(folder))
+            waiting = [system for system in systems if missing[system] is None]
+            while waiting:
+                entries = self._start(cell, graph, waiting, network, Path(folder), reference)
+                waiting = waiting[len(entries) :]
+                try:
+                    self._take_turns(entries)
+                finally:
+                    for entry in entries:
+                        self._end(entry)
+                together = [entry.system for entry in entries if entry.failure is None]
+                for entry in entries:
+                    line = self._line(cell, graph, run, entry.system) | self._result(cell, graph, entry)
+                    lines.append(line | {"in_turns_with": together, "link_bits_per_s": link_bits_per_s})
+        return [line | {"load_before": round(load, 1)} for line in lines]
+
+    @contextlib.contextmanager
+    def _network(self, cell: Cell) -> Iterator[tuple[EmulatedNetwork | None, float | None]]:
+        if cell.rate_bits_per_s is None:
+            yield None, None
+            return
+        with EmulatedNetwork(num_hosts=cell.ranks) as network:
+            network.shape(cell.rate_bits_per_s)
+            measured = network.measure_bits_per_s(expected_bits_per_s=cell.rate_bits_per_s)
+            if measured > SHAPING_TOLERANCE * cell.rate_bits_per_s:
+                raise NetworkError(f"links carry {measured:.3g} bit/s, limited to {cell.rate_bits_per_s:.3g}")
+            yield network, measured
+
+    def _reference(self, cell: Cell, graph: PreparedGraph, folder: Path) -> dict[str, Any]:
+        """Returns what plain DGL computes from the initial weights; kept in the cache for other cells.
+
+        Raises:
+            SystemFailure: Plain DGL cannot run it: then there is nothing to hold others to.
+        """
+        job = self.job(cell, graph, "dgl")
+        names = ("model", "num_layers", "hidden", "heads", "dropout", "lr", "seed", "gate_epochs", "sample_size")
+        facts = {name: getattr(job, name) for name in names}
+        text = json.dumps([facts, graph.data, graph.num_edges, self.about["versions"]], sort_keys=True)
+        file = self.cache / "references" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+        if not file.is_file():
+            self.on_phase("plain DGL, for the check of results")
+            team = Team(job=job, folder=folder / "reference", allocator=self.settings.allocator)
+            try:
+                team.start()
+                team.ask("prepare", timeout_s=self.settings.timeout_s)
+                sample = team.ask("check", timeout_s=self.settings.timeout_s)[0]
+            finally:
+                team.end()
+            file.parent.mkdir(parents=True, exist_ok=True)
+            aside = file.with_suffix(f".{os.getpid()}")
+            aside.write_text(json.dumps(sample), encoding="utf-8")
+            aside.rename(file)
+        return gate.merge([json.loads(file.read_text(encoding="utf-8"))])
+
+    def _start(
+        self,
+        cell: Cell,
+        graph: PreparedGraph,
+        systems: Sequence[str],
+        network: EmulatedNetwork | None,
+        folder: Path,
+        reference: dict[str, Any],
+    ) -> list[_Entry]:
+        """Starts, prepares and checks systems, one after another, as long as the next one fits beside them."""
+        entries: list[_Entry] = []
+        largest = 0
+        for number, system in enumerate(systems):
+            before = psutil.virtual_memory().available
+            if entries and before < 1.3 * largest + MEMORY_RESERVE_BYTES:
+                break
+            team = Team(
+                job=self.job(cell, graph, system),
+                folder=folder / f"{system}-{uuid.uuid4().hex[:6]}",
+                network=None if system in SINGLE_SYSTEMS else network,
+                port=29600 + number,
+                allocator=self.settings.allocator,
+                is_cluster=system in CLUSTER_SYSTEMS,
+            )
+            entry = _Entry(team=team)
+            entries.append(entry)
+            self._try(entry, "prepare", functools.partial(self._prepare, entry, reference))
+            largest = max(largest, before - psutil.virtual_memory().available)
+        return entries
+
+    def _prepare(self, entry: _Entry, reference: dict[str, Any]) -> None:
+        team, timeout_s = entry.team, self.settings.timeout_s
+        team.start()
+        start_s = time.monotonic()
+        entry.facts = team.ask("prepare", timeout_s=timeout_s)[0]
+        entry.prepare_s = time.monotonic() - start_s
+        entry.checked = gate.compare(gate.merge(team.ask("check", timeout_s=timeout_s)), reference)
+        typical: list[dict[str, Any]] = []
+        while entry.warmup < self.settings.warmup or (
+            entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s))
+        ):
+            typical = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
+            entry.warmup += 1
+        entry.facts |= team.ask("facts", timeout_s=timeout_s)[0]
+        if typical:
+            last_s = max(rank["elapsed_s"] for rank in typical)
+            entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / last_s)))
+        team.ask("forget_peak", timeout_s=timeout_s)
+
+    def _take_turns(self, entries: Sequence[_Entry]) -> None:
+        for number in range(self.settings.rounds):
+            # Another one begins in each round: who comes after whom matters to caches.
+            for entry in [*entries[number % len(entries) :], *entries[: number % len(entries)]]:
+                if entry.failure is None:
+                    phase = f"turn {number + 1} of {self.settings.rounds}"
+                    self._try(entry, phase, functools.partial(self._turn, entry))
+
+    def _turn(self, entry: _Entry) -> None:
+        answers = entry.team.ask("epochs", timeout_s=self.settings.timeout_s, count=entry.turn)
+        entry.epochs += [list(ranks) for ranks in zip(*answers, strict=True)]
+        entry.peak_bytes = entry.team.ask("peak", timeout_s=self.settings.timeout_s)
+
+    def _try(self, entry: _Entry, phase: str, step: Callable[[], None]) -> None:
+        self.on_phase(f"{entry.system}, {phase}")
+        try:
+            step()
+        except (SystemFailure, gate.GateError) as failure:
+            entry.failure = failure
+            self._end(entry)
+
+    def _end(self, entry: _Entry) -> None:
+        entry.team.end()
+
+    # ---------------------------------------------------------------- lines
+
+    def _line(self, cell: Cell, graph: PreparedGraph, run: str, system: str) -> Line:
+        job = self.job(cell, graph, system)
+        return {
+            **self.about,
+            "cell": cell.key,
+            "run": run,
+            "variant": system,
+            "dataset": cell.dataset,
+            "num_nodes": graph.num_nodes,
+            "num_edges": graph.num_edges,
+            "feat_dim": graph.feat_dim,
+            "num_train": graph.num_train,
+            "halo_rows": graph.halo_rows,
+            "world_size": job.world_size,
+            "metric": "epoch_time",
+            "unit": "s",
+            "settings": self.settings.to_json(),
+            "config": {
+                **cell.to_json(),
+                "heads": job.heads,
+                "dropout": job.dropout,
+                "threads": job.threads,
+                "lr": job.lr,
+            },
+            "allocator_variables": ALLOCATORS[self.settings.allocator],
+            "machine_rates": asdict(self.rates),
+            "time": now(),
+            "p20": None,
+            "p50": None,
+            "p80": None,
+            "iters": 0,
+            "predicted": None,
+        }
+
+    def _result(self, cell: Cell, graph: PreparedGraph, entry: _Entry) -> dict[str, Any]:
+        if entry.failure is not None:
+            details = getattr(entry.failure, "details", "")
+            return {"status": FAILED, "error": str(entry.failure)[:500], "details": details[-2000:]}
+        result = summarise_epochs(entry.epochs, is_emulated=entry.team.network is not None)
+        if entry.team.network is not None and entry.system in OURS:
+            sent, wire = result["sent_bytes"], result["wire_bytes"]
+            if sent is not None and wire < WIRE_TOLERANCE * sent:
+                return {
+                    "status": FAILED,
+                    "error": f"the links were bypassed: {sent:.0f} bytes of rows were sent, {wire:.0f} left the hosts",
+                }
+        facts = dict(entry.facts)
+        return {
+            "status": OK,
+            **result,
+            "warmup": entry.warmup,
+            "predicted": facts.pop("predicted", None),
+            "prepare_s": entry.prepare_s,
+            "peak_rss_bytes": entry.peak_bytes,
+            "gate": entry.checked,
+            "facts": facts,
+            "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
+        }
+
+
+def summarise_epochs(epochs: Sequence[Sequence[dict[str, Any]]], *, is_emulated: bool) -> dict[str, Any]:
+    """Returns the figures of a measurement: times of the slowest rank, bytes of all ranks, the split of the mean rank.
+
+    Args:
+        epochs: By epoch, then by rank.
+        is_emulated: Whether each rank has an interface of its own; else all count the same one.
+    """
+
+    def middle(name: str, join: Callable[[list[float]], float]) -> float | None:
+        values = [[rank[name] for rank in ranks] for ranks in epochs]
+        if any(value is None for ranks in values for value in ranks):
+            return None
+        return spread([join(ranks) for ranks in values])["p50"]
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    return {
+        **spread([max(rank["elapsed_s"] for rank in ranks) for ranks in epochs]),
+        "iters": len(epochs),
+        "cpu_s": middle("cpu_s", mean),
+        "compute_s": middle("compute_s", mean),
+        "exchange_s": middle("exchange_s", mean),
+        "wait_s": middle("wait_s", mean),
+        "sent_bytes": middle("sent_bytes", sum),
+        "wire_bytes": middle("wire_bytes", sum if is_emulated else lambda values: values[0]),
+    }

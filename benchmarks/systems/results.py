@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measurements, one per line of a file that is only ever appended to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+Line = dict[str, Any]
+ROOT = Path(__file__).resolve().parents[2]
+MEASURING_SOURCES = (
+    "benchmarks/emulated_network.py",
+    "benchmarks/systems/adaptors/*.py",
+    *(f"benchmarks/systems/{name}.py" for name in ("gate", "graphs", "job", "measure", "team", "worker")),
+)
+"""Of this benchmark: what reads, draws and tells figures does not change them."""
+OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
+"""Status of a line: measured; ended with an error; the user does not have the system."""
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Returns the median and the 20th and 80th per cent of values."""
+    if len(values) == 1:
+        return {"p20": values[0], "p50": values[0], "p80": values[0]}
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return {"p20": fifths[0], "p50": statistics.median(values), "p80": fifths[-1]}
+
+
+def read_lines(file: Path) -> list[Line]:
+    """Returns all measurements; a last line that an interrupted run has left incomplete is passed over."""
+    if not file.is_file():
+        return []
+    lines = []
+    for text in file.read_text("utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            continue
+    return lines
+
+
+def append_lines(file: Path, lines: Iterable[Line]) -> None:
+    """Appends measurements in one write, so that a cell is in the file whole or not at all."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    with file.open("ab") as stream:
+        if stream.tell() and not file.read_bytes().endswith(b"\n"):
+            text = "\n" + text  # after what an interrupted run has left
+        stream.write(text.encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def newest(lines: Iterable[Line], metric: str = "epoch_time") -> dict[str, dict[str, Line]]:
+    """Returns, for each cell, the lines of its last run by system: ratios are formed within one run only."""
+    runs: dict[str, dict[str, dict[str, Line]]] = {}
+    for line in lines:
+        if line["metric"] == metric:
+            runs.setdefault(line["cell"], {}).setdefault(line["run"], {})[line["variant"]] = line
+    return {cell: list(by_run.values())[-1] for cell, by_run in runs.items()}
+
+
+def is_measured(
+    lines: Iterable[Line],
+    cell: str,
+    systems: Iterable[str],
+    code: str,
+    settings: Mapping[str, Any],
+    *,
+    retry_failed: bool = False,
+) -> bool:
+    """Tells whether one run of this code with these settings has measured all systems of a cell.
+
+    A system that failed has been measured, unless it is to be tried again; one that was not there is measured when it
+    is there, which only its absence from `systems` says.
+    """
+    found: dict[str, set[str]] = {}
+    for line in lines:
+        is_same = line["cell"] == cell and line["code"] == code and line["settings"] == dict(settings)
+        if is_same and (line["status"] == OK or (line["status"] == FAILED and not retry_failed)):
+            found.setdefault(line["run"], set()).add(line["variant"])
+    return any(set(systems) <= measured for measured in found.values())
+
+
+def code_version() -> str:
+    """Returns a digest of everything that decides what is measured: sources, fixes, and versions of packages."""
+    digest = hashlib.sha256(json.dumps(package_versions(), sort_keys=True).encode())
+    for pattern in ("dgl_hybrid/**/*.py", "dgl_hybrid/**/*.cu", "patches/*.patch", *MEASURING_SOURCES):
+        for file in sorted(ROOT.glob(pattern)):
+            digest.update(file.relative_to(ROOT).as_posix().encode())
+            digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def package_versions() -> dict[str, str]:
+    names = ("dgl_hybrid", "dgl", "torch", "numpy")
+    return {**{name: version(name) for name in names}, "python": platform.python_version()}
+
+
+def describe_run() -> dict[str, Any]:
+    """Returns the fields of every line of a run."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+
+    return {
+        "bench": "systems",
+        "backend": "gloo",
+        "device": "cpu",
+        "dtype": "float32",
+        "seed": 0,
+        "git_sha": git("rev-parse", "--short", "HEAD"),
+        "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches")),
+        "code": code_version(),
+        "machine": {
+            "cores": len(os.sched_getaffinity(0)),
+            "arch": platform.machine(),
+            "system": f"{platform.system()} {platform.release()}",
+            "libc": " ".join(platform.libc_ver()),
+        },
+        "versions": package_versions(),
+    }
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S")

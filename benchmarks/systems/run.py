@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does an epoch of exact training take, with every system a user could pick, side by side?
+
+    python -m benchmarks.systems --quick --json
+    python -m benchmarks.systems --hours 6 --results FILE --peers FOLDER
+    python -m benchmarks.systems --write --results FILE
+
+Every measurement is a line that is appended to the results file; a cell that this code has measured with these settings
+is not measured again, so that a run can be broken off and taken up. See benchmarks/README.md for what was found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from benchmarks.emulated_network import NetworkError, why_unavailable
+from benchmarks.systems import accuracy, write
+from benchmarks.systems.floors import measure_rates
+from benchmarks.systems.graphs import GraphError, prepare
+from benchmarks.systems.grid import GENERATED, MODELS, NETWORKS, REAL, Cell, full_grid, quick_grid, systems_of
+from benchmarks.systems.measure import Bench, Settings
+from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, read_lines
+from benchmarks.systems.summary import summarise
+from benchmarks.systems.tables import CELL_HEAD, cell_rows
+from benchmarks.systems.team import ALLOCATORS, SystemFailure
+
+FOLDER = Path(__file__).parent
+RESULTS = FOLDER / "results.jsonl"
+PEERS_VARIABLE = "DGL_HYBRID_PEERS"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.systems")
+    parser.add_argument("--quick", action="store_true", help="a few small cells of every kind: a few minutes")
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--results", type=Path, help=f"file of measurements (full grid: {RESULTS.name}; quick: none)")
+    parser.add_argument("--write", action="store_true", help="measure nothing; tables and plots from the results file")
+    parser.add_argument("--hours", type=float, default=float("inf"), help="begin no cell after so many hours")
+    parser.add_argument("--peers", type=Path, help=f"folder with checkouts SAR and PipeGCN (else: {PEERS_VARIABLE})")
+    parser.add_argument("--cache", type=Path, help="folder for graphs and partitions (~/.cache/dgl_hybrid/systems)")
+    parser.add_argument("--graph", action="append", help=f"of {', '.join((*GENERATED, *REAL))}, ogb:…, dgl:…, an .npz")
+    parser.add_argument("--scale", type=float, default=1.0, help="of the vertices of generated graphs")
+    parser.add_argument("--model", action="append", choices=MODELS)
+    parser.add_argument("--layers", type=int, action="append")
+    parser.add_argument("--hidden", type=int, action="append")
+    parser.add_argument("--ranks", type=int, action="append")
+    parser.add_argument("--network", action="append", choices=tuple(NETWORKS))
+    parser.add_argument("--system", action="append", help="measure these only (hybrid is needed for ratios)")
+    parser.add_argument("--rounds", type=int, help="turns of each system (5; quick: 5)")
+    parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
+    parser.add_argument("--timeout", type=float, help="seconds for each step of a system (1800; quick: 300)")
+    parser.add_argument("--retry-failed", action="store_true", help="measure cells again in which a system failed")
+    parser.add_argument("--accuracy", action="store_true", help="time to accuracy instead of epochs")
+    return parser.parse_args(arguments)
+
+
+def choose_cells(args: argparse.Namespace) -> tuple[Cell, ...]:
+    """Returns the cells that the options ask for."""
+    if args.quick:
+        return quick_grid()
+    choices: dict[str, Any] = {
+        "models": args.model,
+        "layers": args.layers,
+        "hidden": args.hidden,
+        "ranks": args.ranks,
+        "networks": args.network,
+    }
+    given = {name: value for name, value in choices.items() if value}
+    return full_grid(args.graph or (*GENERATED, *REAL), **given, scale=args.scale)
+
+
+def measure_cells(
+    bench: Bench, cells: Iterable[Cell], args: argparse.Namespace, results: Path | None, bar: Any
+) -> tuple[list[Line], dict[str, str]]:
+    """Measures cells; returns the lines of all that were asked for, and what was skipped and why."""
+    known = read_lines(results) if results else []
+    skipped: dict[str, str] = {}
+    wanted: set[str] = set()
+    lines = list(known)
+    why_no_network = why_unavailable()
+    deadline = time.monotonic() + 3600 * args.hours
+    for cell in cells:
+        bar.set_description(cell.key)
+        systems = [system for system in systems_of(cell) if not args.system or system in args.system]
+        installed = [system for system in systems if bench.why_unavailable(system) is None]
+        wanted.add(cell.key)
+        if cell.rate_bits_per_s is not None and why_no_network is not None:
+            skipped[cell.key] = f"no links can be limited here: {why_no_network}"
+        elif is_measured(
+            known,
+            cell.key,
+            installed,
+            bench.about["code"],
+            bench.settings.to_json(),
+            retry_failed=args.retry_failed,
+        ):
+            pass
+        elif time.monotonic() > deadline:
+            skipped[cell.key] = f"not begun within {args.hours:g} hours"
+        else:
+            try:
+                graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
+                found = bench.measure(cell, graph, systems)
+            except (GraphError, NetworkError, SystemFailure) as error:
+                skipped[cell.key] = str(error)
+            else:
+                lines += found
+                if results:
+                    append_lines(results, found)
+                for line in found:
+                    if line["status"] == FAILED:
+                        bar.write(f"{cell.key}: {line['variant']} failed: {line['error']}", file=sys.stderr)
+        bar.update()
+    return [line for line in lines if line["cell"] in wanted], skipped
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse(arguments)
+    results = args.results or (None if args.quick else RESULTS)
+    if args.write:
+        write.write(read_lines(results or RESULTS))
+        return
+    peers = args.peers or (Path(os.environ[PEERS_VARIABLE]) if os.environ.get(PEERS_VARIABLE) else None)
+    cache = args.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid" / "systems"
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses, which end what was started
+    cells = accuracy.cells() if args.accuracy else choose_cells(args)
+    settings = Settings(
+        rounds=args.rounds or 5, allocator=args.allocator, timeout_s=args.timeout or (300.0 if args.quick else 1800.0)
+    )
+    with tqdm(total=len(cells), unit="cell", file=sys.stderr) as bar:
+        bench = Bench(
+            settings=settings,
+            cache=cache.absolute(),
+            peers=peers.absolute() if peers else None,
+            rates=measure_rates(),
+            about=describe_run(),
+            on_phase=lambda phase: bar.set_postfix_str(phase),
+        )
+        try:
+            measure = accuracy.measure_cells if args.accuracy else measure_cells
+            lines, skipped = measure(bench, cells, args, results, bar)
+        except KeyboardInterrupt:
+            print("interrupted; everything has been ended", file=sys.stderr)
+            sys.exit(130)
+    for what, why in skipped.items():
+        print(f"skipped: {what}: {why}", file=sys.stderr)
+    result = summarise(lines, skipped)
+    show(result, settings, to_stderr=args.json)
+    if args.json:
+        print(json.dumps(result))
+
+
+def show(result: dict[str, Any], settings: Settings, *, to_stderr: bool) -> None:
+    """Prints the table of cells, and what all systems had in common."""
+    stream = sys.stderr if to_stderr else sys.stdout
+    console = Console(file=stream, width=None if stream.isatty() else 200)
+    if result["cells"]:
+        table = Table(*CELL_HEAD, title="Seconds per epoch (median); ratios: their time over hybrid's")
+        for row in cell_rows(result["cells"]):
+            table.add_row(*row)
+        console.print(table)
+    for cell in result["more"]["accuracy"]:
+        console.print(cell)
+    variables = (
+        " ".join(f"{name}={value}" for name, value in ALLOCATORS[settings.allocator].items()) or "glibc's defaults"
+    )
+    console.print(f"One thread for each rank, plain DGL as many as ranks; allocator of all systems: {variables}")

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From measurements to ratios, and from those to the final object. Pure.
+
+A ratio above 1 means that hybrid is faster. Both its times are medians of the same run of the same cell.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.systems.grid import PURE, SAR
+from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, newest
+
+Systems = Mapping[str, Line]
+"""Lines of one cell by system."""
+
+
+def seconds(systems: Systems, *names: str) -> float | None:
+    """Returns the least median of some systems' epochs, None if none of them was measured."""
+    found = [systems[name]["p50"] for name in names if name in systems and systems[name]["status"] == OK]
+    return min(found) if found else None
+
+
+def ratio(systems: Systems, *names: str) -> float | None:
+    """Returns the time of the best of some systems over that of hybrid."""
+    other, own = seconds(systems, *names), seconds(systems, "hybrid")
+    return None if other is None or own is None else other / own
+
+
+def best_of(systems: Systems, *names: str) -> Line | None:
+    """Returns the line of the fastest of some systems."""
+    found = [systems[name] for name in names if name in systems and systems[name]["status"] == OK]
+    return min(found, key=lambda line: float(line["p50"])) if found else None
+
+
+def cell_summary(systems: Systems) -> dict[str, Any]:
+    """Returns what one cell says: every system's time, hybrid's ratios to them, and the error of its prediction."""
+    first = next(iter(systems.values()))
+    config = first["config"]
+    own, sar = best_of(systems, "hybrid"), best_of(systems, *SAR)
+    is_distributed = config["ranks"] > 1
+    return {
+        "cell": first["cell"],
+        **{name: config[name] for name in ("graph", "model", "num_layers", "hidden", "ranks", "network")},
+        "seconds": {name: line["p50"] for name, line in systems.items()},
+        "failed": {name: line["error"] for name, line in systems.items() if line["status"] == FAILED},
+        "unavailable": [name for name, line in systems.items() if line["status"] == UNAVAILABLE],
+        "vs_distdgl_full": ratio(systems, "distdgl_full"),
+        "vs_best_pure": ratio(systems, *PURE) if is_distributed else None,
+        "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
+        "vs_sar": ratio(systems, *SAR),
+        "vs_pipegcn": ratio(systems, "pipegcn"),
+        "vs_dgl": ratio(systems, "dgl"),
+        "memory_vs_sar": None
+        if own is None or sar is None
+        else max(own["peak_rss_bytes"]) / max(sar["peak_rss_bytes"]),
+        "predicted_error": predicted_error(own),
+    }
+
+
+def predicted_error(line: Line | None) -> float | None:
+    """Returns how far a prediction is from what was measured, relative to that."""
+    if line is None or line["predicted"] is None:
+        return None
+    return abs(float(line["predicted"]) - float(line["p50"])) / float(line["p50"])
+
+
+def lost(cells: Iterable[Mapping[str, Any]], *, least: float = 1.0) -> list[dict[str, Any]]:
+    """Returns where hybrid is not at least so many times as fast as another: cell, against what, and the ratio."""
+    found = []
+    for cell in cells:
+        for name in ("vs_distdgl_full", "vs_best_pure", "vs_neutronstar", "vs_sar", "vs_pipegcn", "vs_dgl"):
+            if cell[name] is not None and cell[name] < least:
+                found.append({"cell": cell["cell"], "against": name.removeprefix("vs_"), "ratio": cell[name]})
+    return sorted(found, key=lambda one: float(one["ratio"]))
+
+
+def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the object that `--json` ends with.
+
+    Args:
+        lines: All measurements; of each cell the last run counts.
+        skipped: What was not measured -> why.
+    """
+    cells = [cell_summary(systems) for systems in newest(lines).values()]
+    one_rank = [cell for cell in cells if cell["ranks"] == 1]
+
+    def over(name: str, choose: Callable[[Iterable[float]], float], among: Iterable[Mapping[str, Any]] = cells) -> Any:
+        values = [cell[name] for cell in among if cell[name] is not None]
+        return choose(values) if values else None
+
+    median = statistics.median
+    return {
+        "vs_distdgl_full_median": over("vs_distdgl_full", median),
+        "vs_distdgl_full_min": over("vs_distdgl_full", min),
+        "vs_best_pure_min": over("vs_best_pure", min),
+        "vs_best_pure_max": over("vs_best_pure", max),
+        "vs_neutronstar_min": over("vs_neutronstar", min),
+        "vs_neutronstar_max": over("vs_neutronstar", max),
+        "vs_sar_median": over("vs_sar", median),
+        "vs_sar_min": over("vs_sar", min),
+        "vs_dgl_one_rank_gcn_sage_median": over("vs_dgl", median, [c for c in one_rank if c["model"] != "gat"]),
+        "vs_dgl_one_rank_gat_median": over("vs_dgl", median, [c for c in one_rank if c["model"] == "gat"]),
+        "predicted_error_median": over("predicted_error", median),
+        "predicted_error_max": over("predicted_error", max),
+        "cells": cells,
+        "more": {
+            "vs_distdgl_full_max": over("vs_distdgl_full", max),
+            "vs_pipegcn_median": over("vs_pipegcn", median),
+            "vs_pipegcn_min": over("vs_pipegcn", min),
+            **{
+                f"vs_sar_{network}_median": over("vs_sar", median, [c for c in cells if c["network"] == network])
+                for network in ("loopback", "1gbit", "200mbit")
+            },
+            "memory_vs_sar_max": over("memory_vs_sar", max),
+            "lost": lost(cells),
+            "failed": [{"cell": c["cell"], "system": s, "error": e} for c in cells for s, e in c["failed"].items()],
+            "skipped": dict(skipped),
+            "accuracy": list(accuracy_summaries(lines)),
+            "allocator_variables": lines[-1]["allocator_variables"] if lines else None,
+            "machine": lines[-1]["machine"] if lines else None,
+        },
+    }
+
+
+def accuracy_summaries(lines: Iterable[Line]) -> Iterable[dict[str, Any]]:
+    """Returns, for each cell of time to accuracy, what both systems took to the accuracy that both reach."""
+    for cell, systems in newest(lines, "time_to_accuracy").items():
+        yield {
+            "cell": cell,
+            "target": next(iter(systems.values())).get("target"),
+            "seconds": {name: line["p50"] for name, line in systems.items()},
+            "best": {name: line.get("best_accuracy") for name, line in systems.items()},
+            "failed": {name: line["error"] for name, line in systems.items() if line["status"] == FAILED},
+            "vs_distdgl_sampled": ratio(systems, "distdgl_sampled"),
+        }

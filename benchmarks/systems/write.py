@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts tables and pictures of the results file into benchmarks/README.md and benchmarks/systems/; runs nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.systems.grid import NETWORKS, SAR
+from benchmarks.systems.results import OK, Line, newest
+from benchmarks.systems.summary import summarise
+from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows, markdown
+
+README = Path(__file__).resolve().parents[1] / "README.md"
+PICTURES = Path(__file__).parent
+BEGIN, END = "<!-- systems: written from results.jsonl, do not edit below -->", "<!-- systems: end -->"
+# Okabe and Ito's palette; systems of one family share a colour.
+COLOURS = {
+    "hybrid": "#009E73",
+    "best pure": "#E69F00",
+    "neutronstar": "#F0E442",
+    "DistDGL, full": "#0072B2",
+    "SAR": "#CC79A7",
+    "PipeGCN": "#D55E00",
+    "DGL": "#000000",
+}
+SHOWN: dict[str, tuple[str, ...]] = {
+    "hybrid": ("hybrid",),
+    "best pure": ("depcache", "depcomm"),
+    "neutronstar": ("neutronstar",),
+    "DistDGL, full": ("distdgl_full",),
+    "SAR": SAR,
+    "PipeGCN": ("pipegcn",),
+    "DGL": ("dgl",),
+}
+"""Bar of a picture -> the systems whose fastest it shows."""
+
+
+def write(lines: Sequence[Line], *, readme: Path = README, pictures: Path = PICTURES) -> None:
+    """Replaces the part of the README between the marks, and the pictures.
+
+    Raises:
+        ValueError: The README has no marks.
+    """
+    text = readme.read_text("utf-8")
+    if BEGIN not in text or END not in text:
+        raise ValueError(f"{readme} must have the lines {BEGIN!r} and {END!r}")
+    head, _, rest = text.partition(BEGIN)
+    tail = rest.partition(END)[2]
+    files = draw_all(lines, pictures)
+    body = report(lines, [file.relative_to(readme.parent).as_posix() for file in files])
+    readme.write_text(f"{head}{BEGIN}\n\n{body}\n\n{END}{tail}", encoding="utf-8")
+
+
+def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
+    """Returns the tables in Markdown: the ratios, every cell, where we lose, what failed, and every measurement."""
+    result = summarise(lines, {})
+    cells, more = result["cells"], result["more"]
+    if not cells:
+        return "Nothing has been measured yet."
+    parts = [_conditions(lines)]
+    headline = [name for name, value in result.items() if name not in ("cells", "more")]
+    rows = [(name, "" if result[name] is None else f"{result[name]:.3g}") for name in headline]
+    rows += [
+        (name, "" if more[name] is None else f"{more[name]:.3g}") for name in more if name.startswith(("vs_", "mem"))
+    ]
+    parts.append(markdown(("figure", "value"), rows))
+    parts += [f"![epoch times]({picture})" for picture in pictures if picture.endswith(".png")]
+    parts.append(
+        "### Every cell\n\nGraph/model-layers x width/ranks/network; medians of epochs; columns right of the systems: "
+        "their time over hybrid's, in asterisks where hybrid is slower."
+    )
+    parts.append(markdown(*drop_empty_columns(CELL_HEAD, cell_rows(cells))))
+    lost = [(one["cell"], one["against"], f"{one['ratio']:.2f}") for one in more["lost"]]
+    parts.append("### Where hybrid is slower\n\n" + (markdown(("cell", "than", "ratio"), lost) if lost else "Nowhere."))
+    failed = [(one["cell"], one["system"], one["error"].replace("|", "/")) for one in more["failed"]]
+    parts.append("### What failed\n\n" + (markdown(("cell", "system", "error"), failed) if failed else "Nothing."))
+    if more["accuracy"]:
+        parts.append("### Time to accuracy\n\n" + markdown(ACCURACY_HEAD, accuracy_rows(more["accuracy"])))
+    parts.append("### Every measurement")
+    for cell, systems in newest(lines).items():
+        table = markdown(*drop_empty_columns(LINE_HEAD, line_rows(systems.values())))
+        parts.append(f"<details><summary>{cell}</summary>\n\n{table}\n\n</details>")
+    return "\n\n".join(parts)
+
+
+ACCURACY_HEAD = ("cell", "accuracy that both reach", "hybrid", "DistDGL, sampled", "ratio", "best of hybrid, DistDGL")
+
+
+def accuracy_rows(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns what both systems took to the accuracy that both reach."""
+
+    def text(value: float | None, form: str) -> str:
+        return "" if value is None else format(value, form)
+
+    return [
+        (
+            cell["cell"],
+            text(cell["target"], ".3f"),
+            *(text(cell["seconds"].get(name), ".3g") + " s" for name in ("hybrid", "distdgl_sampled")),
+            text(cell["vs_distdgl_sampled"], ".2f"),
+            ", ".join(text(cell["best"].get(name), ".3f") for name in ("hybrid", "distdgl_sampled")),
+        )
+        for cell in cells
+    ]
+
+
+def _conditions(lines: Sequence[Line]) -> str:
+    """Says on what, with what and how all this was measured."""
+    last = lines[-1]
+    machine, versions, settings = last["machine"], last["versions"], last["settings"]
+    loads = sorted({line["load_before"] for line in lines if "load_before" in line})
+    variables = " ".join(f"{name}={value}" for name, value in last["allocator_variables"].items()) or "none"
+    commits = sorted({line["git_sha"] + ("+" if line["dirty"] else "") for line in lines})
+    rates = last["machine_rates"]
+    return (
+        f"Machine: {machine['cores']} cores ({machine['arch']}), {machine['system']}, {machine['libc']}; one thread "
+        f"copies {rates['copy_bytes_per_s'] / 1e9:.1f} GB/s and multiplies at {rates['flops'] / 1e9:.0f} GFLOP/s. "
+        f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
+        f"Commits: {', '.join(commits)}. Allocator variables of every system: `{variables}`. {settings['rounds']} turns of each system after "
+        f"{settings['warmup']} epochs of warm-up and the check. Load average before a cell: {loads[0]} to {loads[-1]}."
+    )
+
+
+def draw_all(lines: Sequence[Line], folder: Path) -> list[Path]:
+    """Draws one picture for each graph and network, as PNG and SVG; returns the files."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    groups: dict[tuple[str, str], dict[str, dict[str, Line]]] = {}
+    for cell, systems in newest(lines).items():
+        first = next(iter(systems.values()))
+        groups.setdefault((first["dataset"], first["config"]["network"]), {})[cell] = systems
+    files = []
+    for (dataset, network), cells in sorted(groups.items()):
+        name = re.sub(r"[^A-Za-z0-9.-]+", "_", f"epoch_{dataset}_{network}")
+        rate = NETWORKS[network]
+        links = "loopback" if rate is None else f"links of {rate / 1e6:g} Mb/s"
+        files += _draw(cells, f"Epoch of exact training on {dataset}, {links}", folder / name)
+    return files
+
+
+def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> list[Path]:
+    import matplotlib.pyplot as plt
+
+    keys = list(cells)
+    shown = {
+        bar: {
+            key: min(measured, key=lambda line: float(line["p50"]))
+            for key in keys
+            if (
+                measured := [
+                    cells[key][name] for name in names if name in cells[key] and cells[key][name]["status"] == OK
+                ]
+            )
+        }
+        for bar, names in SHOWN.items()
+    }
+    shown = {bar: found for bar, found in shown.items() if found}
+    height = 0.8 / max(1, len(shown))
+    figure, axes = plt.subplots(figsize=(9, 1.2 + len(keys) * (0.2 + 0.16 * len(shown))), layout="constrained")
+    for number, (bar, found) in enumerate(shown.items()):
+        places = [keys.index(key) + height * (number - (len(shown) - 1) / 2) for key in found]
+        values = [line["p50"] for line in found.values()]
+        errors = [
+            [max(0.0, line["p50"] - line["p20"]) for line in found.values()],
+            [max(0.0, line["p80"] - line["p50"]) for line in found.values()],
+        ]
+        axes.barh(places, values, height * 0.9, xerr=errors, color=COLOURS[bar], label=bar, error_kw={"lw": 0.8})
+    axes.set_yticks(range(len(keys)), [" ".join(key.split("/")[1:3]) + " ranks" for key in keys], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds per epoch (median, 20 to 80 per cent), logarithmic")
+    axes.set_title(title, fontsize=10)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    files = [file.with_name(file.name + ending) for ending in (".png", ".svg")]
+    for one in files:
+        figure.savefig(one, dpi=120, metadata={"Date": None} if one.suffix == ".svg" else None)
+    plt.close(figure)
+    return files

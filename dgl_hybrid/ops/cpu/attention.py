@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the fused attention kernels: heads in blocks, long rows in parts, statistics between the passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.ops.cpu.attention_kernels import (
+    AttentionSpec,
+    emit_backward_by_destination,
+    emit_backward_by_source,
+    emit_forward,
+    emit_statistics,
+)
+from dgl_hybrid.ops.cpu.ir import Kind
+from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements
+from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, dropout_arguments, run
+from dgl_hybrid.ops.cpu.memory import new_tensor
+from dgl_hybrid.ops.cpu.reductions import Operand, select_rows, sum_rows
+from dgl_hybrid.ops.cpu.tasks import cut_evenly
+from dgl_hybrid.ops.edge_dropout import EdgeDropout
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What gives the logits: z = fixed[row] + moving[neighbour], of (., H) numbers, or (., H, D) with `attention`."""
+
+    fixed: Tensor
+    moving: Tensor
+    moving_stride: int
+    attention: Tensor | None
+    slope: float
+
+    def arguments(self, head: int, width: int) -> list[int | float]:
+        """The kernels' arguments for the heads from `head` on."""
+        first = head if self.attention is None else head * width
+        return [
+            address(self.fixed, first),
+            self.fixed[0].numel() if len(self.fixed) else 0,
+            address(self.moving, first),
+            self.moving_stride,
+            address(self.attention, first),
+            self.slope,
+        ]
+
+
+def attend(
+    plan: RowPlan,
+    x: Tensor,
+    left: Tensor,
+    right: Tensor,
+    attention: Tensor | None,
+    slope: float,
+    dropout: EdgeDropout | None,
+) -> tuple[Tensor, Tensor]:
+    """`(out (N, H, D), lse (N, H))` of gat from el and er, or of gatv2 from x_src, x_dst and the `attention` vector."""
+    scores = _Scores(right, left, left[0].numel() if len(left) else 0, attention, slope)
+    out, largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout)
+    lse = total.log_().add_(largest)
+    if plan.has_long_rows:
+        merger, row_of_part = plan.merger, plan.long_row_of_part
+        part_scores = _Scores(right[plan.long_rows][row_of_part], left, scores.moving_stride, attention, slope)
+        out_parts, largest, total = _run_forward(plan.index, plan.parts, x, part_scores, dropout)
+        lse_parts = total.log_().add_(largest)
+        row_largest, _ = select_rows(merger, Operand(lse_parts.unsqueeze(-1), by_edge=True), least=False)
+        weights = lse_parts.sub_(row_largest.squeeze(-1)[row_of_part]).exp_()
+        row_total = sum_rows(merger, Operand(weights.unsqueeze(-1), by_edge=True))
+        merged = sum_rows(merger, Operand(out_parts, weights=weights, by_edge=True))
+        out[plan.long_rows] = merged.div_(row_total)
+        lse[plan.long_rows] = row_total.log_().add_(row_largest).squeeze(-1)
+    return out, lse
+
+
+def gat_backward(
+    plan: RowPlan,
+    out_plan: RowPlan,
+    x: Tensor,
+    el: Tensor,
+    er: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    slope: float,
+    dropout: EdgeDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dx, d_el, d_er)`."""
+    num_heads = x.shape[1]
+    statistics = _statistics(er, lse, grad, out)
+    d_edges = new_tensor((plan.whole.num_entries, num_heads), x.dtype)
+    scores = _Scores(el, statistics, 3 * num_heads, None, slope)
+    dx, d_el = _backward_by_source(out_plan, x, grad, statistics, scores, d_edges, dropout)
+    d_er = sum_rows(plan, Operand(d_edges.unsqueeze(-1), by_edge=True)).squeeze(-1)
+    return dx, d_el, d_er
+
+
+def gatv2_backward(
+    plan: RowPlan,
+    out_plan: RowPlan,
+    x_src: Tensor,
+    x_dst: Tensor,
+    attention: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    slope: float,
+    dropout: EdgeDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`(dx_src, dx_dst, d_attention)`."""
+    num_heads, width = x_src.shape[1:]
+    stride = num_heads * width
+    statistics = _statistics(None, lse, grad, out)
+    d_edges = new_tensor((plan.whole.num_entries, num_heads), x_src.dtype)
+    scores = _Scores(x_src, x_dst, stride, attention, slope)
+    dx_src, _ = _backward_by_source(out_plan, x_src, grad, statistics, scores, d_edges, dropout)
+
+    scores = _Scores(x_dst, x_src, stride, attention, slope)
+    dx_dst = new_tensor(tuple(x_dst.shape), x_dst.dtype)
+    partial = _backward_by_destination(plan.index, plan.ordinary, scores, d_edges, dx_dst)
+    if plan.has_long_rows:
+        fixed = x_dst[plan.long_rows][plan.long_row_of_part]
+        dx_parts = new_tensor(tuple(fixed.shape), fixed.dtype)
+        part_scores = _Scores(fixed, x_src, stride, attention, slope)
+        more = _backward_by_destination(plan.index, plan.parts, part_scores, d_edges, dx_parts)
+        partial = torch.cat([partial, more])
+        dx_dst[plan.long_rows] = sum_rows(plan.merger, Operand(dx_parts, by_edge=True))
+    one_row = RowPlan(torch.tensor([0, len(partial)]))
+    d_attention = sum_rows(one_row, Operand(partial, by_edge=True))[0]
+    return dx_src, dx_dst, d_attention.to(attention.dtype)
+
+
+def _head_blocks(num_heads: int, width: int, max_elements: int) -> Iterator[tuple[int, Block]]:
+    """Cuts heads into blocks of whole heads, of at most so many elements or one head."""
+    step = max(1, max_elements // max(1, width))
+    for head in range(0, num_heads, step):
+        yield head, Block(min(step, num_heads - head), width)
+
+
+def _spec(
+    rows: Rows, index: Kind, scores: _Scores, dtype: torch.dtype, block: Block, dropout: EdgeDropout | None
+) -> AttentionSpec:
+    return AttentionSpec(
+        KINDS[dtype],
+        index,
+        block,
+        scores.attention is not None,
+        rows.has_edge_ids,
+        dropout is not None,
+        dropout is not None and dropout.edge_keys is not None,
+    )
+
+
+def _run_forward(
+    index: Kind, rows: Rows, x: Tensor, scores: _Scores, dropout: EdgeDropout | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_heads, width = x.shape[1:]
+    out = new_tensor((rows.num_rows, num_heads, width), x.dtype)
+    largest, total = (new_tensor((rows.num_rows, num_heads), x.dtype) for _ in range(2))
+    for head, block in _head_blocks(num_heads, width, accumulator_elements(x.dtype)):
+        spec = _spec(rows, index, scores, x.dtype, block, dropout)
+        drop, _keep = dropout_arguments(dropout, num_heads, head)
+        arguments = [
+            *rows.arguments(),
+            *scores.arguments(head, width),
+            *[address(x, head * width), num_heads * width, num_heads],
+            *[address(out, head * width), address(largest, head), address(total, head)],
+            *drop,
+        ]
+        run(emit_forward, (spec,), rows.bounds, arguments)
+    return out, largest, total
+
+
+def _statistics(er: Tensor | None, lse: Tensor, grad: Tensor, out: Tensor) -> Tensor:
+    """(N, 3, H) of er, lse and delta, or (N, 2, H) without er."""
+    num_rows, num_heads, width = grad.shape
+    statistics = new_tensor((num_rows, 2 if er is None else 3, num_heads), grad.dtype)
+    for head, block in _head_blocks(num_heads, width, accumulator_elements(grad.dtype)):
+        arguments: list[int | float] = [address(er, head), address(lse, head)]
+        arguments += [address(grad, head * width), address(out, head * width), address(statistics, head)]
+        arguments += [num_heads * width, num_heads]
+        run(emit_statistics, (KINDS[grad.dtype], block, er is not None), cut_evenly(num_rows), arguments)
+    return statistics
+
+
+def _backward_by_source(
+    out_plan: RowPlan,
+    x: Tensor,
+    grad: Tensor,
+    statistics: Tensor,
+    scores: _Scores,
+    d_edges: Tensor,
+    dropout: EdgeDropout | None,
+) -> tuple[Tensor, Tensor]:
+    """`(dx, d_el)`; d_el has no content for gatv2. Writes `d_edges`."""
+    dx, d_el = _run_by_source(out_plan.index, out_plan.ordinary, x, grad, statistics, scores, d_edges, dropout)
+    if out_plan.has_long_rows:
+        rows = out_plan.long_rows[out_plan.long_row_of_part]
+        part_scores = _Scores(scores.fixed[rows], scores.moving, scores.moving_stride, scores.attention, scores.slope)
+        dx_parts, d_el_parts = _run_by_source(
+            out_plan.index, out_plan.parts, x[rows], grad, statistics, part_scores, d_edges, dropout
+        )
+        dx[out_plan.long_rows] = sum_rows(out_plan.merger, Operand(dx_parts, by_edge=True))
+        if scores.attention is None:
+            merged = sum_rows(out_plan.merger, Operand(d_el_parts.unsqueeze(-1), by_edge=True))
+            d_el[out_plan.long_rows] = merged.squeeze(-1)
+    return dx, d_el
+
+
+def _run_by_source(
+    index: Kind,
+    rows: Rows,
+    x: Tensor,
+    grad: Tensor,
+    statistics: Tensor,
+    scores: _Scores,
+    d_edges: Tensor,
+    dropout: EdgeDropout | None,
+) -> tuple[Tensor, Tensor]:
+    num_heads, width = x.shape[1:]
+    places = statistics.shape[1]
+    dx = new_tensor(tuple(x.shape), x.dtype)
+    d_el = new_tensor((rows.num_rows, num_heads if scores.attention is None else 0), x.dtype)
+    for head, block in _head_blocks(num_heads, width, accumulator_elements(x.dtype)):
+        spec = _spec(rows, index, scores, x.dtype, block, dropout)
+        drop, _keep = dropout_arguments(dropout, num_heads, head)
+        arguments = [
+            *rows.arguments(),
+            *scores.arguments(head, width),
+            *[address(x, head * width), address(grad, head * width), num_heads * width, num_heads],
+            address(statistics, (places - 2) * num_heads + head),
+            address(statistics, (places - 1) * num_heads + head),
+            places * num_heads,
+            *[address(dx, head * width), address(d_el, head), address(d_edges, head)],
+            *drop,
+        ]
+        run(emit_backward_by_source, (spec,), rows.bounds, arguments)
+    return dx, d_el
+
+
+def _backward_by_destination(index: Kind, rows: Rows, scores: _Scores, d_edges: Tensor, dx: Tensor) -> Tensor:
+    """Writes `dx`; returns (T, H, D) float64: what each task adds to the gradient of the attention vector."""
+    num_heads, width = dx.shape[1:]
+    partial = torch.zeros(rows.num_tasks, num_heads, width, dtype=torch.float64)
+    for head, block in _head_blocks(num_heads, width, accumulator_elements(dx.dtype)):
+        spec = _spec(rows, index, scores, dx.dtype, block, None)
+        arguments = [
+            *rows.arguments(),
+            *scores.arguments(head, width),
+            *[address(d_edges, head), num_heads],
+            *[address(dx, head * width), num_heads * width, address(partial, head * width)],
+        ]
+        run(emit_backward_by_destination, (spec,), rows.bounds, arguments)
+    return partial

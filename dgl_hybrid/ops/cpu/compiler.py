@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a kernel's assembly into code of this process, once per kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+
+from dgl_hybrid.ops.cpu.host import target_machine
+
+Kernel = Callable[[int], None]
+"""Compiled code: takes the address of its arguments; other Python threads run meanwhile."""
+
+_SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+_kernels: dict[Hashable, Kernel] = {}
+_engines: list[Any] = []  # own the code, which stays for the life of the process
+_lock = threading.Lock()
+
+
+def _renew_lock() -> None:
+    """In a child made by fork: nobody there would release a lock that another thread of the parent held."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+def compile_kernel(key: Hashable, emit: Callable[[], str]) -> Kernel:
+    """Returns the kernel of that key; on the first call compiles the assembly that `emit` returns."""
+    kernel = _kernels.get(key)
+    if kernel is None:
+        with _lock:
+            kernel = _kernels.get(key)
+            if kernel is None:
+                kernel = _kernels[key] = _compile(emit())
+    return kernel
+
+
+def num_compiled_kernels() -> int:
+    """How many kernels this process has compiled so far."""
+    return len(_kernels)
+
+
+def _compile(assembly: str) -> Kernel:
+    machine = target_machine()
+    module = llvm.parse_assembly(assembly)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    module.verify()
+    _optimise(module)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    _engines.append(engine)
+    return _SIGNATURE(engine.get_function_address("kernel"))
+
+
+def _optimise(module: Any) -> None:
+    """Registers for variables, common subexpressions, invariants out of loops; loops are as they should be."""
+    builder = llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options(speed_level=2))
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_sroa_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_loop_rotate_pass()
+    passes.add_new_gvn_pass()
+    passes.add_instruction_combine_pass()
+    passes.add_loop_strength_reduce_pass()
+    passes.add_simplify_cfg_pass()
+    passes.run(module, builder)

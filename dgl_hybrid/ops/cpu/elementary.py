@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of vectors that no machine has an instruction for: exp, and the random words of dropout."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value
+
+
+@dataclass(frozen=True)
+class _ExpConstants:
+    bits: Kind
+    mantissa_bits: int
+    exponent_of_one: int
+    least: float
+    ln2_high: float
+    ln2_low: float
+    degree: int
+
+
+# ln 2 in two parts: n times the first is exact for the n that occur, so nothing is lost in x - n ln 2.
+_EXP_CONSTANTS: dict[Kind, _ExpConstants] = {
+    "f32": _ExpConstants("i32", 23, 0x3F800000, -87.33, 0.693359375, -2.12194440e-4, 7),
+    "f64": _ExpConstants(
+        "i64", 52, 0x3FF0000000000000, -708.39, 6.93147180369123816490e-01, 1.90821492927058770002e-10, 13
+    ),
+}
+
+
+def exp(x: Value) -> Value:
+    """E to the power x, within 2 units of the last place; 0 where that would be denormal; for x up to 88.
+
+    x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series, whose remainder is below the rounding error; 2^n is
+    written into the exponent's bits. n is rounded by adding 1.5 * 2^mantissa_bits, which leaves n in the last bits.
+    """
+    c = _EXP_CONSTANTS[x.type.kind]
+    magic = 1.5 * 2.0**c.mantissa_bits
+    shifted = x.multiply_add(1.0 / math.log(2.0), x.like(magic))
+    n = shifted - magic
+    r = n.multiply_add(-c.ln2_low, n.multiply_add(-c.ln2_high, x))
+    power = x.like(1.0 / math.factorial(c.degree))
+    for order in reversed(range(c.degree)):
+        power = power.multiply_add(r, x.like(1.0 / math.factorial(order)))
+    scale = ((shifted.bits(c.bits) << c.mantissa_bits) + c.exponent_of_one).bits(x.type.kind)
+    return x.compare("olt", c.least).select(0.0, power * scale)
+
+
+def leaky_relu(x: Value, slope: Value) -> Value:
+    """X where it is positive, slope * x elsewhere."""
+    return x.compare("ogt", 0.0).select(x, x * slope)
+
+
+def leaky_relu_slope(x: Value, slope: Value) -> Value:
+    """The derivative of `leaky_relu`: 1 where x is positive, slope elsewhere."""
+    return x.compare("ogt", 0.0).select(1.0, slope.shuffle([0] * x.type.lanes))
+
+
+@dataclass(frozen=True)
+class DropoutArguments:
+    """Attention dropout as a kernel sees it; see "the mask function" in `ops/random_words.py`.
+
+    `edge_keys` holds a key per edge row, or its address is 0: the edge row is the key. `columns` are the heads' words.
+    """
+
+    kind: Kind
+    keys: tuple[Value, Value]
+    threshold: Value
+    scale: Value
+    edge_keys: Pointer | None
+    columns: Pointer
+
+    @classmethod
+    def declare(cls, k: KernelBuilder, kind: Kind, has_edge_keys: bool) -> DropoutArguments:
+        """Takes the arguments that `launch.dropout_arguments` passes."""
+        keys = k.integer(), k.integer()
+        threshold, scale = k.integer().convert("i32"), k.number(kind)
+        edge_keys = k.pointer("i64")
+        return cls(kind, keys, threshold, scale, edge_keys if has_edge_keys else None, k.pointer("i32"))
+
+    def factors(self, edge: Value, heads: int) -> Value:
+        """What the attention of that edge is multiplied by, per head: `scale` or 0."""
+        key = edge if self.edge_keys is None else self.edge_keys.load(edge)
+        word = _splitmix64(key * _signed64(0x9E3779B97F4A7C15) + self.keys[0])
+        word = _splitmix64(word ^ self.keys[1])
+        low = word.convert("i32")
+        high = (word >> 32).convert("i32")
+        words = self.columns.load(0, heads) + low
+        words = (words ^ (words >> 16)) * 0x7FEB352D
+        words = (words ^ (words >> 15)) * (0x846CA68B - 2**32)
+        words = words ^ high
+        words = (words ^ (words >> 16)) * 0x7FEB352D
+        return words.compare("sge", self.threshold).select(self.scale, edge.builder.constant(self.kind, 0, heads))
+
+
+def _splitmix64(word: Value) -> Value:
+    word = (word ^ (word >> 30)) * _signed64(0xBF58476D1CE4E5B9)
+    word = (word ^ (word >> 27)) * _signed64(0x94D049BB133111EB)
+    return word ^ (word >> 31)
+
+
+def _signed64(word: int) -> int:
+    return word - 2**64 if word >> 63 else word

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the machine's vector unit can hold, and the compiler's view of the machine."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True)
+class VectorUnit:
+    """The vector registers of a machine."""
+
+    register_bytes: int
+    num_registers: int
+
+    @property
+    def accumulator_bytes(self) -> int:
+        """How many bytes of sums a kernel keeps: at most half the registers, the rest are for operands and weights."""
+        return min(self.register_bytes * self.num_registers // 2, 512)
+
+
+@cache
+def target_machine() -> Any:
+    """LLVM's target machine for this processor, with everything the processor offers."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_default_triple()
+    return target.create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+
+
+@cache
+def vector_unit() -> VectorUnit:
+    """The registers of this processor; 16 bytes each where its features do not tell."""
+    features = llvm.get_host_cpu_features()
+    if features.get("avx512f"):
+        return VectorUnit(64, 32)
+    if features.get("avx"):
+        return VectorUnit(32, 16)
+    return VectorUnit(16, 32 if platform.machine() in ("aarch64", "arm64", "ppc64le") else 16)

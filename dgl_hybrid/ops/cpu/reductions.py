@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums, maxima and minima over rows, long rows in parts, and the gradients of maxima and minima."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.ops.cpu.ir import Kind
+from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements, column_blocks
+from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, run
+from dgl_hybrid.ops.cpu.memory import new_tensor
+from dgl_hybrid.ops.cpu.spmm_kernels import (
+    SpmmSpec,
+    emit_select,
+    emit_select_backward,
+    emit_select_backward_edges,
+    emit_sum,
+)
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What is reduced: x (., H, D), by neighbour or `by_edge`, times weights (E, H) of the edges."""
+
+    x: Tensor
+    weights: Tensor | None = None
+    by_edge: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Heads and width, as far as the kernels must tell heads apart."""
+        heads, width = self.x.shape[1:]
+        return (1, heads * width) if self.weights is None else (heads, width)
+
+    @property
+    def num_columns(self) -> int:
+        """Elements of a row."""
+        return self.x.shape[1] * self.x.shape[2]
+
+    def spec(self, rows: Rows, index: Kind, block: Block, *, least: bool = False) -> SpmmSpec:
+        """What a kernel for these columns is compiled for."""
+        return SpmmSpec(
+            KINDS[self.x.dtype], index, block, self.by_edge, rows.has_edge_ids, self.weights is not None, least
+        )
+
+    def arguments(self, column: int) -> list[int]:
+        """The kernels' arguments, from that column on."""
+        heads, width = self.shape
+        head = column // width
+        return [address(self.x, column), self.num_columns, address(self.weights, head), heads]
+
+
+def sum_rows(plan: RowPlan, operand: Operand) -> Tensor:
+    """(N, H, D): the sums over each row's entries."""
+    out = new_tensor((plan.num_rows, *operand.x.shape[1:]), operand.x.dtype)
+    _run_sum(plan.index, plan.ordinary, operand, out)
+    if plan.has_long_rows:
+        parts = new_tensor((plan.parts.num_rows, *operand.x.shape[1:]), operand.x.dtype)
+        _run_sum(plan.index, plan.parts, operand, parts)
+        out[plan.long_rows] = sum_rows(plan.merger, Operand(parts, by_edge=True))
+    return out
+
+
+def select_rows(plan: RowPlan, operand: Operand, *, least: bool) -> tuple[Tensor, Tensor]:
+    """(N, H, D) the largest (least) values, and the edges (index dtype) they came from."""
+    out, arg = _run_select(plan, plan.ordinary, operand, least)
+    if plan.has_long_rows:
+        parts, part_args = _run_select(plan, plan.parts, operand, least)
+        merged, winners = select_rows(plan.merger, Operand(parts, by_edge=True), least=least)
+        out[plan.long_rows] = merged
+        arg[plan.long_rows] = part_args.gather(0, winners.long())
+    return out, arg
+
+
+def select_backward(plan: RowPlan, operand: Operand, arg: Tensor) -> Tensor:
+    """(S, H, D) from the gradients of the destinations (the operand) and what they chose; rows are sources."""
+    out = new_tensor((plan.num_rows, *operand.x.shape[1:]), operand.x.dtype)
+    _run_select_backward(plan.index, plan.ordinary, operand, arg, out)
+    if plan.has_long_rows:
+        parts = new_tensor((plan.parts.num_rows, *operand.x.shape[1:]), operand.x.dtype)
+        _run_select_backward(plan.index, plan.parts, operand, arg, parts)
+        out[plan.long_rows] = sum_rows(plan.merger, Operand(parts, by_edge=True))
+    return out
+
+
+def select_backward_edges(plan: RowPlan, grad: Tensor, arg: Tensor, x: Tensor | None) -> Tensor:
+    """(E, H): the gradient of each edge's weight, or of the edge's row if there is no x."""
+    heads, width = grad.shape[1:]
+    rows = plan.whole
+    out = new_tensor((rows.num_entries, heads), grad.dtype)
+    if width == 0:
+        return out.zero_()
+    for column, block in column_blocks(heads, width, accumulator_elements(grad.dtype)):
+        spec = SpmmSpec(KINDS[grad.dtype], plan.index, block, False, rows.has_edge_ids, x is not None)
+        arguments: list[int | float] = [
+            *rows.arguments(),
+            *[address(x, column), heads * width, 0, 0],
+            *[address(grad, column), address(arg, column), heads * width],
+            *[address(out, column // width), heads],
+        ]
+        run(emit_select_backward_edges, (spec, column % width != 0), rows.bounds, arguments)
+    return out
+
+
+def _run_sum(index: Kind, rows: Rows, operand: Operand, out: Tensor) -> None:
+    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype)):
+        spec = operand.spec(rows, index, block)
+        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
+        run(emit_sum, (spec,), rows.bounds, [*arguments, address(out, column), operand.num_columns])
+
+
+def _run_select(plan: RowPlan, rows: Rows, operand: Operand, least: bool) -> tuple[Tensor, Tensor]:
+    shape = (rows.num_rows, *operand.x.shape[1:])
+    out = new_tensor(shape, operand.x.dtype)
+    arg = new_tensor(shape, torch.int32 if plan.index == "i32" else torch.int64)
+    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype) // 2):
+        spec = operand.spec(rows, plan.index, block, least=least)
+        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
+        arguments += [address(out, column), operand.num_columns, address(arg, column)]
+        run(emit_select, (spec,), rows.bounds, arguments)
+    return out, arg
+
+
+def _run_select_backward(index: Kind, rows: Rows, operand: Operand, arg: Tensor, out: Tensor) -> None:
+    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype)):
+        spec = operand.spec(rows, index, block)
+        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
+        arguments += [address(arg, column), address(out, column), operand.num_columns]
+        run(emit_select_backward, (spec,), rows.bounds, arguments)

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that reduce the entries of each row: sums, maxima and minima, and the gradients of the latter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dgl_hybrid.ops.cpu.entries import Entries, prefetch_distance
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value
+from dgl_hybrid.ops.cpu.lanes import (
+    ELEMENT_BYTES,
+    Block,
+    Piece,
+    get_all,
+    load_pieces,
+    store_head_sums,
+    store_pieces,
+    zero_variables,
+)
+
+
+@dataclass(frozen=True)
+class SpmmSpec:
+    """What a kernel of this file is compiled for.
+
+    `block` are its columns. `by_edge`: the operand's rows are those of the entries' edges, not of their neighbours.
+    `edge_ids`: entry k is not edge k. `weighted`: each edge has a factor per head. `least`: minimum, not maximum.
+    """
+
+    value: Kind
+    index: Kind
+    block: Block
+    by_edge: bool = False
+    edge_ids: bool = False
+    weighted: bool = False
+    least: bool = False
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """The rows that are reduced, times the weights of their edges."""
+
+    spec: SpmmSpec
+    entries: Entries
+    x: Pointer
+    x_stride: Value
+    weights: Pointer
+    weight_stride: Value
+
+    @classmethod
+    def declare(cls, k: KernelBuilder, spec: SpmmSpec) -> _Operand:
+        entries = Entries.declare(k, spec.index, spec.edge_ids)
+        return cls(spec, entries, k.pointer(spec.value), k.integer(), k.pointer(spec.value), k.integer())
+
+    def row(self, entry: Value) -> Pointer:
+        """The operand's row of that entry."""
+        row = self.entries.edge(entry) if self.spec.by_edge else self.entries.column(entry)
+        return self.x.at(row * self.x_stride)
+
+    def weight_row(self, entry: Value) -> Pointer:
+        """The weights of that entry's edge."""
+        return self.weights.at(self.entries.edge(entry) * self.weight_stride)
+
+    def prefetch(self, entry: Value) -> None:
+        """Asks for rows further on, where the processor cannot guess them: not those that follow one another."""
+        spec = self.spec
+        distance = prefetch_distance(spec.block.size * ELEMENT_BYTES[spec.value])
+        ahead = self.entries.ahead(entry, distance)
+        if spec.edge_ids or not spec.by_edge:
+            self.row(ahead).prefetch(0, spec.block.size)
+        if spec.weighted and spec.edge_ids:
+            self.weight_row(ahead).prefetch(0, spec.block.heads)
+
+
+def emit_sum(spec: SpmmSpec) -> str:
+    """out[r] = Σ over the entries of row r of x (times the edge's weight); 0 for a row without entries."""
+    k = KernelBuilder()
+    operand = _Operand.declare(k, spec)
+    out, out_stride = k.pointer(spec.value), k.integer()
+    pieces = spec.block.pieces(spec.value)
+    with operand.entries.rows() as (row, begin, end):
+        sums = zero_variables(k, pieces, spec.value)
+        with k.loop(begin, end) as entry:
+            operand.prefetch(entry)
+            x = load_pieces(pieces, operand.row(entry))
+            weights = operand.weight_row(entry) if spec.weighted else None
+            for piece, total, value in zip(pieces, sums, x):
+                if weights is None:
+                    total.set(total.get() + value)
+                else:
+                    total.set(value.multiply_add(piece.spread(weights), total.get()))
+        store_pieces(pieces, out.at(row * out_stride), get_all(sums))
+    return k.finish()
+
+
+def emit_select(spec: SpmmSpec) -> str:
+    """The largest (least) value of each row and column, and the edge it came from.
+
+    The first of equal values wins, and NaN wins over everything. A row without entries gets 0 and edge -1.
+    """
+    k = KernelBuilder()
+    operand = _Operand.declare(k, spec)
+    out, out_stride, arg = k.pointer(spec.value), k.integer(), k.pointer(spec.index)
+    pieces = spec.block.pieces(spec.value)
+
+    def load(entry: Value) -> list[Value]:
+        x = load_pieces(pieces, operand.row(entry))
+        if spec.weighted:
+            weights = operand.weight_row(entry)
+            x = [value * piece.spread(weights) for piece, value in zip(pieces, x)]
+        return x
+
+    def edge(entry: Value, lanes: int) -> Value:
+        return operand.entries.edge(entry).convert(spec.index).shuffle([0] * lanes)
+
+    with operand.entries.rows() as (row, begin, end):
+        best = zero_variables(k, pieces, spec.value)
+        chosen = [k.variable(k.constant(spec.index, -1, piece.lanes)) for piece in pieces]
+        with k.when(begin.compare("slt", end)):
+            for piece, value, winner, where in zip(pieces, load(begin), best, chosen):
+                winner.set(value)
+                where.set(edge(begin, piece.lanes))
+        with k.loop(begin + 1, end) as entry:
+            operand.prefetch(entry)
+            for piece, value, winner, where in zip(pieces, load(entry), best, chosen):
+                old = winner.get()
+                beats = value.compare("ult" if spec.least else "ugt", old) & old.compare("ord", old)
+                winner.set(beats.select(value, old))
+                where.set(beats.select(edge(entry, piece.lanes), where.get()))
+        store_pieces(pieces, out.at(row * out_stride), get_all(best))
+        store_pieces(pieces, arg.at(row * out_stride), get_all(chosen))
+    return k.finish()
+
+
+def emit_select_backward(spec: SpmmSpec) -> str:
+    """dx[u] = Σ over u's out-edges of grad (times the edge's weight) where that edge was chosen.
+
+    Here `columns` are destinations: the rows of `grad` and `arg`, which are the operand's rows.
+    """
+    k = KernelBuilder()
+    operand = _Operand.declare(k, spec)
+    arg, out, out_stride = k.pointer(spec.index), k.pointer(spec.value), k.integer()
+    pieces = spec.block.pieces(spec.value)
+    with operand.entries.rows() as (row, begin, end):
+        sums = zero_variables(k, pieces, spec.value)
+        with k.loop(begin, end) as entry:
+            operand.prefetch(entry)
+            edge = operand.entries.edge(entry).convert(spec.index)
+            chosen = load_pieces(pieces, arg.at(operand.entries.column(entry) * operand.x_stride))
+            grads = load_pieces(pieces, operand.row(entry))
+            weights = operand.weight_row(entry) if spec.weighted else None
+            for piece, total, grad, where in zip(pieces, sums, grads, chosen):
+                if weights is not None:
+                    grad = grad * piece.spread(weights)
+                old = total.get()
+                total.set(where.compare("eq", edge).select(old + grad, old))
+        store_pieces(pieces, out.at(row * out_stride), get_all(sums))
+    return k.finish()
+
+
+def emit_select_backward_edges(spec: SpmmSpec, add: bool) -> str:
+    """dw[e, h] = Σ over the head's columns of grad[r] (times x of the neighbour) where edge e was chosen.
+
+    `weighted` says here that there is an x: the operand. With `add` the sums are added to what is there, for a head of
+    several blocks.
+    """
+    k = KernelBuilder()
+    operand = _Operand.declare(k, spec)
+    grad, arg, row_stride, out, out_stride = (
+        k.pointer(spec.value),
+        k.pointer(spec.index),
+        k.integer(),
+        k.pointer(spec.value),
+        k.integer(),
+    )
+    entries = operand.entries
+    with entries.rows() as (row, begin, end), k.loop(begin, end) as entry:
+        edge = entries.edge(entry)
+        where, grads = arg.at(row * row_stride), grad.at(row * row_stride)
+
+        def term(piece: Piece) -> Value:
+            won = where.load(piece.begin, piece.lanes).compare("eq", edge.convert(spec.index))
+            value = won.select(grads.load(piece.begin, piece.lanes), k.constant(spec.value, 0, piece.lanes))
+            if spec.weighted:
+                value = value * operand.row(entry).load(piece.begin, piece.lanes)
+            return value
+
+        store_head_sums(k, spec.block, spec.value, term, out.at(edge * out_stride), add=add)
+    return k.finish()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.datasets import check_features
 from dgl_hybrid.errors import DatasetError
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import MANIFEST_NAME
 from dgl_hybrid.planner import DependencyPlan, load_plan
 from dgl_hybrid.training.config import TrainJob
@@ -120,12 +121,12 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
 
 
 def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
-    """Builds the job's model for the graph's widths. Collective."""
+    """Builds the job's model for the graph's widths, optimised. Collective."""
     num_classes = job.num_classes
     if num_classes is None:
         label = g.ndata["label"].local
         num_classes = 1 + max(row[0] for row in g.communicator.gather_ints([int(label.max()) if len(label) else -1]))
-    return build_model(
+    model = build_model(
         job.model.model,
         int(g.ndata["feat"].shape[1]),
         job.model.hidden,
@@ -136,6 +137,7 @@ def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
         seed=job.training.seed,
         dtype=getattr(torch, job.training.dtype),
     )
+    return optimize(model)
 
 
 def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[FullGraphLoader, DependencyPlan]:

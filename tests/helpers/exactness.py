@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.locality import RowOrder
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
@@ -161,6 +162,8 @@ class Case:
     lr: float = 0.05
     seed: int = 3
     row_order: RowOrder = "id"
+    optimized: bool = False
+    """Whether ranks run the model after `optimize`; the reference never does."""
 
     def build(self, in_feats: int) -> Model:
         torch.manual_seed(self.seed)
@@ -235,6 +238,8 @@ def step_on(
     plan = forced_plan(g, case)
     world_size = g.nodes.world_size
     model = case.build(g.ndata["feat"].shape[1])
+    if case.optimized:
+        optimize(model)
     has_ddp = transport != "kvstore" and torch.distributed.is_initialized()
     ddp = nn.parallel.DistributedDataParallel(model) if has_ddp else model
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(

@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.random_words import call_keys, column_words, element_words, keep_threshold, row_words
+from dgl_hybrid.ops.random_words import call_keys, column_words, element_words, keep_threshold, row_words, signed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,6 +17,9 @@ class EdgeDropout:
 
     Weight (edge, head) shares its fate with element (key of the edge, column = head) of `replicated_dropout` under the
     same keys, so the fused ops drop what the module would have dropped on the materialised weights.
+
+    Make it outside of compiled code and hand it in: `torch.compile` cannot trace the 64-bit arithmetic of keys that
+    change from step to step, and need not compile again when only they change.
     """
 
     p: float
@@ -25,6 +28,9 @@ class EdgeDropout:
     """The two unsigned 64-bit keys of this call: `random_words.call_keys(seed, step, call_index)`."""
     edge_keys: Tensor | None = None
     """(E,) int64: global id of each edge, by edge row; None: the edge row itself."""
+    packed_keys: Tensor = field(init=False, repr=False)
+    """(2,) int64 on CPU: the bits of `keys`. The registered ops take a tensor, whose values a compiled graph does not
+    depend on."""
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.p <= 1.0:  # also catches NaN
@@ -36,6 +42,7 @@ class EdgeDropout:
                 f"edge_keys must be (E,) int64 (got {tuple(self.edge_keys.shape)} {self.edge_keys.dtype}): one global "
                 f"id per edge"
             )
+        object.__setattr__(self, "packed_keys", torch.tensor([signed(key, 64) for key in self.keys]))
 
     @classmethod
     def from_call(

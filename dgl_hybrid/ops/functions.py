@@ -325,7 +325,7 @@ def _out_edges_for(graph: SparseGraph, *operands: Tensor | None) -> list[Tensor]
     return graph.out_edges.tensors() if needed else []
 
 
-def _dropout_for(graph: SparseGraph, dropout: EdgeDropout | None) -> tuple[float, int, int, Tensor | None]:
+def _dropout_for(graph: SparseGraph, dropout: EdgeDropout | None) -> tuple[float, Tensor | None, Tensor | None]:
     if dropout is not None and dropout.edge_keys is not None:
         if len(dropout.edge_keys) != graph.num_edges:
             raise ValueError(

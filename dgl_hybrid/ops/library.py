@@ -22,7 +22,6 @@ from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target, choose_backend
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
-from dgl_hybrid.ops.random_words import signed
 from dgl_hybrid.ops.sparse_graph import Adjacency, build_out_edges, edge_neighbours
 
 _LIBRARY = torch.library.Library("dgl_hybrid", "DEF")
@@ -41,7 +40,7 @@ def _register(
     name = schema.split("(", 1)[0]
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
-    _LIBRARY.impl(name, meta, "Meta")
+    torch.library.register_fake(f"dgl_hybrid::{name}", meta, lib=_LIBRARY)  # the Meta implementation too
     if backward is not None:
         torch.library.register_autograd(f"dgl_hybrid::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
 
@@ -547,18 +546,22 @@ _register(
 
 # Fused attention
 
-_DROPOUT = "float p, SymInt key0, SymInt key1, Tensor? edge_keys"
+_DROPOUT = "float p, Tensor? keys, Tensor? edge_keys"
 
 
-def pack_dropout(dropout: EdgeDropout | None) -> tuple[float, int, int, Tensor | None]:
+def pack_dropout(dropout: EdgeDropout | None) -> tuple[float, Tensor | None, Tensor | None]:
     """What the registered ops take for a dropout; p = 0 is none."""
     if dropout is None or dropout.p == 0.0:
-        return 0.0, 0, 0, None
-    return dropout.p, signed(dropout.keys[0], 64), signed(dropout.keys[1], 64), dropout.edge_keys
+        return 0.0, None, None
+    return dropout.p, dropout.packed_keys, dropout.edge_keys
 
 
-def _unpack_dropout(p: float, key0: int, key1: int, edge_keys: Tensor | None) -> EdgeDropout | None:
-    return None if p == 0.0 else EdgeDropout(p, (key0 % 2**64, key1 % 2**64), _packed(edge_keys))
+def _unpack_dropout(p: float, keys: Tensor | None, edge_keys: Tensor | None) -> EdgeDropout | None:
+    if p == 0.0:
+        return None
+    assert keys is not None
+    first, second = keys.tolist()
+    return EdgeDropout(p, (first % 2**64, second % 2**64), _packed(edge_keys))
 
 
 def _lse_dtype(x: Tensor) -> torch.dtype:
@@ -573,12 +576,11 @@ def _gat(
     er: Tensor,
     slope: float,
     p: float,
-    key0: int,
-    key1: int,
+    keys: Tensor | None,
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     del out_rows
-    dropout = _unpack_dropout(p, key0, key1, edge_keys)
+    dropout = _unpack_dropout(p, keys, edge_keys)
     return choose_backend(x).gat(_read(rows), x.contiguous(), el.contiguous(), er.contiguous(), slope, dropout)
 
 
@@ -591,21 +593,21 @@ def _gat_meta(
 
 def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """For gat and gatv2: (rows, out_rows, three operands, slope, dropout)."""
-    rows, out_rows, first, second, third, ctx.slope, ctx.p, ctx.key0, ctx.key1, edge_keys = inputs
+    rows, out_rows, first, second, third, ctx.slope, ctx.p, keys, edge_keys = inputs
     out, lse = output
     ctx.mark_non_differentiable(lse)
-    _Structure.save(ctx, rows, out_rows, first, second, third, out, lse, edge_keys)
+    _Structure.save(ctx, rows, out_rows, first, second, third, out, lse, keys, edge_keys)
 
 
 def _attention_backward(name: str) -> Callable[..., Grads]:
     def backward(ctx: Any, grad: Tensor, _lse_grad: None) -> Grads:
-        rows, out_rows, first, second, third, out, lse, edge_keys = _Structure.load(ctx)
+        rows, out_rows, first, second, third, out, lse, keys, edge_keys = _Structure.load(ctx)
         out_rows = _by_source(rows, out_rows, first.shape[0])
-        dropout = (ctx.p, ctx.key0, ctx.key1, edge_keys)
+        dropout = (ctx.p, keys, edge_keys)
         grads = _op(name)(rows, out_rows, first, second, third, out, lse, grad, ctx.slope, *dropout)
         needed = ctx.needs_input_grad[2:5]
         wanted = (d if need else None for d, need in zip(grads, needed, strict=True))
-        return *_Structure.no_grads(ctx), *wanted, None, None, None, None, None
+        return *_Structure.no_grads(ctx), *wanted, None, None, None, None
 
     return backward
 
@@ -631,12 +633,11 @@ def _gat_backward(
     grad: Tensor,
     slope: float,
     p: float,
-    key0: int,
-    key1: int,
+    keys: Tensor | None,
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, el, er, out, lse, grad = (tensor.contiguous() for tensor in (x, el, er, out, lse, grad))
-    dropout = _unpack_dropout(p, key0, key1, edge_keys)
+    dropout = _unpack_dropout(p, keys, edge_keys)
     backend = choose_backend(x)
     return backend.gat_backward(_read(rows), _read(out_rows), x, el, er, out, lse, grad, slope, dropout)
 
@@ -680,13 +681,12 @@ def _gatv2(
     attention: Tensor,
     slope: float,
     p: float,
-    key0: int,
-    key1: int,
+    keys: Tensor | None,
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     del out_rows
     operands = (x_src.contiguous(), x_dst.contiguous(), attention.contiguous())
-    dropout = _unpack_dropout(p, key0, key1, edge_keys)
+    dropout = _unpack_dropout(p, keys, edge_keys)
     return choose_backend(x_src).gatv2(_read(rows), *operands, slope, dropout)
 
 
@@ -717,13 +717,12 @@ def _gatv2_backward(
     grad: Tensor,
     slope: float,
     p: float,
-    key0: int,
-    key1: int,
+    keys: Tensor | None,
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x_src, x_dst, attention = (tensor.contiguous() for tensor in (x_src, x_dst, attention))
     out, lse, grad = (tensor.contiguous() for tensor in (out, lse, grad))
-    dropout = _unpack_dropout(p, key0, key1, edge_keys)
+    dropout = _unpack_dropout(p, keys, edge_keys)
     backend = choose_backend(x_src)
     return backend.gatv2_backward(_read(rows), _read(out_rows), x_src, x_dst, attention, out, lse, grad, slope, dropout)
 

@@ -99,8 +99,8 @@ def plan_weighted(x_features: Shape, w_features: Shape) -> WeightedPlan | None:
     return WeightedPlan(
         features,
         order,
-        num_heads=math.prod(features[dim] for dim in heads),
-        width=math.prod(features[dim] for dim in widths),
+        num_heads=math.prod([features[dim] for dim in heads]),
+        width=math.prod([features[dim] for dim in widths]),
     )
 
 

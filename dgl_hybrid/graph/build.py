@@ -9,6 +9,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock, WeightedOutDegrees
+from dgl_hybrid.graph.static_results import IsStatic, StaticResults, nothing_is_static
 
 
 def build_layer_blocks(
@@ -18,6 +19,7 @@ def build_layer_blocks(
     out_degrees: Tensor,
     device: torch.device,
     weighted_out_degrees: WeightedOutDegrees | None = None,
+    is_static: IsStatic = nothing_is_static,
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -25,6 +27,7 @@ def build_layer_blocks(
         sets: From `close_levels`.
         out_degrees: (|C_0|,) full-graph out-degrees of `sets.rows_global`.
         weighted_out_degrees: Answers `EdgeWeightNorm`: (block, weights) to (C + R,) sums, or None.
+        is_static: Tells tensors that are the same in every epoch; what blocks make of them is kept.
     """
     blocks = []
     for structure in sets.layers:
@@ -36,6 +39,7 @@ def build_layer_blocks(
                 out_degrees=out_degrees,
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
+                static_results=StaticResults(is_static),
             )
         )
     return blocks

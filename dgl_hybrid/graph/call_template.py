@@ -29,6 +29,8 @@ class _RowsOf:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    is_static: bool
+    """The same tensor in every epoch."""
 
 
 FieldShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -84,18 +86,26 @@ class CallTemplate:
                 f"fields {sorted(node_fields)}), or leave out `model` to plan from the first forward"
             )
         local = node_fields[names[0]].local
-        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, False)
+        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, requires_grad=False, is_static=True)
         return CallTemplate((_ALL_BLOCKS, x), {}, fields)
 
-    def bind(self, blocks: list[LayerBlock], generator: torch.Generator) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Returns arguments for other blocks, row tensors filled with random numbers (integers with zeros)."""
+    def bind(
+        self, blocks: list[LayerBlock], generator: torch.Generator
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+        """Returns arguments for other blocks, row tensors filled with random numbers (integers with zeros).
+
+        Returns:
+            `(args, kwargs, static)`, `static` being the tensors that would be the same in every epoch.
+        """
+        static: list[Tensor] = []
         for data, shapes, rows in (
             (blocks[0].srcdata, self.fields.source, blocks[0].num_src_nodes()),
             (blocks[-1].dstdata, self.fields.destination, blocks[-1].num_dst_nodes()),
             *((block.edata, self.fields.edge, block.num_edges()) for block in blocks),
         ):
             for name, (shape, dtype) in shapes.items():
-                data[name] = _random_rows(rows, shape, dtype, generator)
+                static.append(_random_rows(rows, shape, dtype, generator))
+                data[name] = static[-1]
 
         def concrete(value: Any) -> Any:
             if value is _ALL_BLOCKS:
@@ -107,10 +117,13 @@ class CallTemplate:
                     rows = blocks[0].num_src_nodes() if value.index == 0 else blocks[value.index - 1].num_dst_nodes()
                 else:
                     rows = blocks[value.index].num_edges()
-                return _random_rows(rows, value.shape, value.dtype, generator).requires_grad_(value.requires_grad)
+                x = _random_rows(rows, value.shape, value.dtype, generator).requires_grad_(value.requires_grad)
+                if value.is_static:
+                    static.append(x)
+                return x
             return value
 
-        return map_leaves(self.args, concrete), map_leaves(self.kwargs, concrete)
+        return map_leaves(self.args, concrete), map_leaves(self.kwargs, concrete), static
 
 
 _ALL_BLOCKS = object()
@@ -125,17 +138,19 @@ def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, gene
 
 def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
     """Tells rows by their number; layers with equally many edges take such tensors in the order they come."""
-    tail, rows = tuple(value.shape[1:]), len(value)
+    rows = len(value)
     sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
-    if rows in sizes:
-        return _RowsOf("level", sizes.index(rows), tail, value.dtype, value.requires_grad)
     edges = [block.num_edges() for block in blocks]
-    if rows in edges:
+    if rows in sizes:
+        kind, index = "level", sizes.index(rows)
+    elif rows in edges:
         candidates = [index for index, count in enumerate(edges) if count == rows]
-        index = candidates[num_seen.get(rows, 0) % len(candidates)]
+        kind, index = "layer", candidates[num_seen.get(rows, 0) % len(candidates)]
         num_seen[rows] = num_seen.get(rows, 0) + 1
-        return _RowsOf("layer", index, tail, value.dtype, value.requires_grad)
-    return value.detach().cpu()
+    else:
+        return value.detach().cpu()
+    is_static = blocks[0].static_results.are_static((value,))
+    return _RowsOf(kind, index, tuple(value.shape[1:]), value.dtype, value.requires_grad, is_static)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:

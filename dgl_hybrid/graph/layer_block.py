@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from typing import Any, Literal, Protocol
 
 import dgl
@@ -27,6 +27,7 @@ from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.fields import SourceFields
+from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim
@@ -78,6 +79,8 @@ class BlockObserver(Protocol):
 
     def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None: ...
 
+    def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...
+
 
 class LayerBlock:
     """The graph of layer `layer` on this rank.
@@ -87,6 +90,7 @@ class LayerBlock:
         srcdata: Mapping of (|C_(l-1)|, ...) fields, exchanged at first use.
         dstdata, edata: The real block's: (|C_l|, ...) and (E, ...) fields.
         interior: (|C_l|,) bool, destinations none of whose sources is received.
+        static_results: What is made from the loader's own tensors, and so kept from epoch to epoch.
     """
 
     is_block = True
@@ -100,6 +104,7 @@ class LayerBlock:
         out_degrees: Tensor,
         device: torch.device,
         weighted_out_degrees: WeightedOutDegrees | None = None,
+        static_results: StaticResults | None = None,
         _block: Any = None,
     ) -> None:
         self.structure = structure
@@ -110,6 +115,7 @@ class LayerBlock:
         self._rows_global = rows_global
         self._full_out_degrees = out_degrees.to(device)
         self._weighted_out_degrees = weighted_out_degrees
+        self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
         self.on_use: Callable[[LayerBlock], None] | None = None
@@ -232,6 +238,7 @@ class LayerBlock:
             out_degrees=self._full_out_degrees,
             device=block.device,
             weighted_out_degrees=self._weighted_out_degrees,
+            static_results=self.static_results,
             _block=block,
         )
         copy.observer, copy.on_use = self.observer, self.on_use
@@ -265,8 +272,49 @@ class LayerBlock:
     # ---------------------------------------------------------------- message passing
 
     def update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any = None, etype: Any = None) -> None:
-        """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields."""
+        """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields.
+
+        What builtins make of the loader's own tensors is made once and kept; the next epochs neither exchange nor sum.
+        """
         self._used()
+        operands = self._operands_of(message_func, reduce_func) if apply_node_func is None else ()
+        if not self.static_results.are_static(operands):
+            self._update_all(message_func, reduce_func, apply_node_func)
+            return
+
+        def aggregate() -> Tensor:
+            self._update_all(message_func, reduce_func, None)
+            result: Tensor = self._block.dstdata[reduce_func.out_field]
+            return result
+
+        key = (message_func.name, *_targets_of(message_func), reduce_func.name)
+        self._block.dstdata[reduce_func.out_field] = self.keep(key, operands, aggregate)
+
+    def keep(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
+        """Returns what `make` returned the first time it was called for these operands. Collective where `make` is.
+
+        Args:
+            key: Says what is made of them.
+            operands: For which `static_results.are_static` holds.
+            make: Called without gradients; may use this block.
+        """
+        self._used()
+        result = self.static_results.get(key, operands, make)
+        if self.observer is not None:
+            self.observer.on_kept_result(self.layer, operands)
+        return result
+
+    def _operands_of(self, message_func: Any, reduce_func: Any) -> tuple[Tensor, ...]:
+        """Returns the fields that builtins read, if they are all of sources and edges, and are set; else nothing."""
+        if not isinstance(message_func, fn.BuiltinFunction) or not isinstance(reduce_func, fn.BuiltinFunction):
+            return ()
+        data = {fn.TargetCode.SRC: self._source, fn.TargetCode.EDGE: self._block.edata}
+        fields = _fields_of(message_func)
+        if any(target not in data or name not in data[target] for target, name in fields):
+            return ()
+        return tuple(data[target][name] for target, name in fields)
+
+    def _update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
         self._complete(message_func)
         self._observe(message_func)
         if self._block.num_edges() == 0:
@@ -410,18 +458,22 @@ class _Anchored(torch.autograd.Function):
         return (grads[0], *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors))
 
 
+def _fields_of(func: fn.BuiltinFunction) -> list[tuple[Any, str]]:
+    """Returns (target, field name) of what a builtin message function reads, in order."""
+    if isinstance(func, fn.BinaryMessageFunction):
+        return [(func.lhs, func.lhs_field), (func.rhs, func.rhs_field)]
+    return [(func.target, func.in_field)]
+
+
+def _targets_of(func: fn.BuiltinFunction) -> list[Any]:
+    return [target for target, _ in _fields_of(func)]
+
+
 def _source_fields_of(func: Any) -> list[str] | None:
     """Returns the source fields a builtin message function reads, without repetition; None for a user's function."""
     if not isinstance(func, fn.BuiltinFunction):
         return None
-    if isinstance(func, fn.BinaryMessageFunction):
-        names = [
-            field
-            for target, field in ((func.lhs, func.lhs_field), (func.rhs, func.rhs_field))
-            if target == fn.TargetCode.SRC
-        ]
-        return list(dict.fromkeys(names))
-    return [func.in_field] if func.target == fn.TargetCode.SRC else []
+    return list(dict.fromkeys(name for target, name in _fields_of(func) if target == fn.TargetCode.SRC))
 
 
 def _is_all(selection: Any) -> bool:

@@ -17,10 +17,16 @@ from typing import Any, ClassVar, TypeVar
 import dgl.nn as dglnn
 from torch import nn
 
+from dgl_hybrid.graph.aggregate_first import forward_graphconv, forward_sageconv
 from dgl_hybrid.graph.fused_attention import forward_gat, forward_gatv2
 
 FORWARDS: Mapping[type[nn.Module], Callable[..., Any]] = MappingProxyType(
-    {dglnn.GATConv: forward_gat, dglnn.GATv2Conv: forward_gatv2}
+    {
+        dglnn.GATConv: forward_gat,
+        dglnn.GATv2Conv: forward_gatv2,
+        dglnn.GraphConv: forward_graphconv,
+        dglnn.SAGEConv: forward_sageconv,
+    }
 )
 """Layer to a forward of the same parameters and results, which leaves what it cannot do to the layer's own."""
 
@@ -28,7 +34,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 
 def optimize(model: ModelT) -> ModelT:
-    """Lets the layers inside a model compute the same faster: `GATConv` and `GATv2Conv` as one fused operation.
+    """Lets the layers inside a model compute the same faster: `GATConv` and `GATv2Conv` as one fused operation,
+    `GraphConv` and `SAGEConv` (mean, gcn) aggregating raw features before they transform them, once for all epochs.
 
     In place. Works on `LayerBlock`s, DGL blocks and DGL graphs, on CPU and CUDA, before or after the model is wrapped
     in DDP; a second call changes nothing more. Outputs and gradients are those of DGL's own layers up to rounding. On a

@@ -6,13 +6,13 @@ recognised by identity: every operand must be a tensor that a loader handed out 
 script that copies, drops or transforms its features first gives another tensor, and everything is computed as ever.
 
 Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
-every rank; whether somebody wrote into one is agreed on before each epoch (`StaticResults.agree`).
+every rank; whether somebody wrote into one is agreed on before each epoch (`drop_changed`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,9 +66,11 @@ class StaticResults:
 
     def are_static(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""
-        if torch.is_autocast_enabled(operands[0].device.type) if operands else True:
+        if not operands or any(x.requires_grad or x.is_inference() for x in operands):
+            return False
+        if torch.is_autocast_enabled(operands[0].device.type):
             return False  # the dtype of the result would depend on the caller's context
-        return all(not x.requires_grad and not x.is_inference() and self._is_static(x) for x in operands)
+        return all(self._is_static(x) for x in operands)
 
     def get(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
         """Returns the kept result for `key`, or makes it and keeps it.
@@ -95,11 +97,10 @@ class StaticResults:
             self._kept[key] = kept
         return kept.result
 
-    def agree(self, communicator: Communicator) -> None:
-        """Drops everything on all ranks if on any rank something was written into. Collective."""
-        changed = any(kept.was_changed for kept in self._kept.values())
-        if any(count for (count,) in communicator.gather_ints([int(changed)])):
-            self._kept.clear()
+    @property
+    def was_changed(self) -> bool:
+        """Whether somebody wrote into a kept result or into what one was made of."""
+        return any(kept.was_changed for kept in self._kept.values())
 
     def clear(self) -> None:
         """Drops everything; every rank does so at the same point of its program."""
@@ -109,3 +110,16 @@ class StaticResults:
     def num_bytes(self) -> int:
         """Bytes of the kept results."""
         return sum(kept.result.numel() * kept.result.element_size() for kept in self._kept.values())
+
+
+def drop_changed(results: Sequence[StaticResults], communicator: Communicator) -> None:
+    """Drops what is kept, on all ranks, if on any of them something was written into. Collective."""
+    changed = any(kept.was_changed for kept in results)
+    if any(count for (count,) in communicator.gather_ints([int(changed)])):
+        for kept in results:
+            kept.clear()
+
+
+def nothing_is_static(tensor: Tensor) -> bool:
+    """The predicate of a block that keeps nothing."""
+    return False

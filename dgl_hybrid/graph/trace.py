@@ -22,6 +22,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import FusedOp
 from dgl_hybrid.graph.op_rates import attention_slowdown, row_slowdown, weighted_slowdown
+from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
 
@@ -39,6 +40,10 @@ class _Record:
     edge_bytes: list[float]
     edge_held: list[float]
     fields: list[list[tuple[int, int, bool]]]
+    exchanged: set[int] = field(default_factory=set)
+    """Layers that exchange in every epoch."""
+    kept: set[int] = field(default_factory=set)
+    """Layers that keep what they aggregate."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_batch_norm: bool = False
 
@@ -67,8 +72,14 @@ class _Observer:
         self.passed: list[tuple[int, Tensor, Callable[[int, int], float]]] = []
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
+        self.record.exchanged.add(layer)
         for x in fields:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), x.requires_grad))
+
+    def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None:
+        self.record.kept.add(layer)
+        for x in operands:
+            self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), False))
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
         slowdown = weighted_slowdown if is_weighted else lambda heads, width: 1.0
@@ -191,7 +202,12 @@ class TraceResult:
 
 
 def trace_model(
-    model: nn.Module, template: CallTemplate, num_layers: int, *, dropout: RowFunction = F.dropout
+    model: nn.Module,
+    template: CallTemplate,
+    num_layers: int,
+    *,
+    dropout: RowFunction = F.dropout,
+    keep_static: bool = True,
 ) -> TraceResult:
     """Runs a copy of the model forward and backward on tiny blocks and records its costs. Not collective.
 
@@ -200,6 +216,7 @@ def trace_model(
         template: How it is called.
         num_layers: Number of blocks.
         dropout: What dropout will be in training, for its cost.
+        keep_static: Whether blocks will keep what they make of static tensors.
 
     Raises:
         BlockError: If the model uses fewer blocks than there are, normalises over the output level, or mixes rows by
@@ -216,11 +233,18 @@ def trace_model(
         record = _Record.empty(num_layers)
         observer = _Observer(record, num_edges)
         for block in blocks:
-            block.observer = observer
             # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
             block.on_edge_dropout = lambda block, p: None
         generator = torch.Generator().manual_seed(0)
-        args, kwargs = template.bind(blocks, generator)
+        args, kwargs, static = template.bind(blocks, generator)
+        if keep_static:
+            for block in blocks:
+                block.static_results = StaticResults(lambda x: any(x is known for known in static))
+            # The first epoch makes what is kept; what the others cost is of interest.
+            with torch.no_grad(), _QuietMode(record, sizes):
+                copied(*args, **kwargs)
+        for block in blocks:
+            block.observer = observer
         costs = _CostMode(record, sizes, num_edges)
         with _QuietMode(record, sizes, costs, row_slowdown(dropout)), costs:
             outputs = _differentiable(copied(*args, **kwargs))
@@ -267,6 +291,7 @@ def _summarise(record: _Record, sizes: list[int], num_edges: list[int], num_para
             operand_bytes_bwd=float(sum(width * size for width, size, grad in record.fields[index] if grad)),
             operand_width=sum(width for width, _, _ in record.fields[index]),
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
+            keeps_result=index + 1 in record.kept - record.exchanged,
             mixes_rows=index in record.batch_norm_levels,
             edge_held_bytes=record.edge_held[index] / edges,
         )

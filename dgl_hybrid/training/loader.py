@@ -20,6 +20,7 @@ from dgl_hybrid.exchange.locality import RowOrder, check_row_order
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.static_results import drop_changed, nothing_is_static
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
@@ -61,6 +62,8 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
+        keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
+            costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised) or "kvstore" (DistDGL's servers); None means "collective".
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
@@ -87,6 +90,7 @@ class FullGraphLoader:
         loss_denominator: float | None = None,
         seed: int | None = None,
         row_order: RowOrder = "auto",
+        keep_static: bool = True,
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -104,7 +108,8 @@ class FullGraphLoader:
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
             self._row_order = check_row_order(row_order)
-        self._check_alike(forced is not None, model is not None)
+        self._keep_static = keep_static
+        self._check_alike(forced is not None, model is not None, keep_static)
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self.num_seeds = len(seeds) - num_borrowed
@@ -113,7 +118,7 @@ class FullGraphLoader:
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
         self.seed = self.communicator.broadcast_json(int(torch.initial_seed() % 2**62) if seed is None else int(seed))
-        self._maker = PlanMaker(g, seeds, self.num_layers, config, topology)
+        self._maker = PlanMaker(g, seeds, self.num_layers, config, topology, keep_static=keep_static)
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
@@ -130,14 +135,14 @@ class FullGraphLoader:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, dense_below=self.num_layers)
 
-    def _check_alike(self, has_plan: bool, has_model: bool) -> None:
+    def _check_alike(self, has_plan: bool, has_model: bool, keep_static: bool) -> None:
         """Raises on every rank, if ranks give loaders of different kinds. Collective."""
-        kinds = self.communicator.gather_ints([self.num_layers, int(has_plan), int(has_model)])
+        kinds = self.communicator.gather_ints([self.num_layers, int(has_plan), int(has_model), int(keep_static)])
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise ValueError(
-                    f"every rank must make the same loader: (layers, plan given, model given) is {kinds[0]} on rank 0 "
-                    f"and {kind} on rank {rank}"
+                    f"every rank must make the same loader: (layers, plan given, model given, keep_static) is "
+                    f"{kinds[0]} on rank 0 and {kind} on rank {rank}"
                 )
 
     # ---------------------------------------------------------------- plan and build
@@ -169,6 +174,7 @@ class FullGraphLoader:
             out_degrees=out_degrees,
             device=self.device,
             weighted_out_degrees=lambda block, weight: g.weighted_out_degrees(weight, block.source_ids()),
+            is_static=g.hands_out if self._keep_static else nothing_is_static,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]
@@ -204,6 +210,8 @@ class FullGraphLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
         self.graph.agree_on_writes()
+        if self._keep_static:
+            drop_changed([block.static_results for block in self.blocks], self.communicator)
         if self._prefetch.versions(self.graph) != self._prefetched:
             self._fill_prefetched()
         if self.outcome is None and not (self.forced and self._is_checked):

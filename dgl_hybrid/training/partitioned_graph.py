@@ -142,6 +142,10 @@ class PartitionedGraph:
         if self._reads is not None:
             self._reads.agree()
 
+    def hands_out(self, rows: Tensor) -> bool:
+        """Whether `rows` is what a read with a loader's id tensor returns until somebody writes into the field."""
+        return any(field.identify(rows) for fields in (self.ndata, self.edata) for field in fields.values())
+
     def note_forward(self) -> None:
         """Prepares the backward of rows that an embedding of the servers handed out in the forward just run."""
         if self._reads is not None:

@@ -63,6 +63,7 @@ class PlanMaker:
         num_layers: Of the model.
         config: Strategy and limits.
         topology: Measured before; None probes the ranks now, once a process.
+        keep_static: Whether blocks keep what they make of static tensors.
     """
 
     def __init__(
@@ -72,8 +73,11 @@ class PlanMaker:
         num_layers: int,
         config: PlannerConfig,
         topology: Topology | None = None,
+        *,
+        keep_static: bool = True,
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
+        self._keep_static = keep_static
         if topology is not None:
             g.topology = topology
 
@@ -99,7 +103,9 @@ class PlanMaker:
         with communicator.agreed(), session.paused():
             if communicator.rank == 0:
                 try:
-                    traced = trace_model(model, template, self._num_layers, dropout=_example_dropout)
+                    traced = trace_model(
+                        model, template, self._num_layers, dropout=_example_dropout, keep_static=self._keep_static
+                    )
                 except HybridError:
                     raise
                 except Exception as error:

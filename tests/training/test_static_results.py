@@ -1,0 +1,286 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the first layer makes of raw features is made once and kept, and stays what plain DGL computes every epoch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import dgl
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.graph.optimize import optimize
+from dgl_hybrid.graph.static_results import StaticResults
+from dgl_hybrid.planner import uniform_topology
+from tests.helpers.exactness import LAYERS, Case, assert_close, forced_plan
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+EPOCHS = 3
+KEPT_BY_ITSELF = {"gin", "gin_max"}
+"""Layers that aggregate the very tensor they are given; GraphConv and SAGEConv narrow it by a product first."""
+KEPT_WHEN_OPTIMIZED = KEPT_BY_ITSELF | {"gcn_both", "gcn_right", "gcn_left", "gcn_none", "sage_mean", "sage_gcn"}
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    grads: list[dict[str, Tensor]] = field(default_factory=list)
+    first_layer_exchanges: list[int] = field(default_factory=list)
+    kept_bytes: int = 0
+
+
+def train(
+    rank: int,
+    world_size: int,
+    part_config: str,
+    case: Case,
+    *,
+    optimized: bool = False,
+    change: str = "",
+    keep_static: bool = True,
+) -> Run:
+    g = PartitionedGraph.open(part_config)
+    model = case.build(g.ndata["feat"].shape[1])
+    if optimized:
+        optimize(model)
+    ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    plan = forced_plan(g, case)
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        dgl.dataloading.MultiLayerFullNeighborSampler(case.num_layers, prefetch_edge_feats=["w"]),
+        plan=plan,
+        model=None if plan else model,
+        topology=uniform_topology(world_size),
+        seed=5,
+        keep_static=keep_static,
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
+    run = Run()
+    g.communicator.clock.drain()
+    for epoch in range(EPOCHS):
+        for input_nodes, seeds, blocks in loader:
+            if epoch == 1:
+                make_change(change, rank, g, input_nodes, blocks)
+            x = g.ndata["feat"][input_nodes]
+            if change == "evaluates first" and epoch == 0:
+                model.eval()
+                with torch.inference_mode():
+                    model(blocks, x)
+                model.train()
+            optimizer.zero_grad()
+            with contextlib.ExitStack() as contexts:
+                if change == "autocast":
+                    contexts.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+                loss = F.cross_entropy(ddp(blocks, x), g.ndata["label"][seeds])
+            loss.backward()
+        if change == "writes on rank 0 between epochs" and epoch == 0 and rank == 0:
+            # Nobody else knows; the ranks must still run the same collectives.
+            blocks[0].static_results._kept[next(iter(blocks[0].static_results._kept))].result.add_(1.0)
+        run.losses.append(loss.item() * loader.loss_weight / world_size)
+        run.grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        events = Counter(event.layer for event in g.communicator.clock.drain())
+        run.first_layer_exchanges.append(events[1])
+        optimizer.step()
+    run.kept_bytes = blocks[0].static_results.num_bytes
+    return run
+
+
+def make_change(change: str, rank: int, g: PartitionedGraph, input_nodes: Tensor, blocks: list[Any]) -> None:
+    """Does to the features what makes kept results wrong."""
+    if change == "sets the field":
+        g.ndata["feat"] = g.ndata["feat"].local * 2.0
+    elif change == "writes in place":
+        g.ndata["feat"][input_nodes].mul_(2.0)
+    elif change == "writes weights in place":
+        blocks[0].edata["w"].mul_(2.0)
+
+
+def reference(case: Case, *, change: str = "") -> Run:
+    graph = power_law()
+    model = case.build(graph.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
+    mask = graph.ndata["train_mask"].bool()
+    run = Run()
+    for epoch in range(EPOCHS):
+        x = graph.ndata["feat"]
+        if change == "sets the field" and epoch >= 1:
+            x = x * 2.0
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model([graph] * case.num_layers, x)[mask], graph.ndata["label"][mask])
+        loss.backward()
+        run.losses.append(loss.item())
+        run.grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        optimizer.step()
+    return run
+
+
+def assert_same(runs: list[Run], expected: Run) -> None:
+    for epoch in range(EPOCHS):
+        assert sum(run.losses[epoch] for run in runs) == pytest.approx(expected.losses[epoch], rel=1e-9)
+        for name, grad in expected.grads[epoch].items():
+            for run in runs:
+                assert_close(run.grads[epoch][name], grad, f"epoch {epoch}: gradient of {name}")
+
+
+@pytest.mark.parametrize("optimized", [False, True], ids=["plain", "optimized"])
+@pytest.mark.parametrize("plan", ["depcomm", "planned:hybrid"])
+@pytest.mark.parametrize("kind", sorted(LAYERS))
+def test_every_layer(kind: str, plan: str, optimized: bool, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, plan=plan)
+    runs = run_ranks(3, train, partitions.get("power_law", power_law(), 3), case, optimized=optimized)
+    assert_same(runs, reference(case))
+    keeps = kind in (KEPT_WHEN_OPTIMIZED if optimized else KEPT_BY_ITSELF)
+    for run in runs:
+        first, *later = run.first_layer_exchanges
+        if keeps:
+            assert later == [0, 0]
+            assert run.kept_bytes > 0
+        else:
+            assert later[0] == later[1]
+            assert kind in ("agnn", "dotgat", "edgeconv") or run.kept_bytes == 0
+        if plan == "depcomm":
+            assert first > 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["gcn_both", "sage_mean", "sage_gcn", "gin_max"])
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_every_number_of_ranks(kind: str, num_layers: int, world_size: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, plan="random:2:0.5", num_layers=num_layers, residual=True)
+    runs = run_ranks(world_size, train, partitions.get("power_law", power_law(), world_size), case, optimized=True)
+    assert_same(runs, reference(case))
+    assert all(run.first_layer_exchanges[1:] == [0, 0] for run in runs)
+
+
+@pytest.mark.parametrize("kind", ["gcn_both", "sage_mean"])
+def test_who_sets_the_field_gets_it_made_anew(kind: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train, folder, Case(kind=kind), optimized=True, change="sets the field")
+    assert_same(runs, reference(Case(kind=kind), change="sets the field"))
+
+
+def test_who_writes_into_what_was_read_gets_the_fields_rows_again(partitions: PartitionStore) -> None:
+    """A read after such a write answers with the field's rows, in a new tensor: what was kept is not used for it."""
+    folder = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train, folder, Case(kind="gin"), change="writes in place")
+    assert_same(runs, reference(Case(kind="gin")))
+
+
+def test_a_kept_result_that_one_rank_wrote_into_is_made_anew_on_all(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train, folder, Case(kind="gin"), change="writes on rank 0 between epochs")
+    assert_same(runs, reference(Case(kind="gin")))
+    assert all(run.first_layer_exchanges[1] > 0 and run.first_layer_exchanges[2] == 0 for run in runs)
+
+
+def test_an_evaluation_in_inference_mode_may_come_first(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train, folder, Case(kind="gcn_both"), optimized=True, change="evaluates first")
+    assert_same(runs, reference(Case(kind="gcn_both")))
+
+
+def test_dropout_of_the_features_makes_them_differ(partitions: PartitionStore) -> None:
+    """Nothing is kept, and the optimised model draws what the plain one draws."""
+    folder = partitions.get("power_law", power_law(), 3)
+    case = Case(kind="gcn_both", dropout=0.5)
+    plain, optimized = (run_ranks(3, train, folder, case, optimized=flag) for flag in (False, True))
+    assert all(run.kept_bytes == 0 for run in optimized)
+    for a, b in zip(plain, optimized, strict=True):
+        assert a.losses == pytest.approx(b.losses, rel=1e-9)
+
+
+def test_autocast_keeps_nothing(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    runs = run_ranks(2, train, folder, Case(kind="gin"), change="autocast")
+    assert all(run.kept_bytes == 0 for run in runs)
+
+
+def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train, folder, Case(kind="gcn_both"), optimized=True, keep_static=False)
+    assert_same(runs, reference(Case(kind="gcn_both")))
+    for run in runs:
+        assert run.kept_bytes == 0
+        assert run.first_layer_exchanges[0] == run.first_layer_exchanges[1] > 0
+
+
+def plan_both_ways(rank: int, world_size: int, part_config: str) -> tuple[list[bool], list[float], list[int]]:
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind="gcn_both", num_layers=3).build(g.ndata["feat"].shape[1]))
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=1e6)
+    seeds = g.owned_nodes("train_mask")
+    keeps, predicted, cached = [], [], []
+    for keep_static in (False, True):
+        loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, keep_static=keep_static)
+        assert loader.outcome is not None
+        trace = loader.outcome.plan.trace
+        keeps.append([layer.keeps_result for layer in trace.layers])
+        predicted.append(loader.outcome.predicted_epoch_s)
+        cached.append(loader.outcome.plan.num_cached[1])
+    return keeps, predicted, cached
+
+
+def test_the_planner_knows(partitions: PartitionStore) -> None:
+    """A kept first layer costs no time, so rows of level 1 are cheap to compute: more of them are, over a slow link."""
+    results = run_ranks(3, plan_both_ways, partitions.get("power_law", power_law(), 3))
+    for keeps, predicted, cached in results:
+        assert keeps == [[False, False, False], [True, False, False]]
+        assert predicted[1] < predicted[0]
+        assert cached[1] >= cached[0]
+
+
+def infer_twice(rank: int, world_size: int, part_config: str) -> tuple[Tensor, Tensor, Tensor]:
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind="sage_mean").build(g.ndata["feat"].shape[1]))
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, model=model, topology=uniform_topology(world_size))
+    ids, first = infer(model, g, 2, loader=loader)
+    _, second = infer(model, g, 2, loader=loader)
+    return g.partition.orig_node_ids[ids - g.nodes.start], first, second
+
+
+def test_inference_keeps_it_too(partitions: PartitionStore) -> None:
+    graph = power_law()
+    results = run_ranks(3, infer_twice, partitions.get("power_law", graph, 3))
+    model = Case(kind="sage_mean").build(graph.ndata["feat"].shape[1])
+    expected = model([graph] * 2, graph.ndata["feat"]).detach()
+    for ids, first, second in results:
+        assert_close(first, expected[ids], "first inference")
+        assert torch.equal(first, second)
+
+
+def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
+    known, weight = torch.ones(3, 2), torch.ones(4)
+    results = StaticResults(lambda x: x is known or x is weight)
+    calls = []
+
+    def make() -> Tensor:
+        calls.append(len(calls))
+        return torch.full((2,), float(len(calls)))
+
+    assert results.are_static((known,))
+    assert not results.are_static((known.clone(),))
+    assert not results.are_static(())
+    first = results.get("sum", (known,), make)
+    assert results.get("sum", (known,), make) is first
+    assert results.num_bytes == 8
+    results.get("weighted sum", (known, weight), make)
+    assert calls == [0, 1]
+    weight.mul_(2.0)
+    assert results.was_changed
+    assert results.get("sum", (known,), make) is first
+    results.get("weighted sum", (known, weight), make)
+    assert calls == [0, 1, 2]
+    first.add_(1.0)
+    assert results.get("sum", (known,), make) is not first
+    assert not results.are_static((known.requires_grad_(),))
+    results.clear()
+    assert results.num_bytes == 0

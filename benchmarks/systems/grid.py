@@ -85,6 +85,13 @@ def systems_of(cell: Cell) -> tuple[str, ...]:
     return tuple(systems)
 
 
+def quick_systems_of(cell: Cell) -> tuple[str, ...]:
+    """Returns what a few minutes are enough for: on one rank, only what hybrid is held to there."""
+    if cell.ranks == 1:
+        return ("dgl", "hybrid")
+    return tuple(system for system in systems_of(cell) if system not in ("dgl_one_thread", "sar_mfg_no_sr"))
+
+
 def quick_grid() -> tuple[Cell, ...]:
     """Small cells of every kind: a few minutes."""
     products, dense = Cell(graph="products", scale=0.1), Cell(graph="reddit", scale=0.1)

@@ -29,7 +29,17 @@ from benchmarks.emulated_network import NetworkError, why_unavailable
 from benchmarks.systems import accuracy, write
 from benchmarks.systems.floors import measure_rates
 from benchmarks.systems.graphs import GraphError, prepare
-from benchmarks.systems.grid import GENERATED, MODELS, NETWORKS, REAL, Cell, full_grid, quick_grid, systems_of
+from benchmarks.systems.grid import (
+    GENERATED,
+    MODELS,
+    NETWORKS,
+    REAL,
+    Cell,
+    full_grid,
+    quick_grid,
+    quick_systems_of,
+    systems_of,
+)
 from benchmarks.systems.measure import Bench, Settings
 from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, read_lines
 from benchmarks.systems.summary import summarise
@@ -93,7 +103,8 @@ def measure_cells(
     deadline = time.monotonic() + 3600 * args.hours
     for cell in cells:
         bar.set_description(cell.key)
-        systems = [system for system in systems_of(cell) if not args.system or system in args.system]
+        possible = quick_systems_of(cell) if args.quick else systems_of(cell)
+        systems = [system for system in possible if not args.system or system in args.system]
         installed = [system for system in systems if bench.why_unavailable(system) is None]
         wanted.add(cell.key)
         if cell.rate_bits_per_s is not None and why_no_network is not None:

@@ -119,8 +119,9 @@ def _conditions(lines: Sequence[Line]) -> str:
         f"Machine: {machine['cores']} cores ({machine['arch']}), {machine['system']}, {machine['libc']}; one thread "
         f"copies {rates['copy_bytes_per_s'] / 1e9:.1f} GB/s and multiplies at {rates['flops'] / 1e9:.0f} GFLOP/s. "
         f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
-        f"Commits: {', '.join(commits)}. Allocator variables of every system: `{variables}`. {settings['rounds']} turns of each system after "
-        f"{settings['warmup']} epochs of warm-up and the check. Load average before a cell: {loads[0]} to {loads[-1]}."
+        f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
+        f"{settings['rounds']} turns of each system after {settings['warmup']} epochs of warm-up and the check. "
+        f"Load average before a cell: {loads[0]} to {loads[-1]}."
     )
 
 

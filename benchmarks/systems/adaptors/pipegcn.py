@@ -104,9 +104,10 @@ class PipeGCN(System):
 
     def _take_weights(self, model: nn.Module) -> None:
         """Makes its layers the functions that DGL's are: one bias each (its second one would be redundant)."""
-        for index, (own, other) in enumerate(
+        pairs: list[tuple[Any, Any]] = list(
             zip(self.model.layers, model.get_submodule("layers").children(), strict=True)
-        ):
+        )
+        for index, (own, other) in enumerate(pairs):
             with torch.no_grad():
                 if index == 0:
                     own.linear.weight.copy_(torch.cat([other.fc_self.weight, other.fc_neigh.weight], dim=1))

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The side-by-side benchmark: its grid and graphs, the check of results, ratios, resuming, and a tiny run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from benchmarks.systems import gate
+from benchmarks.systems.accuracy import MARGIN, judge, time_to
+from benchmarks.systems.graphs import SHAPES, GraphShape, generate
+from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
+from benchmarks.systems.job import Job
+from benchmarks.systems.measure import Settings, summarise_epochs
+from benchmarks.systems.results import append_lines, is_measured, newest, read_lines, spread
+from benchmarks.systems.run import main
+from benchmarks.systems.summary import summarise
+from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
+from benchmarks.systems.team import SystemFailure, Team
+from benchmarks.systems.write import BEGIN, END, write
+
+SETTINGS = Settings(rounds=5).to_json()
+HEADLINE = [
+    *("vs_distdgl_full_median", "vs_distdgl_full_min", "vs_best_pure_min", "vs_best_pure_max"),
+    *("vs_neutronstar_min", "vs_neutronstar_max", "vs_sar_median", "vs_sar_min"),
+    *("vs_dgl_one_rank_gcn_sage_median", "vs_dgl_one_rank_gat_median"),
+    *("predicted_error_median", "predicted_error_max"),
+]
+
+
+def make_line(cell: Cell, system: str, seconds: float | None, **changes: Any) -> dict[str, Any]:
+    return {
+        "bench": "systems",
+        "metric": "epoch_time",
+        "unit": "s",
+        "cell": cell.key,
+        "dataset": cell.dataset,
+        "run": "run1",
+        "code": "code1",
+        "git_sha": "abc",
+        "dirty": False,
+        "settings": SETTINGS,
+        "config": cell.to_json(),
+        "variant": system,
+        "status": "ok" if seconds is not None else "failed",
+        "error": None if seconds is not None else "it broke | here",
+        "p20": seconds and 0.9 * seconds,
+        "p50": seconds,
+        "p80": seconds and 1.2 * seconds,
+        "predicted": None,
+        "cpu_s": 0.1,
+        "compute_s": 0.1,
+        "exchange_s": None,
+        "wait_s": None,
+        "floor_s": 0.01,
+        "prepare_s": 3.0,
+        "sent_bytes": None,
+        "wire_bytes": 2e6,
+        "peak_rss_bytes": [10**8, 2 * 10**8],
+        "machine": {"cores": 2, "arch": "x86_64", "system": "Linux 1", "libc": "glibc 2.36"},
+        "machine_rates": {"copy_bytes_per_s": 1e10, "flops": 1e11},
+        "versions": {"python": "3.11", "torch": "2.13", "dgl": "2.1"},
+        "allocator_variables": {"MALLOC_MMAP_MAX_": "0"},
+        "load_before": 0.5,
+        **changes,
+    }
+
+
+TWO = Cell(graph="products")
+ONE_SAGE, ONE_GAT = replace(TWO, ranks=1), replace(TWO, ranks=1, model="gat")
+SHAPED = replace(TWO, model="gcn", network="1gbit")
+
+
+@pytest.fixture
+def lines() -> list[dict[str, Any]]:
+    def cell(of: Cell, **seconds: float | None) -> list[dict[str, Any]]:
+        return [make_line(of, system, value) for system, value in seconds.items()]
+
+    two = cell(
+        TWO,
+        hybrid=1.0,
+        depcache=2.0,
+        depcomm=1.5,
+        neutronstar=1.2,
+        distdgl_full=20.0,
+        sar=6.0,
+        sar_mfg=4.0,
+        pipegcn=3.0,
+    )
+    two[0] |= {"predicted": 0.8, "peak_rss_bytes": [3 * 10**8]}
+    shaped = cell(SHAPED, hybrid=2.0, depcache=1.9, depcomm=8.0, neutronstar=2.0, distdgl_full=8.0, sar=None)
+    shaped[0]["predicted"] = 2.2
+    one = cell(ONE_SAGE, hybrid=1.0, dgl=1.6, distdgl_full=3.0) + cell(ONE_GAT, hybrid=1.0, dgl=3.5)
+    return [*two, *shaped, *one]
+
+
+# -------------------------------------------------------------------- the grid and the graphs
+
+
+def test_grid_has_every_combination_once_and_the_plainest_first() -> None:
+    cells = full_grid(("products", "debian-deps"))
+    # models x layers x hidden x (one rank on loopback, three numbers of ranks on three networks)
+    assert len(cells) == len({cell.key for cell in cells}) == 2 * 3 * 2 * 2 * (1 + 3 * 3)
+    assert {cell.key for cell in cells[:6]} == {
+        f"{graph}/{model}-2x128/2/1gbit" for graph in ("products", "debian-deps") for model in ("gcn", "sage", "gat")
+    }
+    scaled = full_grid(("products", "debian-deps"), scale=0.1)
+    assert {cell.scale for cell in scaled if cell.graph == "debian-deps"} == {1.0}
+    assert {cell.dataset for cell in scaled} == {"products@0.1", "debian-deps"}
+
+
+def test_quick_grid_has_what_every_figure_needs() -> None:
+    cells = quick_grid()
+    assert {cell.model for cell in cells if cell.ranks == 1} == {"gcn", "sage", "gat"}
+    assert {cell.network for cell in cells} == {"loopback", "1gbit", "200mbit"}
+    assert {3} <= {cell.num_layers for cell in cells}
+    for cell in cells:
+        assert set(quick_systems_of(cell)) <= set(systems_of(cell))
+        assert {"dgl", "hybrid"} <= set(quick_systems_of(cell)) or cell.ranks > 1
+
+
+def test_systems_that_run_a_cell() -> None:
+    assert systems_of(ONE_GAT) == ("dgl", "hybrid", "distdgl_full", "sar", "sar_mfg", "sar_mfg_no_sr")
+    assert set(systems_of(TWO)) - set(systems_of(replace(TWO, network="1gbit"))) == {"dgl", "dgl_one_thread"}
+    # SAR's message-flow graphs compute another GCN; PipeGCN has GraphSAGE only.
+    assert not {"sar_mfg", "pipegcn"} & set(systems_of(SHAPED))
+
+
+def test_cell_says_what_is_wrong() -> None:
+    with pytest.raises(ValueError, match="unknown network"):
+        Cell(graph="products", network="wlan")
+    with pytest.raises(ValueError, match="one rank uses no link"):
+        Cell(graph="products", ranks=1, network="1gbit")
+    with pytest.raises(ValueError, match="unknown allocator"):
+        Settings(allocator="mine")
+
+
+def test_generated_graph_is_what_its_shape_says() -> None:
+    shape = GraphShape(nodes=4000, degree=30, features=16, classes=8, train=0.08, far=0.02, label_noise=0.0)
+    graph = generate(shape)
+    src, dst = graph["src"].astype(np.int64), graph["dst"].astype(np.int64)
+    keys = src * shape.nodes + dst
+    assert len(np.unique(keys)) == len(keys)
+    assert not (src == dst).any()
+    assert np.array_equal(np.sort(keys), np.sort(dst * shape.nodes + src))
+    assert len(src) / shape.nodes == pytest.approx(30, rel=0.02)
+    degrees = np.bincount(dst, minlength=shape.nodes)
+    assert degrees.max() > 8 * np.median(degrees)
+    label = graph["label"]
+    assert set(label.tolist()) == set(range(8))
+    assert (label[src] == label[dst]).mean() > 0.6
+    assert graph["train_mask"].sum() == 320
+    masks = np.stack([graph[name] for name in ("train_mask", "val_mask", "test_mask")])
+    assert (masks.sum(0) == 1).all()
+    # Features are drawn around their class's centre, so the nearest centre tells more than chance.
+    centres = np.stack([graph["feat"][label == c].mean(0) for c in range(8)])
+    nearest = ((graph["feat"][:, None] - centres) ** 2).sum(2).argmin(1)
+    assert (nearest == label).mean() > 0.3
+    again = generate(shape)
+    assert all(np.array_equal(graph[name], again[name]) for name in graph)
+
+
+def test_shapes_keep_their_degree_when_scaled() -> None:
+    assert SHAPES["products"].scaled(0.05).nodes == 10_000
+    assert SHAPES["products"].scaled(0.05).degree == 50
+    small = SHAPES["reddit"].scaled(0.001)
+    assert small.degree <= small.nodes / 8
+
+
+# -------------------------------------------------------------------- the check of results
+
+REFERENCE = {"losses": [2.0, 1.5], "logits": {3: [1.0, -4.0], 7: [0.5, 2.0]}, "is_comparable": True}
+
+
+def test_gate_lets_rounding_pass() -> None:
+    sample = {"losses": [2.00001], "logits": {3: [1.0, -4.0001], 7: [0.5, 2.0]}, "is_comparable": True}
+    found = gate.compare(sample, REFERENCE)
+    assert found["losses"] == 1
+    assert found["vertices"] == 2
+    assert found["logit_error"] == pytest.approx(2.5e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"losses": [2.0, 1.6]}, "losses"),
+        ({"losses": [float("nan"), 1.5]}, "losses"),
+        ({"logits": {3: [1.0, -4.0], 7: [0.5, 2.01]}}, "logits must equal"),
+        ({"logits": {3: [1.0, -4.0]}}, "1 of 2 vertices are missing"),
+    ],
+)
+def test_gate_stops_what_is_wrong(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(gate.GateError, match=message):
+        gate.compare(REFERENCE | changes, REFERENCE)
+
+
+def test_gate_of_another_model_and_of_several_ranks() -> None:
+    assert gate.compare({"is_comparable": False}, REFERENCE) == {"is_comparable": False}
+    by_rank = [{"losses": [1.0], "logits": {"3": [1.0]}}, {"losses": [1.0], "logits": {"7": [2.0]}}]
+    assert gate.merge(by_rank) == {"losses": [1.0], "logits": {3: [1.0], 7: [2.0]}}
+
+
+# -------------------------------------------------------------------- lines
+
+
+def test_epochs_are_of_the_slowest_rank() -> None:
+    def rank(seconds: float, sent: int | None, wire: int) -> dict[str, Any]:
+        parts = {"cpu_s": 0.5, "compute_s": 0.2, "exchange_s": None, "wait_s": None}
+        return {"elapsed_s": seconds, "sent_bytes": sent, "wire_bytes": wire, **parts}
+
+    epochs = [[rank(1.0, 30, 100), rank(3.0, 0, 200)], [rank(2.0, 30, 100), rank(1.0, 0, 200)]]
+    found = summarise_epochs(epochs, is_emulated=True)
+    assert (found["p50"], found["iters"], found["sent_bytes"], found["wire_bytes"]) == (2.5, 2, 30, 300)
+    assert found["exchange_s"] is None
+    # Ranks that share one interface all count the same bytes.
+    assert summarise_epochs(epochs, is_emulated=False)["wire_bytes"] == 100
+
+
+def test_lines_survive_a_run_that_was_broken_off(tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    assert read_lines(file) == []
+    append_lines(file, [{"a": 1}, {"a": 2}])
+    with file.open("a") as stream:
+        stream.write('{"a": 3, "b')
+    assert read_lines(file) == [{"a": 1}, {"a": 2}]
+    append_lines(file, [{"a": 4}])
+    assert read_lines(file) == [{"a": 1}, {"a": 2}, {"a": 4}]
+
+
+def test_a_measured_cell_is_known_again(lines: list[dict[str, Any]]) -> None:
+    def known(cell: Cell, *systems: str, code: str = "code1", **changes: Any) -> bool:
+        return is_measured(lines, cell.key, systems, code, SETTINGS | changes.pop("settings", {}), **changes)
+
+    assert known(TWO, "hybrid", "sar")
+    assert not known(TWO, "hybrid", "dgl")
+    assert not known(TWO, "hybrid", code="code2")
+    assert not known(TWO, "hybrid", settings={"rounds": 7})
+    assert not known(replace(TWO, ranks=3), "hybrid")
+    # What failed counts as measured, unless it is to be tried again.
+    assert known(SHAPED, "hybrid", "sar")
+    assert not known(SHAPED, "hybrid", "sar", retry_failed=True)
+    # Ratios are formed within a run, so two halves of two runs are not a measurement.
+    lines.append(make_line(TWO, "dgl", 1.0, run="run2"))
+    assert not known(TWO, "hybrid", "dgl")
+
+
+def test_the_last_run_of_a_cell_counts(lines: list[dict[str, Any]]) -> None:
+    lines += [make_line(ONE_GAT, "hybrid", 2.0, run="run2"), make_line(ONE_GAT, "dgl", 3.0, run="run2")]
+    assert newest(lines)[ONE_GAT.key]["dgl"]["p50"] == 3.0
+    assert summarise(lines, {})["vs_dgl_one_rank_gat_median"] == pytest.approx(1.5)
+
+
+def test_spread() -> None:
+    assert spread([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
+    assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == {"p20": 2.0, "p50": 3.5, "p80": 5.0}
+
+
+# -------------------------------------------------------------------- ratios
+
+
+def test_final_object(lines: list[dict[str, Any]]) -> None:
+    result = summarise(lines, {"ogb:ogbn-products": "no network"})
+    assert list(result) == [*HEADLINE, "cells", "more"]
+    # 20/1, 8/2 and, on one rank, 3/1
+    assert result["vs_distdgl_full_median"] == pytest.approx(4.0)
+    assert result["vs_distdgl_full_min"] == pytest.approx(3.0)
+    # min(2, 1.5)/1 and min(1.9, 8)/2; one rank has nothing to cache
+    assert result["vs_best_pure_max"] == pytest.approx(1.5)
+    assert result["vs_best_pure_min"] == pytest.approx(0.95)
+    assert result["vs_neutronstar_min"] == pytest.approx(1.0)
+    assert result["vs_neutronstar_max"] == pytest.approx(1.2)
+    # The fastest of SAR's variants; where it failed there is no ratio.
+    assert result["vs_sar_median"] == result["vs_sar_min"] == pytest.approx(4.0)
+    assert result["vs_dgl_one_rank_gcn_sage_median"] == pytest.approx(1.6)
+    assert result["vs_dgl_one_rank_gat_median"] == pytest.approx(3.5)
+    # 0.8 against 1.0, 2.2 against 2.0
+    assert result["predicted_error_median"] == pytest.approx(0.15)
+    assert result["predicted_error_max"] == pytest.approx(0.2)
+    assert [cell["cell"] for cell in result["cells"]] == [TWO.key, SHAPED.key, ONE_SAGE.key, ONE_GAT.key]
+    more = result["more"]
+    assert more["vs_pipegcn_median"] == pytest.approx(3.0)
+    assert more["vs_sar_loopback_median"] == pytest.approx(4.0)
+    assert more["vs_sar_1gbit_median"] is None
+    assert more["memory_vs_sar_max"] == pytest.approx(1.5)
+    assert more["skipped"] == {"ogb:ogbn-products": "no network"}
+    json.dumps(result, allow_nan=False)
+
+
+def test_lost_cells_and_failures_are_told(lines: list[dict[str, Any]]) -> None:
+    more = summarise(lines, {})["more"]
+    assert more["lost"] == [{"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95)}]
+    assert more["failed"] == [{"cell": SHAPED.key, "system": "sar", "error": "it broke | here"}]
+
+
+def test_without_peers_their_figures_are_null(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line["variant"].startswith(("sar", "pipegcn")):
+            line |= {"status": "unavailable", "p50": None}
+    result = summarise(lines, {})
+    assert result["vs_sar_median"] is None
+    assert result["vs_sar_min"] is None
+    assert result["more"]["failed"] == []
+    assert result["cells"][0]["unavailable"] == ["sar", "sar_mfg", "pipegcn"]
+    assert list(summarise([], {})) == list(result)
+
+
+def test_tables(lines: list[dict[str, Any]]) -> None:
+    cells = summarise(lines, {})["cells"]
+    rows = {row[0]: dict(zip(CELL_HEAD, row, strict=True)) for row in cell_rows(cells)}
+    assert rows[SHAPED.key]["SAR"] == "failed"
+    assert rows[SHAPED.key]["best_pure"] == "*0.95*"
+    assert rows[TWO.key]["distdgl_full"] == "20.00"
+    assert rows[ONE_GAT.key]["SAR"] == ""
+    found = line_rows([line for line in lines if line["cell"] == SHAPED.key])
+    assert all(len(row) == len(LINE_HEAD) for row in found)
+    assert found[-1][:2] == ("SAR", "failed: it broke / here")
+    assert drop_empty_columns(("a", "b"), [("1", ""), ("2", "")]) == (("a",), [("1",), ("2",)])
+
+
+def test_readme_is_written_from_lines_alone(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text(f"# Mine\n\n{BEGIN}\nold\n{END}\ntail\n")
+    write(lines, readme=readme, pictures=tmp_path)
+    text = readme.read_text()
+    assert text.startswith("# Mine\n")
+    assert text.endswith(f"{END}\ntail\n")
+    assert "old" not in text
+    assert f"| {SHAPED.key} | best_pure | 0.95 |" in text
+    assert "it broke / here" in text
+    assert "![epoch times](epoch_products_loopback.png)" in text
+    assert {file.name for file in tmp_path.glob("epoch_*")} == {
+        f"epoch_products_{network}.{ending}" for network in ("loopback", "1gbit") for ending in ("png", "svg")
+    }
+    write(lines, readme=readme, pictures=tmp_path)
+    assert readme.read_text() == text
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="must have the lines"):
+        write(lines, readme=readme, pictures=tmp_path)
+
+
+# -------------------------------------------------------------------- time to accuracy
+
+
+def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:
+    ours = [[(1.0, 0.5), (2.0, 0.8)], [(0.5, 0.6), (1.2, 0.7)]]
+    theirs = [[(3.0, 0.66), (6.0, 0.7)], [(2.0, 0.5), (4.0, 0.6)]]
+    found = judge({"hybrid": ours, "distdgl_sampled": theirs})
+    # Both reach 0.7; that less the margin is first reached after 1.2 s and 6 s.
+    assert found["hybrid"]["target"] == pytest.approx(0.7 - MARGIN)
+    assert (found["hybrid"]["p50"], found["hybrid"]["setting"], found["hybrid"]["best_accuracy"]) == (1.2, 1, 0.8)
+    assert (found["distdgl_sampled"]["p50"], found["distdgl_sampled"]["setting"]) == (6.0, 0)
+    assert time_to([(1.0, 0.2)], 0.3) is None
+
+
+# -------------------------------------------------------------------- processes
+
+
+def test_a_system_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    job = Job(
+        system="pipegcn",
+        part_config="none.json",
+        graph_name="none",
+        data={},
+        num_nodes=9,
+        feat_dim=4,
+        num_classes=2,
+        num_train=3,
+        model="gat",
+        num_layers=2,
+        hidden=8,
+        world_size=2,
+        threads=1,
+    )
+    team = Team(job=job, folder=tmp_path / "team")
+    before = set(psutil.Process().children(recursive=True))
+    try:
+        team.start()
+        with pytest.raises(SystemFailure, match="prepare: NotImplementedError: PipeGCN has GraphSAGE only"):
+            team.ask("prepare", timeout_s=100)
+    finally:
+        team.end()
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_tiny_grid_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--json --graph powerlaw --scale 0.01 --model sage --layers 2 --hidden 16 --ranks 2 --network loopback"
+    results = tmp_path / "results.jsonl"
+    systems = ("--system", "hybrid", "--system", "sar")
+    places = ("--results", str(results), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--peers", str(tmp_path))
+    arguments = [*words.split(), *systems, *places]
+    main(arguments)
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (cell,) = result["cells"]
+    assert cell["cell"] == "powerlaw@0.01/sage-2x16/2/loopback"
+    assert cell["failed"] == {}
+    assert cell["unavailable"] == ["sar"]
+    assert cell["seconds"]["hybrid"] > 0
+    assert result["vs_sar_median"] is None
+    own = next(line for line in read_lines(results) if line["variant"] == "hybrid")
+    assert own["gate"]["is_comparable"]
+    assert own["gate"]["losses"] == 3
+    assert own["gate"]["vertices"] > 50
+    assert own["iters"] >= 1
+    assert own["wire_bytes"] > 0
+    assert len(own["peak_rss_bytes"]) == 2
+    content = results.read_bytes()
+    main(arguments)  # knows it again, and measures nothing
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == result["cells"]
+    assert results.read_bytes() == content

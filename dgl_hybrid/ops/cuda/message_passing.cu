@@ -723,6 +723,7 @@ KERNEL(spmm_select_edges_bwd_kernel)(
     const auto entries = ahead;
     ahead.load(indices, edge_ids, k + BATCH, task.end);
     float sums[BATCH] = {};
+#pragma unroll 1
     for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
       const Features gradient = load_features(grad + own + column);
       Index winners[VEC];
@@ -829,6 +830,7 @@ KERNEL(sddmm_dot_fwd_kernel)(
     const auto entries = ahead;
     ahead.load(indices, edge_ids, k + BATCH, task.end);
     float sums[BATCH] = {};
+#pragma unroll 1
     for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
       Features left[BATCH], right[BATCH];
 #pragma unroll
@@ -1154,6 +1156,7 @@ KERNEL(gat_terms_kernel)(
   const i64 at = group_index();
   if (at >= num_rows * heads) return;
   float sum = 0.f;
+#pragma unroll 1
   for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
     const Features left = load_features(grad + at * width + column), right = load_features(out + at * width + column);
 #pragma unroll
@@ -1172,6 +1175,7 @@ EXPORT_KERNEL(gat_terms_kernel)
 #if KERNELS == KERNELS_GAT_BACKWARD
 INLINE float dot(const T* lhs, const T* rhs, int width) {
   float sum = 0.f;
+#pragma unroll 1
   for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
     const Features left = load_features(lhs + column), right = load_features(rhs + column);
 #pragma unroll
@@ -1265,6 +1269,7 @@ EXPORT_KERNEL(gat_bwd_kernel)
 // One lane's part of attention . leaky_relu(lhs + rhs), from memory: for heads that are wider than a tile.
 INLINE float attention_dot(const T* attention, const T* lhs, const T* rhs, float slope, int width) {
   float sum = 0.f;
+#pragma unroll 1
   for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
     const Features weights = load_features(attention + column);
     const Features left = load_features(lhs + column), right = load_features(rhs + column);
@@ -1414,6 +1419,7 @@ KERNEL(gatv2_src_bwd_kernel)(
         term[q] = __ldg((const float4*)terms + at);
         if (gridDim.y > 1) {
           logits[q] = attention_dot(attention + head * width, src_row, x_dst + at * width, slope, width);
+#pragma unroll 1
           for (int column = group_lane() * VEC; column < width; column += GROUP * VEC) {
             const Features left = load_features(grad + at * width + column), right = load_features(src_row + column);
 #pragma unroll

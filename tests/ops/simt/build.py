@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles the kernels for the host with g++, once per specialisation and machine, and launches them as a driver would."""
+"""Compiles the kernels for the host with g++, once per specialisation and machine, and launches them like a driver."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HEADER = Path(__file__).with_name("simt_host.h")
 RUNTIME = Path(__file__).with_name("simt_host.cpp")
 SOURCE = Path(dgl_hybrid.__file__).parent / "ops" / "cuda" / "message_passing.cu"
 FLAGS = (
-    "-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off", "-Wall", "-Werror",
-    "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable",
+    "-O1", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-ffp-contract=off",
+    "-Wall", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function", "-Wno-unused-variable",
 )  # fmt: skip
 SANITIZERS = {
     "undefined": ("-O1", "-g", "-fsanitize=undefined", "-fno-sanitize-recover=all"),
@@ -47,7 +47,11 @@ class HostKernels:
     library: ctypes.CDLL
 
     def signature(self, name: str) -> str:
-        """Returns a letter per parameter: p pointer, i int32, l int64, u uint64, f float; KeyError if there is no such kernel."""
+        """Returns a letter per parameter: p pointer, i int32, l int64, u uint64, f float.
+
+        Raises:
+            KeyError: There is no such kernel in this specialisation.
+        """
         letters = self.library.simt_signature(name.encode())
         if letters is None:
             raise KeyError(name)

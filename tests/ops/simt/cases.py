@@ -117,7 +117,8 @@ def make_data(profile: Profile, operands: str = "normal") -> Data:
         tensor[rows.indptr.diff() == 0] = torch.nan
     return Data(
         in_edges, out_edges, cut_rows(in_edges, profile.task_entries), cut_rows(out_edges, profile.task_entries),
-        x, x_dst, grad, el, er, (values(heads, width) * width**-0.5).to(dtype), values(num_edges, heads), values(num_edges, heads, width),
+        x, x_dst, grad, el, er,
+        (values(heads, width) * width**-0.5).to(dtype), values(num_edges, heads), values(num_edges, heads, width),
     )  # fmt: skip
 
 
@@ -172,7 +173,8 @@ def _run_spmm(case: Case, data: Data, launcher: Launcher) -> list[Result]:
         return [Result("out", out, reference.row_sum(data.in_edges, values))]
     # The product is taken in float32 and rounded after the choice, so the result is exact.
     values = reference.messages(data.in_edges, None if x is None else x.float(), None if w is None else w.float())
-    best, winners = reference.select(data.in_edges, values, "max" if "REDUCE=REDUCE_MAX" in case.options.extra else "min")
+    reduce = "max" if "REDUCE=REDUCE_MAX" in case.options.extra else "min"
+    best, winners = reference.select(data.in_edges, values, reduce)
     return [Result("out", out, best.to(out.dtype)), Result("arg", arg, winners.to(arg.dtype))]
 
 
@@ -336,9 +338,7 @@ def _run_gatv2_backward(case: Case, data: Data, launcher: Launcher) -> list[Resu
     delta = (grad.double() * out.detach()).sum(-1)[rows.row_of_entry]
     d_weight = (grad.double()[rows.row_of_entry] * x_src.detach()[rows.indices]).sum(-1) * factor[rows.edge_of_entry]
     expected_d = reference.by_edge_row(rows, weights * (d_weight - delta))
-    dx_dst, parts = launcher.gatv2_dst_backward(
-        rows, data.in_tasks, NUM_WORKERS, *operands, expected_d.float(), SLOPE
-    )
+    dx_dst, parts = launcher.gatv2_dst_backward(rows, data.in_tasks, NUM_WORKERS, *operands, expected_d.float(), SLOPE)
     assert x_src.grad is not None
     assert x_dst.grad is not None
     assert attention.grad is not None

@@ -31,7 +31,8 @@ class Options:
     def as_list(self) -> list[str]:
         return [
             f"-DKERNELS=KERNELS_{self.kernels}", f"-DDTYPE=DTYPE_{self.dtype}", f"-DINDEX_BITS={self.index_bits}",
-            f"-DGROUP={self.group}", f"-DVEC={self.vec}", f"-DPACKS={self.packs}", *(f"-D{option}" for option in self.extra),
+            f"-DGROUP={self.group}", f"-DVEC={self.vec}", f"-DPACKS={self.packs}",
+            *(f"-D{option}" for option in self.extra),
         ]  # fmt: skip
 
     @property
@@ -65,7 +66,7 @@ def poison(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 class Launcher:
-    """The kernels of one specialisation with one thread schedule."""
+    """The kernels of one specialisation with one thread schedule; `place` puts a tensor where kernels shall find it."""
 
     def __init__(
         self,
@@ -73,7 +74,7 @@ class Launcher:
         seed: int = 1,
         *,
         load: Callable[[list[str]], HostKernels] = load_kernels,
-        place: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        place: Callable[[Tensor, bool], Tensor] = lambda tensor, writable: tensor,
     ) -> None:
         self.options, self.seed, self.load, self.place = options, seed, load, place
         self.kernels = load(options.as_list())
@@ -84,8 +85,9 @@ class Launcher:
     # ---- Flat kernels
 
     def spmm(
-        self, rows: Rows, tasks: TaskList, x: Tensor, w: Tensor | None, heads: int, width: int, *, from_edges: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
+        self, rows: Rows, tasks: TaskList, x: Tensor, w: Tensor | None, heads: int, width: int, *,
+        from_edges: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         selects = "REDUCE=REDUCE_SUM" not in self.options.extra
         out = self._out(rows.num_rows, heads, width)
         arg = self._out(rows.num_rows, heads, width, dtype=self.options.index) if selects else None
@@ -94,7 +96,8 @@ class Launcher:
         x, w, indices = self._in(x), self._in(w), None if from_edges else self._index(rows.indices)
         self._flat(
             "spmm_fwd_kernel", tasks.num_tasks, heads * width,
-            *self._tasks(tasks), indices, self._index(rows.edge_ids), x, w, out, arg, partial, partial_arg, heads, width,
+            *self._tasks(tasks), indices, self._index(rows.edge_ids), x, w, out, arg, partial, partial_arg,
+            heads, width,
         )  # fmt: skip
         if selects:
             self._merge("select_merge_kernel", tasks, heads * width, partial, partial_arg, out, arg, heads * width)
@@ -109,7 +112,8 @@ class Launcher:
         partial = self._out(tasks.num_slots, heads * width, dtype=torch.float32)
         self._flat(
             "spmm_select_bwd_kernel", tasks.num_tasks, heads * width,
-            *self._tasks(tasks), *self._adjacency(rows), self._in(grad), self._index(arg), self._in(w), dx, partial, heads, width,
+            *self._tasks(tasks), *self._adjacency(rows), self._in(grad), self._index(arg), self._in(w), dx, partial,
+            heads, width,
         )  # fmt: skip
         self._merge("sum_merge_kernel", tasks, heads * width, partial, dx, heads * width)
         return dx
@@ -120,13 +124,12 @@ class Launcher:
         dw = self._out(len(rows.indices), heads)
         self._by_head(
             "spmm_select_edges_bwd_kernel", tasks.num_tasks * heads, 1,
-            *self._tasks(tasks), *self._adjacency(rows), self._in(grad), self._index(arg), self._in(x), dw, heads, width,
+            *self._tasks(tasks), *self._adjacency(rows), self._in(grad), self._index(arg), self._in(x), dw,
+            heads, width,
         )  # fmt: skip
         return dw
 
-    def sddmm(
-        self, rows: Rows, tasks: TaskList, lhs: Tensor, rhs: Tensor | None, heads: int, width: int
-    ) -> Tensor:
+    def sddmm(self, rows: Rows, tasks: TaskList, lhs: Tensor, rhs: Tensor | None, heads: int, width: int) -> Tensor:
         out = self._out(len(rows.indices), heads, width)
         self._flat(
             "sddmm_fwd_kernel", tasks.num_tasks, heads * width,
@@ -168,9 +171,7 @@ class Launcher:
             )  # fmt: skip
         return out
 
-    def edge_softmax_backward(
-        self, rows: Rows, tasks: TaskList, out: Tensor, grad: Tensor, head_lanes: int
-    ) -> Tensor:
+    def edge_softmax_backward(self, rows: Rows, tasks: TaskList, out: Tensor, grad: Tensor, head_lanes: int) -> Tensor:
         heads = out.shape[1]
         d_logits, ids = self._out(*out.shape), self._index(rows.edge_ids)
         out, grad = self._in(out), self._in(grad)
@@ -197,8 +198,9 @@ class Launcher:
     # ---- Fused attention
 
     def gat(
-        self, rows: Rows, tasks: TaskList, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: Dropout = NO_DROPOUT
-    ) -> tuple[Tensor, Tensor]:
+        self, rows: Rows, tasks: TaskList, x: Tensor, el: Tensor, er: Tensor, slope: float,
+        dropout: Dropout = NO_DROPOUT,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         _, heads, width = x.shape
         out, lse, partials = self._attention_outputs(rows, tasks, heads, width)
         self._flat(
@@ -280,7 +282,8 @@ class Launcher:
         operands = [self._in(tensor) for tensor in (x_src, x_dst, attention, d_logit)]
         self._by_head(
             "gatv2_dst_bwd_kernel", num_workers * heads, self._tiles(width),
-            *self._tasks(tasks), num_workers, *self._adjacency(rows), *operands, dx, partial, parts, heads, width, slope,
+            *self._tasks(tasks), num_workers, *self._adjacency(rows), *operands, dx, partial, parts,
+            heads, width, slope,
         )  # fmt: skip
         self._merge("sum_merge_kernel", tasks, heads * width, partial, dx, heads * width)
         return dx, parts
@@ -324,10 +327,10 @@ class Launcher:
         return out, lse, (partial, maxima, sums)
 
     def _out(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return self.place(poison(shape, dtype or self.options.features))
+        return self.place(poison(shape, dtype or self.options.features), True)
 
     def _in(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else self.place(tensor.contiguous())
+        return None if tensor is None else self.place(tensor.contiguous(), False)
 
     def _index(self, tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else self.place(tensor.to(self.options.index))
+        return None if tensor is None else self.place(tensor.to(self.options.index), False)

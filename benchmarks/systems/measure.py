@@ -145,16 +145,19 @@ class Bench:
             tempfile.TemporaryDirectory(prefix="systems_") as folder,
             self._network(cell) as (network, link_bits_per_s),
         ):
-            reference = self._reference(cell, graph, Path(folder))
             waiting = [system for system in systems if missing[system] is None]
+            reference = self._reference_file(cell, graph)
+            if waiting[:1] != ["dgl"] and not reference.is_file():
+                self._make_reference(cell, graph, Path(folder), reference)
             while waiting:
-                entries = self._start(cell, graph, waiting, network, Path(folder), reference)
-                waiting = waiting[len(entries) :]
+                entries: list[_Entry] = []
                 try:
+                    self._start(cell, graph, waiting, network, Path(folder), reference, entries)
                     self._take_turns(entries)
                 finally:
                     for entry in entries:
-                        self._end(entry)
+                        entry.team.end()
+                waiting = waiting[len(entries) :]
                 together = [entry.system for entry in entries if entry.failure is None]
                 for entry in entries:
                     line = self._line(cell, graph, run, entry.system) | self._result(cell, graph, entry)
@@ -173,31 +176,28 @@ class Bench:
                 raise NetworkError(f"links carry {measured:.3g} bit/s, limited to {cell.rate_bits_per_s:.3g}")
             yield network, measured
 
-    def _reference(self, cell: Cell, graph: PreparedGraph, folder: Path) -> dict[str, Any]:
-        """Returns what plain DGL computes from the initial weights; kept in the cache for other cells.
-
-        Raises:
-            SystemFailure: Plain DGL cannot run it: then there is nothing to hold others to.
-        """
+    def _reference_file(self, cell: Cell, graph: PreparedGraph) -> Path:
+        """Returns where the cache has, or will have, what plain DGL computes from the initial weights."""
         job = self.job(cell, graph, "dgl")
         names = ("model", "num_layers", "hidden", "heads", "dropout", "lr", "seed", "gate_epochs", "sample_size")
         facts = {name: getattr(job, name) for name in names}
         text = json.dumps([facts, graph.data, graph.num_edges, self.about["versions"]], sort_keys=True)
-        file = self.cache / "references" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
-        if not file.is_file():
-            self.on_phase("plain DGL, for the check of results")
-            team = Team(job=job, folder=folder / "reference", allocator=self.settings.allocator)
-            try:
-                team.start()
-                team.ask("prepare", timeout_s=self.settings.timeout_s)
-                sample = team.ask("check", timeout_s=self.settings.timeout_s)[0]
-            finally:
-                team.end()
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_suffix(f".{os.getpid()}")
-            aside.write_text(json.dumps(sample), encoding="utf-8")
-            aside.rename(file)
-        return gate.merge([json.loads(file.read_text(encoding="utf-8"))])
+        return self.cache / "references" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+    def _make_reference(self, cell: Cell, graph: PreparedGraph, folder: Path, file: Path) -> None:
+        """Has plain DGL compute it, in a cell in which it is not timed.
+
+        Raises:
+            SystemFailure: Plain DGL cannot run the cell: then there is nothing to hold others to.
+        """
+        self.on_phase("plain DGL, for the check of results")
+        team = Team(job=self.job(cell, graph, "dgl"), folder=folder / "reference", allocator=self.settings.allocator)
+        try:
+            team.start()
+            team.ask("prepare", timeout_s=self.settings.timeout_s)
+            _keep(file, gate.merge(team.ask("check", timeout_s=self.settings.timeout_s)))
+        finally:
+            team.end()
 
     def _start(
         self,
@@ -206,10 +206,13 @@ class Bench:
         systems: Sequence[str],
         network: EmulatedNetwork | None,
         folder: Path,
-        reference: dict[str, Any],
-    ) -> list[_Entry]:
-        """Starts, prepares and checks systems, one after another, as long as the next one fits beside them."""
-        entries: list[_Entry] = []
+        reference: Path,
+        entries: list[_Entry],
+    ) -> None:
+        """Starts, prepares and checks systems, one after another, as long as the next one fits beside them.
+
+        Each is added to `entries` before it is started, so that the caller can end all, whatever happens.
+        """
         largest = 0
         for number, system in enumerate(systems):
             before = psutil.virtual_memory().available
@@ -227,15 +230,19 @@ class Bench:
             entries.append(entry)
             self._try(entry, "prepare", functools.partial(self._prepare, entry, reference))
             largest = max(largest, before - psutil.virtual_memory().available)
-        return entries
 
-    def _prepare(self, entry: _Entry, reference: dict[str, Any]) -> None:
+    def _prepare(self, entry: _Entry, reference: Path) -> None:
         team, timeout_s = entry.team, self.settings.timeout_s
         team.start()
         start_s = time.monotonic()
         entry.facts = team.ask("prepare", timeout_s=timeout_s)[0]
         entry.prepare_s = time.monotonic() - start_s
-        entry.checked = gate.compare(gate.merge(team.ask("check", timeout_s=timeout_s)), reference)
+        sample = gate.merge(team.ask("check", timeout_s=timeout_s))
+        if entry.system == "dgl" and not reference.is_file():
+            _keep(reference, sample)
+        if not reference.is_file():
+            raise SystemFailure("there is nothing to check it against: plain DGL has failed")
+        entry.checked = gate.compare(sample, gate.merge([json.loads(reference.read_text(encoding="utf-8"))]))
         typical: list[dict[str, Any]] = []
         while entry.warmup < self.settings.warmup or (
             entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s))
@@ -267,10 +274,7 @@ class Bench:
             step()
         except (SystemFailure, gate.GateError) as failure:
             entry.failure = failure
-            self._end(entry)
-
-    def _end(self, entry: _Entry) -> None:
-        entry.team.end()
+            entry.team.end()
 
     # ---------------------------------------------------------------- lines
 
@@ -332,6 +336,14 @@ class Bench:
             "facts": facts,
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
+
+
+def _keep(file: Path, sample: dict[str, Any]) -> None:
+    """Writes aside and renames: whoever finds the file finds all of it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    aside = file.with_suffix(f".{os.getpid()}")
+    aside.write_text(json.dumps(sample), encoding="utf-8")
+    aside.rename(file)
 
 
 def summarise_epochs(epochs: Sequence[Sequence[dict[str, Any]]], *, is_emulated: bool) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import dgl.nn as dglnn
 import torch
 from torch import Tensor, nn
 
+from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
@@ -39,11 +40,12 @@ def forward_gat(
             fc_src, fc_dst = (self.fc_src, self.fc_dst) if hasattr(self, "fc_src") else (self.fc, self.fc)
             feat_src = fc_src(h_src).view(*h_src.shape[:-1], heads, width)
             feat_dst = fc_dst(h_dst).view(*h_dst.shape[:-1], heads, width)
+            el, er = _attend(feat_src, self.attn_l), _attend(feat_dst, self.attn_r)
         else:
             feat_src = self.fc(h_src).view(*h_src.shape[:-1], heads, width)
-            feat_dst = feat_src[: len(h_dst)]
-        graph.srcdata.update({"ft": feat_src, "el": _attend(feat_src, self.attn_l)})
-        graph.dstdata.update({"er": _attend(feat_dst, self.attn_r)})
+            feat_src, el, er = attention_terms(feat_src, self.attn_l, self.attn_r, num_dst=len(h_dst))
+        graph.srcdata.update({"ft": feat_src, "el": el})
+        graph.dstdata.update({"er": er})
         # In the order in which DGL's own forward causes them to be exchanged.
         el, x = _read_sources(graph, ("el", "ft"))
         er = graph.dstdata["er"]

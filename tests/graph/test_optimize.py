@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dgl_hybrid.graph import attention_terms
 from dgl_hybrid.graph.optimize import optimize, restore
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import EdgeDropout
@@ -543,3 +544,44 @@ def test_checkpointing_draws_the_mask_again(kind: str, use_reentrant: bool) -> N
     repeated = grads(lambda x: checkpoint(layer, graph, x, use_reentrant=use_reentrant))
     for actual, expected in zip(repeated, plain, strict=True):
         assert_close(actual, expected, "gradient")
+
+
+# ------------------------------------------------------------------------------------------ attention terms
+
+
+@pytest.mark.parametrize("piece", [1, 7 * HEADS * WIDTH, 1 << 20])
+@pytest.mark.parametrize("shape", [(NUM_SRC, HEADS, WIDTH), (NUM_SRC, 4, HEADS, WIDTH), (0, HEADS, WIDTH)])
+def test_terms_in_pieces(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_terms, "_PIECE_ELEMENTS", piece)
+    generator = torch.Generator().manual_seed(6)
+
+    def rows(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    num_dst = min(len(torch.empty(shape)), NUM_DST)
+    x, attn_l, attn_r, upstream = rows(*shape), rows(1, HEADS, WIDTH), rows(1, HEADS, WIDTH), rows(*shape).detach()
+    same, el, er = attention_terms.attention_terms(x * 1.0, attn_l, attn_r, num_dst=num_dst)
+    expected = (x * attn_l).sum(-1, keepdim=True), (x[:num_dst] * attn_r).sum(-1, keepdim=True)
+    assert torch.equal(same, x)
+    losses = []
+    for terms in ((el, er), expected):
+        left, right = (term * torch.sin(torch.arange(term.numel()).double()).view_as(term) for term in terms)
+        losses.append(left.sum() + right.sum() + (x * upstream if terms is expected else same * upstream).sum())
+        for term, other in zip(terms, expected, strict=True):
+            assert_close(term.detach(), other.detach(), "term")
+    wanted = [x, attn_l, attn_r]
+    for actual, grad in zip(*(torch.autograd.grad(loss, wanted) for loss in losses), strict=True):
+        assert_close(actual, grad, "gradient")
+
+
+def test_terms_of_frozen_parts() -> None:
+    x = torch.randn(4, HEADS, WIDTH)
+    attn_l, attn_r = torch.randn(2, 1, HEADS, WIDTH).unbind(0)
+    _, el, _ = attention_terms.attention_terms(x, attn_l.requires_grad_(), attn_r, num_dst=2)
+    (grad,) = torch.autograd.grad(el.sum(), attn_l)
+    torch.testing.assert_close(grad, x.sum(0, keepdim=True))
+    x.requires_grad_()
+    _, el, er = attention_terms.attention_terms(x * 1.0, attn_l.detach(), attn_r, num_dst=2)
+    (dx,) = torch.autograd.grad(el.sum() + er.sum(), x)
+    expected = attn_l.detach().expand_as(x) + torch.cat([attn_r.expand(2, -1, -1), torch.zeros(2, HEADS, WIDTH)])
+    torch.testing.assert_close(dx, expected)

@@ -27,7 +27,7 @@ from torch import Tensor
 SMALLEST_BYTES = 1 << 16
 """Below this the allocator's own lists are as good: such memory is not given back to the system."""
 
-LARGEST_WASTE = 2.0
+LARGEST_WASTE = 1.25
 """A block serves requests of at least its size divided by this."""
 
 IDLE_REQUESTS = 128
@@ -70,10 +70,11 @@ class BufferPool:
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes < SMALLEST_BYTES or (device is not None and device.type != "cpu"):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
+        block_bytes = -(-num_bytes // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES
         with self._lock:
-            block = self._find(num_bytes)
+            block = self._find(block_bytes)
         if block is None:
-            block = torch.empty(-(-num_bytes // _ROUNDED_TO_BYTES) * _ROUNDED_TO_BYTES, dtype=torch.uint8)
+            block = torch.empty(block_bytes, dtype=torch.uint8)
         lease = block.numpy()[:num_bytes]
         weakref.finalize(lease, self._shelf.put_back, block).atexit = False
         # Not a view of bytes: autograd would treat results that are views in ways of its own.
@@ -81,7 +82,7 @@ class BufferPool:
         buffer: Tensor = torch.empty(0, dtype=dtype).set_(storage, 0, tuple(shape), _strides(shape))
         return buffer
 
-    def _find(self, num_bytes: int) -> Tensor | None:
+    def _find(self, block_bytes: int) -> Tensor | None:
         """Takes the smallest block that fits out of the free ones, and drops those that were idle for long."""
         shelf = self._shelf
         shelf.num_requests += 1
@@ -91,7 +92,7 @@ class BufferPool:
         fitting = [
             (block.numel(), position)
             for position, (block, _) in enumerate(free)
-            if num_bytes <= block.numel() <= LARGEST_WASTE * num_bytes
+            if block_bytes <= block.numel() <= LARGEST_WASTE * block_bytes
         ]
         found = free.pop(min(fitting)[1])[0] if fitting else None
         shelf.free.extend(free)

@@ -121,7 +121,10 @@ class Communicator:
         moved = _as_moved(send.contiguous())
         with self._recorded(moved, send_counts, recv_counts, layer, backward) as tag:
             parts = self.transport.borrow_all_to_all(moved, list(recv_counts), list(send_counts), tag)
-        return [part.view(send.dtype).view(len(part), *send.shape[1:]) for part in parts]
+        return [
+            part.view(-1).view(send.dtype).view(count, *send.shape[1:])
+            for part, count in zip(parts, recv_counts, strict=True)
+        ]
 
     def send_buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory of arbitrary content for the rows of the next exchange, out of which they are sent fastest.

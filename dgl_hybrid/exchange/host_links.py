@@ -28,7 +28,7 @@ import torch
 from dgl_hybrid.exchange.shared_segments import Outbox, PeerSegment
 from dgl_hybrid.exchange.transport import Transport
 
-MEETING_TIMEOUT_S = 60.0
+MEETING_TIMEOUT_S = 20.0
 _HELLO_TIMEOUT_S = 10.0
 _WHERE_RANKS_ARE = ("on one host", "in one network namespace", "in one process namespace", "of one user")
 _DIGEST_BYTES, _SECRET_BYTES = 16, 16

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, MutableMapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import dgl
 import torch
@@ -34,7 +34,7 @@ from dgl_hybrid.training.stable_reads import StableReads
 
 _logger = logging.getLogger(__name__)
 
-TransportName = Literal["collective", "kvstore"]
+TransportName = Literal["auto", "collective", "shared_memory", "kvstore"]
 
 
 def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
@@ -45,8 +45,10 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
             KVStore, the servers run without the plugin.
         ValueError: No such transport.
     """
-    if transport not in ("collective", "kvstore"):
-        raise ValueError(f"transport must be 'collective' or 'kvstore' (got {transport!r})")
+    if transport not in get_args(TransportName):
+        raise ValueError(
+            f"transport must be one of {', '.join(map(repr, get_args(TransportName)))} (got {transport!r})"
+        )
     num_trainers = role.get_num_trainers()
     where = f"trainer {role.get_trainer_rank()} of {num_trainers}"
     is_initialized = dist.is_available() and dist.is_initialized()
@@ -71,7 +73,7 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
             f"torch.distributed must have one rank for each of DistDGL's {num_trainers} trainers (got "
             f"{dist.get_world_size()} ranks on {where})"
         )
-    return create_communicator()
+    return create_communicator(transport=transport)
 
 
 def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:

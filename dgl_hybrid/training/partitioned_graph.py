@@ -90,7 +90,7 @@ class PartitionedGraph:
         return PartitionedGraph(partition, chosen, node_data=partition.node_data, edge_data=partition.edge_data)
 
     @staticmethod
-    def from_dist_graph(g: DistGraph, *, transport: TransportName = "collective") -> PartitionedGraph:
+    def from_dist_graph(g: DistGraph, *, transport: TransportName = "auto") -> PartitionedGraph:
         """Sees a running `DistGraph` as this trainer's rank. Collective over all trainers; made once for each graph.
 
         Structure and fields stay where DistDGL's servers put them, in the machine's shared memory. Trainers of one
@@ -98,8 +98,9 @@ class PartitionedGraph:
 
         Args:
             g: Of a homogeneous graph, on a machine whose server keeps it by destination (format csc, the default).
-            transport: "collective" exchanges rows over `torch.distributed`, "kvstore" over DistDGL's servers, slowly,
-                where no backend of torch.distributed spans the hosts.
+            transport: "collective" exchanges rows over `torch.distributed`, "shared_memory" through the memory of the
+                host that all trainers run on; "auto" (the default) chooses between these two (`create_communicator`).
+                "kvstore" goes over DistDGL's servers, slowly, where no backend of torch.distributed spans the hosts.
 
         Raises:
             ExchangeError: On all ranks, if they are not numbered machine by machine, one for each trainer.
@@ -192,7 +193,7 @@ def as_partitioned(g: PartitionedGraph | DistGraph, transport: TransportName | N
         TypeError, ValueError: Neither, or a transport for a graph that has its own.
     """
     if isinstance(g, DistGraph):
-        return PartitionedGraph.from_dist_graph(g, transport=transport or "collective")
+        return PartitionedGraph.from_dist_graph(g, transport=transport or "auto")
     if not isinstance(g, PartitionedGraph):
         raise TypeError(
             f"full-graph training takes a dgl.distributed.DistGraph or a dgl_hybrid.PartitionedGraph (got "

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rank that is killed: its peers learn it at once, and nothing of what they shared stays on the host."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.emulated_network import EmulatedNetwork, why_unavailable
+from tests.exchange.lost_ranks import LOST_AT, WORLD_SIZE
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Sockets that the ranks had, and files of shared memory; other jobs on this host may have their own."""
+    addresses = [path.name.removeprefix("address_").replace("_", "/") for path in folder.glob("address_*")]
+    assert len(addresses) == WORLD_SIZE
+    listed = Path("/proc/net/unix").read_text().replace("_", "/")
+    files = [name for name in os.listdir("/dev/shm") if "dgl_hybrid" in name]
+    return [address for address in addresses if address in listed] + files
+
+
+@pytest.mark.parametrize("way", ["between exchanges", "amid an exchange", "with a child", "while it grows its memory"])
+def test_peers_of_a_killed_rank_are_told_at_once(way: str, tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.exchange.lost_ranks", str(rank), str(tmp_path), way],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        codes = [process.wait(timeout=100) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+        if (tmp_path / "child").exists():
+            os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert codes == [0, -signal.SIGKILL, 0]
+    ended_s = float((tmp_path / "end").read_text())
+    for rank in (0, 2):
+        answer = json.loads((tmp_path / f"rank{rank}").read_text())
+        # Who had been told of this exchange before, finishes it and learns it in the next.
+        calls = [LOST_AT, LOST_AT + 1] if way == "amid an exchange" else [LOST_AT]
+        assert any(f"exchange {call} (layer 2, forward) did not complete" in answer["said"] for call in calls)
+        assert "rank 1" in answer["said"]
+        assert "has ended" in answer["said"]
+        assert answer["at_s"] - ended_s < 10.0
+    deadline = time.monotonic() + 5
+    while leftovers(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.05)  # what a killed process had is closed soon, not at once
+    assert not leftovers(tmp_path)
+
+
+CHOOSE = """
+import sys, torch.distributed as dist
+from dgl_hybrid.exchange.communicator import create_communicator
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=int(sys.argv[1]), world_size=2)
+communicator = create_communicator()
+received = communicator.exchange_counts([int(sys.argv[1]) * 2, int(sys.argv[1]) * 2 + 1])
+print(communicator.backend, *received)
+dist.barrier()
+"""
+
+
+def test_hosts_of_an_emulated_network_do_not_share_memory(tmp_path: Path) -> None:
+    """They are one host in all but their network, which a benchmark of networks is about."""
+    why = why_unavailable()
+    if why is not None:
+        pytest.skip(f"network namespaces: {why}")
+    with contextlib.ExitStack() as stack:
+        network = stack.enter_context(EmulatedNetwork(num_hosts=2))
+        ranks = [
+            subprocess.Popen(
+                [*host.prefix, sys.executable, "-c", CHOOSE, str(host.index), str(tmp_path)],
+                cwd=ROOT,
+                env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0"},
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for host in network.hosts
+        ]
+        for process in ranks:
+            stack.callback(process.kill)
+        answers = [process.communicate(timeout=100)[0].split() for process in ranks]
+    assert answers == [["gloo", "0", "2"], ["gloo", "1", "3"]]

@@ -20,9 +20,10 @@ import torch
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
+from dgl_hybrid.ops.index_notes import kept_relation, notes_of
+
 _CPU_CONTEXT = (1, 0)  # device type and id, as DGL counts them
 _GPU_TYPE = 2
-_KEPT = "_dgl_hybrid_kept"
 
 
 class DeviceIndex(HeteroGraphIndex):
@@ -71,7 +72,11 @@ class DeviceIndex(HeteroGraphIndex):
         return self._degrees(etype, 1)[v.long()]
 
     def out_degrees(self, etype: int, v: Tensor) -> Tensor:
-        return self._degrees(etype, 0)[v.long()]
+        return self.all_out_degrees(etype)[v.long()]
+
+    def all_out_degrees(self, etype: int) -> Tensor:
+        """(S,) in the graph's id type; the same tensor on every call."""
+        return self._degrees(etype, 0)
 
     def adjacency_matrix_tensors(self, etype: int, transpose: bool, fmt: str) -> tuple[Any, ...]:
         def ask() -> tuple[Tensor, ...]:
@@ -92,8 +97,8 @@ class DeviceIndex(HeteroGraphIndex):
         return self._kept(("degrees", etype, side), count)[0]
 
     def _kept(self, key: tuple[Any, ...], ask: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        # On the index of the CPU: a script that moves the same graph in every epoch finds its tensors there already.
-        kept: dict[Any, tuple[Tensor, ...]] = vars(self.on_cpu).setdefault(_KEPT, {})
+        # Noted for the index of the CPU: a script that moves a graph in every epoch finds its tensors there already.
+        kept = notes_of(self.on_cpu).answers
         if (self.device, key) not in kept:
             kept[self.device, key] = self._answers(ask())
         return kept[self.device, key]
@@ -133,7 +138,7 @@ class DeviceIndex(HeteroGraphIndex):
     # ------------------------------------------------------- other graphs
 
     def get_relation_graph(self, etype: int) -> DeviceIndex:
-        return self._wrap(self.on_cpu.get_relation_graph(etype))
+        return self._wrap(kept_relation(self.on_cpu, etype, HeteroGraphIndex.get_relation_graph))
 
     def reverse(self) -> DeviceIndex:
         return self._wrap(self.on_cpu.reverse())

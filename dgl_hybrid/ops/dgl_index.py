@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The structure behind a DGL graph as a `SparseGraph`, made once per graph index.
-
-DGL's graph indices never change: `add_edges` and the like give a graph a new one. What is made of an index is kept on
-the Python object itself, so it is there as long as the graph is and goes with it. (A table keyed by the index is not
-possible: DGL 2.1's indices cannot be hashed.)
-"""
+"""The structure behind a DGL graph as a `SparseGraph`, made once per graph index."""
 
 from __future__ import annotations
 
@@ -14,11 +9,8 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.device_index import DeviceIndex
+from dgl_hybrid.ops.index_notes import notes_of
 from dgl_hybrid.ops.sparse_graph import SparseGraph
-
-_GRAPHS = "_dgl_hybrid_graphs"
-_EDGELESS = "_dgl_hybrid_edgeless"
-_CLAIM = "_dgl_hybrid_claim"
 
 
 def sparse_graph_of(index: Any, device: torch.device | str | None = None) -> SparseGraph | None:
@@ -34,13 +26,12 @@ def sparse_graph_of(index: Any, device: torch.device | str | None = None) -> Spa
         None if the graph has several edge types, or none.
     """
     index, target = _home(index, device)
-    graphs: dict[torch.device, SparseGraph] | None = vars(index).get(_GRAPHS)
-    if graphs is None:
+    graphs = notes_of(index).graphs
+    if not graphs:
         if index.number_of_etypes() != 1:
             return None
         graph = _convert(index)
-        graphs = {graph.device: graph}
-        setattr(index, _GRAPHS, graphs)
+        graphs[graph.device] = graph
     home = next(iter(graphs.values()))
     if target is None or target == home.device:
         return home
@@ -57,7 +48,7 @@ def destinations_without_edges(index: Any, device: torch.device) -> Tensor | Non
         device: Where the result shall lie.
     """
     index, _ = _home(index, None)
-    found: dict[torch.device, Tensor | None] = vars(index).setdefault(_EDGELESS, {})
+    found = notes_of(index).edgeless
     if device not in found:
         graph = sparse_graph_of(index)
         assert graph is not None
@@ -76,12 +67,12 @@ def _home(index: Any, device: torch.device | str | None) -> tuple[Any, torch.dev
 
 def claim(index: Any) -> None:
     """Marks an index as one of a graph of ours, whose operations reach our ops without being asked for."""
-    setattr(index, _CLAIM, True)
+    notes_of(index).is_claimed = True
 
 
 def is_claimed(index: Any) -> bool:
-    """Tells whether `claim` was called with this index."""
-    return _CLAIM in vars(index)
+    """Tells whether `claim` was called with this index, or with that of the graph whose only edge type it is."""
+    return notes_of(index).is_claimed
 
 
 def _convert(index: Any) -> SparseGraph:

@@ -18,12 +18,14 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
+from dgl.base import ALL, is_all
 from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
 from dgl_hybrid.errors import CompatError
 from dgl_hybrid.ops.device_index import DeviceIndex, dgl_can_use, move_graph
 from dgl_hybrid.ops.dgl_index import is_claimed, sparse_graph_of
+from dgl_hybrid.ops.index_notes import kept_relation
 from dgl_hybrid.ops.op_counts import count
 from dgl_hybrid.ops.routed import Declined, routed_edge_softmax, routed_sddmm, routed_spmm
 
@@ -87,7 +89,7 @@ def _gsddmm(
     )
 
 
-def _edge_softmax(original: _Original, gidx: Any, logits: Any, eids: Any = "__ALL__", norm_by: str = "dst") -> Tensor:
+def _edge_softmax(original: _Original, gidx: Any, logits: Any, eids: Any = ALL, norm_by: str = "dst") -> Tensor:
     if isinstance(gidx, IndexStandIn):
         return gidx.edge_softmax(partial(_edge_softmax, original), logits, eids, norm_by)
     if not _is_served(gidx):
@@ -122,6 +124,10 @@ def _is_served(gidx: Any) -> bool:
     return _served == "all" or is_claimed(gidx) or isinstance(gidx, DeviceIndex)
 
 
+def _get_relation_graph(original: Callable[..., Any], self: Any, etype: int) -> Any:
+    return kept_relation(self, etype, original) if _is_served(self) else original(self, etype)
+
+
 # ---------------------------------------------------------------------------------------- with every graph served
 
 
@@ -132,18 +138,17 @@ def _hetero(name: str, original: Callable[..., Any], gidx: Any, *args: Any, **kw
     return original(gidx, *args, **kwargs)
 
 
-def _get_relation_graph(original: Callable[..., Any], self: Any, etype: int) -> Any:
-    # DGL makes a new object on each `graph[etype]`, and with it what we keep on the object would be made anew.
-    kept: dict[int, Any] = vars(self).setdefault("_dgl_hybrid_relations", {})
-    if int(etype) not in kept:
-        kept[int(etype)] = original(self, etype)
-    return kept[int(etype)]
-
-
 def _to(original: Callable[..., Any], self: Any, device: Any, **kwargs: Any) -> Any:
-    if device is None or (not isinstance(self._graph, DeviceIndex) and dgl_can_use(torch.device(device))):
+    if device is None or dgl_can_use(torch.device(device)):
         return original(self, device, **kwargs)
-    return move_graph(self, device, **kwargs)
+    return graph_to_device(self, device, **kwargs)
+
+
+def _out_degrees(original: Callable[..., Any], self: Any, u: Any = ALL, etype: Any = None) -> Any:
+    # DGL checks its own node ids here, which would move them to the CPU in every forward of GraphConv.
+    if isinstance(self._graph, DeviceIndex) and is_all(u):
+        return self._graph.all_out_degrees(self.get_etype_id(etype))
+    return original(self, u, etype)
 
 
 # ---------------------------------------------------------------------------------------- what is installed
@@ -159,6 +164,12 @@ _hooks = HookSet(
         _in_ops("spmm", "gspmm_internal", "gidx op reduce_op lhs_data rhs_data", _gspmm),
         _in_ops("sddmm", "gsddmm_internal", "gidx op lhs_data rhs_data lhs_target rhs_target", _gsddmm),
         _in_ops("edge_softmax", "edge_softmax_internal", "gidx logits eids norm_by", _edge_softmax),
+        Hook(
+            module="dgl.heterograph_index",
+            name="HeteroGraphIndex.get_relation_graph",
+            parameters="self etype",
+            action=_get_relation_graph,
+        ),
     )
 )
 _hooks_for_all = HookSet(
@@ -178,14 +189,11 @@ _hooks_for_all = HookSet(
             "gidx eids norm_by logits",
             partial(_hetero, "edge_softmax.hetero"),
         ),
-        Hook(
-            module="dgl.heterograph_index",
-            name="HeteroGraphIndex.get_relation_graph",
-            parameters="self etype",
-            action=_get_relation_graph,
-        ),
         Hook(module="dgl.heterograph", name="DGLGraph.to", parameters="self device kwargs", action=_to),
     )
+)
+_hooks_for_device_graphs = HookSet(
+    (Hook(module="dgl.heterograph", name="DGLGraph.out_degrees", parameters="self u etype", action=_out_degrees),)
 )
 _served: ServedGraphs = "layer_blocks"
 _has_blocks = False
@@ -247,21 +255,24 @@ def graph_to_device(graph: Any, device: torch.device | str, **kwargs: Any) -> An
 
 
 def _install(*, for_all: bool) -> None:
-    """Installs what is needed and removes what is not; what cannot be installed changes nothing."""
-    was_installed = _hooks.is_installed
-    if for_all or _has_blocks or _has_device_graphs:
-        _hooks.install()
-    else:
-        _hooks.remove()
-    if not for_all:
-        _hooks_for_all.remove()
-        return
+    """Installs what is needed and removes what is not; if something cannot be installed, changes nothing."""
+    wanted = {
+        _hooks: for_all or _has_blocks or _has_device_graphs,
+        _hooks_for_all: for_all,
+        _hooks_for_device_graphs: for_all or _has_device_graphs,
+    }
+    before = {hooks: hooks.is_installed for hooks in wanted}
     try:
-        _hooks_for_all.install()
+        for hooks, is_wanted in wanted.items():
+            if is_wanted:
+                hooks.install()
     except CompatError:
-        if not was_installed:
-            _hooks.remove()
+        wanted = before
         raise
+    finally:
+        for hooks, is_wanted in wanted.items():
+            if not is_wanted:
+                hooks.remove()
 
 
 __all__ = ["IndexStandIn", "count", "graph_to_device", "route_ops", "serve_blocks", "sparse_graph_of"]

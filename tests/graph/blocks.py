@@ -6,12 +6,16 @@ from __future__ import annotations
 from typing import Any
 
 import dgl
+import dgl.backend.pytorch.sparse as dgls_sparse
 import dgl.function as fn
+import dgl.nn as dglnn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from dgl_hybrid.ops.routing import route_ops
 
 
 def one_layer(part_config: str, *, edgeless_rank: int | None = None, **sampler: Any) -> tuple[Any, Any, Any]:
@@ -127,6 +131,31 @@ def run_fields(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
         "gradient_after_no_grad": torch.equal(kept, x.grad),
         "in_place_write_is_seen": torch.equal(after, 2.0 * before),
     }
+
+
+def run_routes(rank: int, world_size: int, part_config: str, served: Any) -> dict[str, int]:
+    """Counts one forward and backward; of DGL's kernels none may run unless they are asked for."""
+    _, x, (block, _) = one_layer(part_config)
+    convs = [
+        dglnn.SAGEConv(5, 3, "pool"),
+        dglnn.GATConv(5, 3, 2, allow_zero_in_degree=True),
+        dglnn.DotGatConv(5, 3, 2, allow_zero_in_degree=True),
+    ]
+    route_ops(served)
+    reset_op_counts()
+    kernels = {name: getattr(dgls_sparse, name) for name in ("_gspmm", "_gsddmm", "_edge_softmax_forward")}
+    try:
+        if served != "none":
+            for name in kernels:
+                setattr(dgls_sparse, name, None)
+        for conv in convs:
+            conv.double()(block, x).sum().backward()
+        return op_counts()
+    finally:
+        for name, kernel in kernels.items():
+            setattr(dgls_sparse, name, kernel)
+        route_ops("layer_blocks")
+        reset_op_counts()
 
 
 def run_copies(rank: int, world_size: int, part_config: str) -> dict[str, bool]:

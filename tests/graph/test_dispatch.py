@@ -7,9 +7,12 @@ import sys
 
 import dgl
 import dgl.nn as dglnn
+import pytest
 import torch
 
 from dgl_hybrid.graph import dispatch
+from tests.graph.blocks import run_routes
+from tests.helpers.world import run_ranks
 
 
 def current() -> list[object]:
@@ -58,3 +61,15 @@ def test_ordinary_graphs_pass_through() -> None:
 
 def test_modules_of_dgl_ops_are_the_ones_wrapped() -> None:
     assert sys.modules["dgl.ops.spmm"].gspmm_internal.__wrapped__
+
+
+@pytest.mark.parametrize("served", ["layer_blocks", "all", "none"])
+def test_layer_blocks_reach_our_ops_unless_told_otherwise(served: str, folder: str) -> None:
+    ops = (
+        *("edge_softmax.dst", "sddmm.u_add_v", "sddmm.u_dot_v"),
+        *("spmm.copy_u.max", "spmm.u_mul_e.sum"),
+    )
+    times = {"edge_softmax.dst": 2, "spmm.u_mul_e.sum": 2}
+    route = "dgl: routing is off" if served == "none" else "ours"
+    for counts in run_ranks(3, run_routes, folder, served):
+        assert counts == {f"{op}/{route}": times.get(op, 1) for op in ops}

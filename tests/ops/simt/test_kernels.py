@@ -55,3 +55,8 @@ def test_nan_wins_and_the_first_of_equals(reduce: str, weight: str, profile: str
 def test_sum_passes_nan_and_infinity_on() -> None:
     variant = ("REDUCE=REDUCE_SUM", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_HEAD")
     run_under_schedules(make_case("SPMM", variant, "idle_lanes"), "special")
+
+
+def test_winners_beyond_32_bits() -> None:
+    variant = ("REDUCE=REDUCE_MAX", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_NONE")
+    run_under_schedules(make_case("SPMM", variant, "full_warp"), "far_edge_rows")

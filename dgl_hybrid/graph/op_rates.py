@@ -24,7 +24,7 @@ from dgl_hybrid.ops import EdgeDropout, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
 
 _NUM_NODES, _DEGREE = 4096, 16
-_ROUNDS = 3
+_ROUNDS = 5
 
 
 @functools.cache
@@ -38,8 +38,7 @@ def weighted_slowdown(num_heads: int, head_width: int) -> float:
     block = _sample_block()
     x = _random_rows(_NUM_NODES, num_heads, head_width)
     weight = _random_rows(block.num_edges(), num_heads, 1)
-    weighted = _time(lambda: dgl.ops.u_mul_e_sum(block, x, weight))
-    return max(1.0, weighted / _copy_time(num_heads * head_width))
+    return _slowdown(lambda: dgl.ops.u_mul_e_sum(block, x, weight), _copying(num_heads * head_width))
 
 
 @functools.cache
@@ -56,13 +55,11 @@ def attention_slowdown(op: FusedOp, num_heads: int, head_width: int, *, has_drop
     assert edges is not None
     x, el, er = (_random_rows(_NUM_NODES, num_heads, width) for width in (head_width, 1, 1))
     dropout = EdgeDropout.from_call(0.5, seed=0, step=0, call_index=0) if has_dropout else None
+    copying = _copying(num_heads * head_width)
     if op == "gat":
-        fused = _time(lambda: gat(edges, x, el, er, dropout=dropout))
-    else:
-        x_dst = _random_rows(_NUM_NODES, num_heads, head_width)
-        attention = _random_rows(num_heads, head_width)
-        fused = _time(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout))
-    return max(1.0, fused / _copy_time(num_heads * head_width))
+        return _slowdown(lambda: gat(edges, x, el, er, dropout=dropout), copying)
+    x_dst, attention = _random_rows(_NUM_NODES, num_heads, head_width), _random_rows(num_heads, head_width)
+    return _slowdown(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout), copying)
 
 
 class InEdgeSum:
@@ -87,7 +84,7 @@ class InEdgeSum:
 def row_slowdown(function: Callable[[Tensor], Tensor]) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
     x = torch.randn(4 * _NUM_NODES, 64).requires_grad_()
-    return max(1.0, _time(lambda: function(x)) / _time(lambda: x * 2.0))
+    return _slowdown(lambda: function(x), lambda: x * 2.0)
 
 
 @functools.cache
@@ -97,20 +94,22 @@ def _sample_block() -> LayerBlock:
     return build_block_of(indptr, sources)
 
 
-@functools.cache
-def _copy_time(width: int) -> float:
+def _copying(width: int) -> Callable[[], Tensor]:
     block, x = _sample_block(), _random_rows(_NUM_NODES, width)
-    return _time(lambda: dgl.ops.copy_u_sum(block, x))
+    return lambda: dgl.ops.copy_u_sum(block, x)
 
 
 def _random_rows(*shape: int) -> Tensor:
     return torch.rand(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
 
 
-def _time(run: Callable[[], Tensor]) -> float:
-    elapsed = []
-    for _ in range(_ROUNDS + 1):
-        start = time.perf_counter()
-        run().sum().backward()
-        elapsed.append(time.perf_counter() - start)
-    return statistics.median(elapsed[1:])
+def _slowdown(run: Callable[[], Tensor], plain: Callable[[], Tensor]) -> float:
+    """Times both by turns, so that whatever else the machine does falls on either; the first round warms up."""
+    ratios = [_elapsed_s(run) / _elapsed_s(plain) for _ in range(_ROUNDS + 1)]
+    return max(1.0, statistics.median(ratios[1:]))
+
+
+def _elapsed_s(run: Callable[[], Tensor]) -> float:
+    start = time.perf_counter()
+    run().sum().backward()
+    return time.perf_counter() - start

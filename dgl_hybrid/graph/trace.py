@@ -240,9 +240,9 @@ def trace_model(
         if keep_static:
             for block in blocks:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
-            # The first epoch makes what is kept; what the others cost is of interest.
-            with torch.no_grad(), _QuietMode(record, sizes):
-                copied(*args, **kwargs)
+        # The first epoch makes what is kept, results and structures; what the others cost is of interest.
+        with _QuietMode(record, sizes):
+            copied(*args, **kwargs)
         for block in blocks:
             block.observer = observer
         costs = _CostMode(record, sizes, num_edges)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from dgl_hybrid.graph.op_rates import InEdgeSum, row_slowdown, weighted_slowdown
+from dgl_hybrid.graph.op_rates import InEdgeSum, attention_slowdown, row_slowdown, weighted_slowdown
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 
 
 def test_sums_over_in_edges() -> None:
@@ -20,7 +21,18 @@ def test_sums_over_in_edges() -> None:
     assert torch.equal(sum_in_edges(torch.tensor([0, 0, 1, 1]), torch.tensor([2]), rows)[1], rows[2])
 
 
+def test_what_blocks_run_is_timed() -> None:
+    reset_op_counts()
+    weighted_slowdown(2, 5)
+    counts = op_counts()
+    assert counts["spmm.u_mul_e.sum/ours"] == counts["spmm.copy_u.sum/ours"] > 1
+    assert not any("dgl" in name for name in counts)
+
+
 def test_slowdowns_are_ratios_of_at_least_one() -> None:
     # Timings themselves are not asserted: machines are noisy.
     assert 1.0 <= weighted_slowdown(4, 8) < float("inf")
+    for has_dropout in (False, True):
+        assert 1.0 <= attention_slowdown("gat", 4, 8, has_dropout=has_dropout) < float("inf")
+        assert 1.0 <= attention_slowdown("gatv2", 4, 8, has_dropout=has_dropout) < float("inf")
     assert 1.0 <= row_slowdown(lambda x: torch.exp(torch.sin(x))) < float("inf")

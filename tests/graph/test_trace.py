@@ -10,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph import trace as trace_module
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.trace import TraceResult, trace_model
+from dgl_hybrid.ops.routing import route_ops
 
 IN, HIDDEN, OUT = 5, 9, 3
 
@@ -75,6 +78,54 @@ def test_attention_travels_with_its_features_and_is_dearer_by_the_edge() -> None
     assert gat.operand_width == HIDDEN + 3
     assert gat.edge_bytes > gcn.edge_bytes
     assert gat.edge_held_bytes > 0
+
+
+@pytest.mark.parametrize("kind", [dglnn.GATConv, dglnn.GATv2Conv])
+def test_fused_attention_sends_what_the_layer_sends_and_keeps_no_edges(kind: type[nn.Module]) -> None:
+    def build() -> Stack:
+        options = {"attn_drop": 0.5, "allow_zero_in_degree": True}
+        return Stack(kind(IN, HIDDEN // 3, 3, **options), kind(HIDDEN, OUT, 1, **options))
+
+    as_is, fused = trace(build()).trace, trace(optimize(build())).trace
+    for one, other in zip(as_is.layers, fused.layers, strict=True):
+        assert other.operand_width == one.operand_width
+        assert (other.operand_bytes_fwd, other.operand_bytes_bwd) == (one.operand_bytes_fwd, one.operand_bytes_bwd)
+        assert one.edge_held_bytes > 0
+        assert other.edge_held_bytes == 0
+
+
+def test_a_fused_layer_is_priced_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def attention_slowdown(op: str, num_heads: int, head_width: int, *, has_dropout: bool) -> float:
+        asked.append((op, num_heads, head_width, has_dropout))
+        return 10.0
+
+    monkeypatch.setattr(trace_module, "attention_slowdown", attention_slowdown)
+    model = Stack(dglnn.GATConv(IN, HIDDEN // 3, 3, attn_drop=0.5), dglnn.GATv2Conv(HIDDEN, OUT, 1))
+    first, second = trace(optimize(model)).trace.layers
+    assert asked == [("gat", 3, HIDDEN // 3, True), ("gatv2", 1, OUT, False)]
+    assert first.edge_bytes == pytest.approx(10.0 * 2 * 4 * HIDDEN)
+    assert second.edge_bytes == pytest.approx(10.0 * 2 * 4 * OUT)
+
+
+@pytest.mark.parametrize("kind", [dglnn.GraphConv, dglnn.SAGEConv, dglnn.GATConv])
+def test_ops_of_ours_are_not_charged_twice(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are visible to the dispatcher, which DGL's kernels are not; softmax over edges is charged only there."""
+    monkeypatch.setattr(trace_module, "weighted_slowdown", lambda heads, width: 3.0)
+    more = {dglnn.SAGEConv: ("mean",), dglnn.GATConv: (1,)}.get(kind, ())
+    ours = trace(Stack(kind(IN, HIDDEN, *more), kind(HIDDEN, OUT, *more))).trace
+    route_ops("none")
+    try:
+        dgls = trace(Stack(kind(IN, HIDDEN, *more), kind(HIDDEN, OUT, *more))).trace
+    finally:
+        route_ops("layer_blocks")
+    for one, other in zip(ours.levels, dgls.levels, strict=True):
+        assert one.row_flops == other.row_flops
+        assert one.row_bytes == pytest.approx(other.row_bytes, rel=0.2)
+    for layer, plain in zip(ours.layers, dgls.layers, strict=True):
+        # DGL's softmax has a backward in PyTorch, which is visible, too.
+        assert layer.edge_bytes == pytest.approx(plain.edge_bytes, rel=0.1 if kind is dglnn.GATConv else 1e-9)
 
 
 def test_dropout_costs_rows() -> None:

@@ -60,18 +60,19 @@ def attend(
     """`(out (N, H, D), lse (N, H))` of gat from el and er, or of gatv2 from x_src, x_dst and the `attention` vector."""
     scores = _Scores(right, left, left[0].numel() if len(left) else 0, attention, slope)
     out, largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout)
-    lse = total.log_().add_(largest)
+    lse = _log_sum_exp(largest, total)
     if plan.has_long_rows:
         merger, row_of_part = plan.merger, plan.long_row_of_part
         part_scores = _Scores(right[plan.long_rows][row_of_part], left, scores.moving_stride, attention, slope)
         out_parts, largest, total = _run_forward(plan.index, plan.parts, x, part_scores, dropout)
-        lse_parts = total.log_().add_(largest)
-        row_largest, _ = select_rows(merger, Operand(lse_parts.unsqueeze(-1), by_edge=True), least=False)
-        weights = lse_parts.sub_(row_largest.squeeze(-1)[row_of_part]).exp_()
-        row_total = sum_rows(merger, Operand(weights.unsqueeze(-1), by_edge=True))
-        merged = sum_rows(merger, Operand(out_parts, weights=weights, by_edge=True))
-        out[plan.long_rows] = merged.div_(row_total)
-        lse[plan.long_rows] = row_total.log_().add_(row_largest).squeeze(-1)
+        # float64 between the parts: an error of lse is a relative error of everything in the row.
+        lse_parts = total.double().log_().add_(largest).unsqueeze(-1)
+        row_largest, _ = select_rows(merger, Operand(lse_parts, by_edge=True), least=False)
+        weights = lse_parts.sub_(row_largest[row_of_part]).exp_()
+        row_total = sum_rows(merger, Operand(weights, by_edge=True))
+        weights = weights.div_(row_total[row_of_part]).squeeze(-1).to(x.dtype)
+        out[plan.long_rows] = sum_rows(merger, Operand(out_parts, weights=weights, by_edge=True))
+        lse[plan.long_rows] = row_total.log_().add_(row_largest).squeeze(-1).to(x.dtype)
     return out, lse
 
 
@@ -130,6 +131,11 @@ def gatv2_backward(
     one_row = RowPlan(torch.tensor([0, len(partial)]))
     d_attention = sum_rows(one_row, Operand(partial, by_edge=True))[0]
     return dx_src, dx_dst, d_attention.to(attention.dtype)
+
+
+def _log_sum_exp(largest: Tensor, total: Tensor) -> Tensor:
+    """Rounded once: the backward takes exp of it, so its absolute error is a relative one of the whole row."""
+    return total.double().log_().add_(largest).to(largest.dtype)
 
 
 def _head_blocks(num_heads: int, width: int, max_elements: int) -> Iterator[tuple[int, Block]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
-from dgl_hybrid.ops.cpu.host import target_machine
+from dgl_hybrid.ops.cpu.host import new_target_machine
 
 Kernel = Callable[[int], None]
 """Compiled code: takes the address of its arguments; other Python threads run meanwhile."""
@@ -19,7 +19,6 @@ Kernel = Callable[[int], None]
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _kernels: dict[Hashable, Kernel] = {}
-_engines: list[Any] = []  # own the code, which stays for the life of the process
 _lock = threading.Lock()
 
 
@@ -50,27 +49,27 @@ def num_compiled_kernels() -> int:
 
 
 def _compile(assembly: str) -> Kernel:
-    machine = target_machine()
+    machine = new_target_machine()
     module = llvm.parse_assembly(assembly)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     module.verify()
-    _optimise(module)
+    _optimise(module, machine)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    _engines.append(engine)
-    return _SIGNATURE(engine.get_function_address("kernel"))
+    kernel = _SIGNATURE(engine.get_function_address("kernel"))
+    engine.detach()  # the code stays for the life of the process; nothing frees it while the interpreter shuts down
+    return kernel
 
 
-def _optimise(module: Any) -> None:
-    """Registers for variables, common subexpressions, invariants out of loops; loops are as they should be."""
-    builder = llvm.create_pass_builder(target_machine(), llvm.create_pipeline_tuning_options(speed_level=2))
+def _optimise(module: Any, machine: Any) -> None:
+    """Registers for variables, common subexpressions, invariants out of loops; the loops are as they should be."""
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
     passes = llvm.create_new_module_pass_manager()
     passes.add_sroa_pass()
     passes.add_instruction_combine_pass()
     passes.add_simplify_cfg_pass()
     passes.add_loop_rotate_pass()
     passes.add_new_gvn_pass()
-    passes.add_instruction_combine_pass()
     passes.add_loop_strength_reduce_pass()
     passes.add_simplify_cfg_pass()
     passes.run(module, builder)

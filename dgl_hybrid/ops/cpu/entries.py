@@ -16,7 +16,7 @@ make no difference beyond noise; without it a power-law graph of 3 M edges takes
 
 def prefetch_distance(row_bytes: int) -> int:
     """By how many entries to ask ahead for rows of that length."""
-    return max(4, min(32, PREFETCH_BYTES // row_bytes))
+    return max(4, min(32, PREFETCH_BYTES // max(1, row_bytes)))
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,15 @@ class VectorUnit:
 
 
 @cache
-def target_machine() -> Any:
-    """LLVM's target machine for this processor, with everything the processor offers."""
+def _target() -> Any:
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
-    target = llvm.Target.from_default_triple()
-    return target.create_target_machine(
+    return llvm.Target.from_default_triple()
+
+
+def new_target_machine() -> Any:
+    """A target machine of LLVM for this processor, with everything the processor offers; an engine takes it over."""
+    return _target().create_target_machine(
         cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
     )
 

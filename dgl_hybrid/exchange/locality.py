@@ -20,8 +20,8 @@ many are distinct? Sums over in-edges, one thread, F = 64, time in the new order
 | points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.20 | 0.97 | no |
 | communities of 500, in order (100 k, 2 M) | 0.35 | 0.79 | 1.30 | no |
 
-On these, ordering by degree changed nothing (0.95 to 1.14), and clusters by label propagation were seldom better and
-took forty times as long to find.
+The times are of DGL's kernel; ours gain as much (shuffled grid: sum 0.20, fused attention 0.24). Ordering by degree
+changed nothing (0.95 to 1.14), and clusters by label propagation were seldom better and took forty times as long.
 """
 
 from __future__ import annotations

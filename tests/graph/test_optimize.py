@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid.graph import attention_terms
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize, restore
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from dgl_hybrid.ops.routing import graph_to_device
 from tests.helpers.exactness import assert_close
 
 NUM_SRC, NUM_DST, NUM_EDGES, IN, WIDTH, HEADS = 30, 20, 110, 5, 3, 2
@@ -109,7 +111,7 @@ def run(layer: Any, graph: Any, inputs: list[Tensor], **options: Any) -> Result:
     layer.zero_grad()
     outputs = layer(graph, feat, **options)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
-    weights = [torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view_as(y).to(y.dtype) for y in outputs]
+    weights = [torch.cos(torch.arange(y.numel(), dtype=torch.float64)).view(y.shape).to(y) for y in outputs]
     loss = sum((y * w).sum() for y, w in zip(outputs, weights, strict=True))
     named = {name: parameter for name, parameter in layer.named_parameters() if parameter.requires_grad}
     wanted = [*named.values(), *inputs]
@@ -209,6 +211,25 @@ def test_float32(kind: str) -> None:
     layer, inputs = make(kind).float(), [x.detach().float().requires_grad_() for x in inputs_for(graph)]
     expected, actual = run(layer, graph, inputs), run(optimize(copy.deepcopy(layer)), graph, inputs)
     assert_same(actual, expected, tolerance=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+@pytest.mark.parametrize("graph", [plain_graph, dgl_block, layer_block])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_on_cuda(kind: str, graph: Callable[[], Any], drop: float) -> None:
+    """As on the CPU, with the same masks: their keys come from the generator of the CPU."""
+    built = graph()
+    moved = built.to("cuda") if isinstance(built, LayerBlock) else graph_to_device(built, "cuda")
+    layer = optimize(make(kind, residual=True, attn_drop=drop).float())
+    inputs = [x.detach().float().requires_grad_() for x in inputs_for(built)]
+    torch.manual_seed(17)
+    expected = run(layer, built, inputs)
+    torch.manual_seed(17)
+    actual = run(layer.to("cuda"), moved, [x.detach().cuda().requires_grad_() for x in inputs])
+    assert op_counts()[f"{kind}/ours"] == 2
+    on_cpu = Result([y.cpu() for y in actual.outputs], {name: grad.cpu() for name, grad in actual.grads.items()})
+    assert_same(on_cpu, expected, tolerance=1e-4)
 
 
 @pytest.mark.parametrize("kind", LAYERS)

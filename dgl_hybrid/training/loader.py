@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -27,6 +29,7 @@ from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.fields import GraphFields
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
+from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.step import Step
 
@@ -62,10 +65,14 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
+        autotune: With strategy "hybrid": the pure plans and the best hybrids each run three epochs, and the one that
+            measured fastest stays; trials begin anew when epochs drift. The id tensors that are yielded change with the
+            plan, so read by them in every epoch. False takes what is predicted fastest.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
-            script has initialised) or "kvstore" (DistDGL's servers); None means "collective".
+            script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter where it is
+            possible) or "kvstore" (DistDGL's servers); None means "auto".
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 
@@ -90,6 +97,7 @@ class FullGraphLoader:
         loss_denominator: float | None = None,
         seed: int | None = None,
         row_order: RowOrder = "auto",
+        autotune: bool = True,
         keep_static: bool = True,
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
@@ -108,8 +116,16 @@ class FullGraphLoader:
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
             self._row_order = check_row_order(row_order)
-        self._keep_static = keep_static
-        self._check_alike(forced is not None, model is not None, keep_static)
+        self._keep_static, self._autotune = keep_static, autotune
+        self._check_alike(
+            {
+                "layers": self.num_layers,
+                "plan given": forced is not None,
+                "model given": model is not None,
+                "keep_static": keep_static,
+                "autotune": autotune,
+            }
+        )
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self.num_seeds = len(seeds) - num_borrowed
@@ -123,8 +139,11 @@ class FullGraphLoader:
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
         self._steps_done = 0
+        self._is_new = True
+        self._epoch_ns = 0
+        self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
-        """What was planned and why; None until there is a plan."""
+        """The plan that runs, and why; None until there is one."""
         self.forced = forced is not None
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
@@ -135,24 +154,35 @@ class FullGraphLoader:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, dense_below=self.num_layers)
 
-    def _check_alike(self, has_plan: bool, has_model: bool, keep_static: bool) -> None:
+    def _check_alike(self, options: dict[str, int]) -> None:
         """Raises on every rank, if ranks give loaders of different kinds. Collective."""
-        kinds = self.communicator.gather_ints([self.num_layers, int(has_plan), int(has_model), int(keep_static)])
+        kinds = self.communicator.gather_ints([int(value) for value in options.values()])
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
                 raise ValueError(
-                    f"every rank must make the same loader: (layers, plan given, model given, keep_static) is "
-                    f"{kinds[0]} on rank 0 and {kind} on rank {rank}"
+                    f"every rank must make the same loader: ({', '.join(options)}) is {kinds[0]} on rank 0 and {kind} "
+                    f"on rank {rank}"
                 )
 
     # ---------------------------------------------------------------- plan and build
 
     def _plan(self, model: nn.Module, template: CallTemplate) -> None:
-        outcome = self._maker.make(model, template)
+        self._trials = None
+        self._follow(self._maker.make(model, template))
+
+    def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
         self._build(list(outcome.plan.cached), dense_below=outcome.dense_below)
+        if self._trials is None and self._autotune and len(outcome.candidates) > 1:
+            self._trials = PlanTrials(len(outcome.candidates))
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the plan stays from now on: it is made, and no trials are under way."""
+        return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
 
     def _build(self, cached: list[Tensor], *, dense_below: int) -> None:
+        self._is_new = True
         g, communicator = self.graph, self.communicator
         sets = close_levels(
             communicator,
@@ -210,6 +240,7 @@ class FullGraphLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
         self.graph.agree_on_writes()
+        self._continue_trials()
         if self._keep_static:
             drop_changed([block.static_results for block in self.blocks], self.communicator)
         if self._prefetch.versions(self.graph) != self._prefetched:
@@ -228,11 +259,36 @@ class FullGraphLoader:
             number=self._steps_done,
         )
         # Costs a small gather at every exchange of the first epoch only.
-        self.communicator.cross_check = self._steps_done == 0 or self.communicator.always_cross_check
+        self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
+        self._is_new = False
         self._steps_done += 1
         session.follow(step, self._see_call)
         self._step = step
+        self._epoch_ns = 0
+        start_ns = time.perf_counter_ns()
         yield self.input_nodes, self.seeds, self.blocks
+        if torch.is_grad_enabled():  # an evaluation says nothing of an epoch
+            self._epoch_ns = time.perf_counter_ns() - start_ns
+
+    def _continue_trials(self) -> None:
+        """Takes the last epoch's time to the trials and changes the plan where it is another one's turn. Collective."""
+        trials, outcome = self._trials, self.outcome
+        if trials is None or outcome is None:
+            return
+        elapsed_ns = [row[0] for row in self.communicator.gather_ints([self._epoch_ns])]
+        if min(elapsed_ns) == 0:
+            return
+        self._epoch_ns = 0
+        before, was_settled = trials.current, trials.is_settled
+        trials.record(max(elapsed_ns) / 1e9)
+        if trials.is_settled and not was_settled and self.communicator.rank == 0:
+            measured = ", ".join(
+                f"{plan.strategy} {1e3 * (epoch_s or 0.0):.3g} ms"
+                for plan, epoch_s in zip(outcome.candidates, trials.measured_s, strict=True)
+            )
+            _logger.info("measured %s: staying with %s", measured, outcome.candidates[trials.current].strategy)
+        if trials.current != before:
+            self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
 
     def _use_first_call(self) -> None:
         """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""

@@ -44,6 +44,9 @@ class PlanOutcome:
     """A rank's plan with what it was made from."""
 
     plan: DependencyPlan
+    candidates: tuple[DependencyPlan, ...]
+    """What is worth trying in real epochs, in the same order on every rank: `plan`, hybrids of another choice, and the
+    pure plans, unless they are over the memory budget. Of a strategy other than "hybrid" `plan` alone."""
     problem: PlanProblem
     costs: ItemCosts
     dense_below: int
@@ -141,11 +144,47 @@ class PlanMaker:
         ]
         with communicator.agreed():
             chosen = choose_plan(by_rank)
-        estimate = EpochEstimate(ranks=tuple(estimates[chosen] for estimates in by_rank))
-        plan = replace(candidates[chosen].plan, estimate=estimate, trace=trace, topology=g.topology)
+        worth_trying = _select(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
+        plans = [
+            replace(
+                candidates[index].plan,
+                estimate=EpochEstimate(ranks=tuple(estimates[index] for estimates in by_rank)),
+                trace=trace,
+                topology=g.topology,
+            )
+            for index in worth_trying
+        ]
         if self._config.strategy == "hybrid":
-            _logger.info("chose %s of %d candidates", plan.strategy, len(candidates))
-        return PlanOutcome(plan=plan, problem=problem, costs=costs, dense_below=dense_below)
+            _logger.info("chose %s of %d candidates", plans[0].strategy, len(candidates))
+        return PlanOutcome(
+            plan=plans[0], candidates=tuple(plans), problem=problem, costs=costs, dense_below=dense_below
+        )
+
+
+MAX_HYBRIDS = 2
+"""Hybrid plans that are tried in real epochs, besides the pure ones."""
+
+
+def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
+    """Returns positions of the candidates worth trying, the chosen one first.
+
+    Candidates that are one plan under several names count once, as the pure plan if it is one. The last two are the
+    pure plans (`propose_plans`).
+    """
+    num_candidates = len(by_rank[0])
+    pure = range(num_candidates - 2, num_candidates)
+    fitting = [i for i in range(num_candidates) if all(estimates[i].fits for estimates in by_rank)]
+
+    def what_it_does(index: int) -> tuple[object, ...]:
+        return tuple((e.comm_s, e.interior_s, e.boundary_s, e.held_bytes) for e in (r[index] for r in by_rank))
+
+    name_of = {what_it_does(i): i for i in fitting}  # a later one takes the place of an earlier one
+    predicted = {i: max(estimates[i].epoch_s for estimates in by_rank) for i in fitting}
+    selected = [name_of[what_it_does(chosen)]]
+    for index in sorted((i for i in name_of.values() if i not in pure), key=lambda i: (predicted[i], i)):
+        if index not in selected and sum(i not in pure for i in selected) < MAX_HYBRIDS:
+            selected.append(index)
+    return selected + [i for i in pure if i in fitting and name_of[what_it_does(i)] == i and i not in selected]
 
 
 def _estimate_to_json(estimate: RankEstimate) -> dict[str, object]:

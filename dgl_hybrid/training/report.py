@@ -82,17 +82,22 @@ class TrainReport:
     predicted_epoch_s: float | None
     chosen_plan: str
     """Which candidate was taken: "hybrid@1", "depcomm", …"""
+    trial_epochs: int = 0
+    """The last epoch in which candidate plans took turns to be measured; 0 if none did."""
     rows_by_locality: tuple[bool, ...] = ()
     """By rank: whether its rows are ordered by common in-neighbours, not by id."""
 
     @property
     def epoch_time_s(self) -> float:
-        """Median; the first epoch, which also fetches features, is left out if there are others."""
+        """Median of the steady epochs."""
         return statistics.median(epoch.time_s for epoch in self.steady_epochs())
 
     def steady_epochs(self) -> Sequence[EpochReport]:
-        """Returns all epochs but the first, or the only one."""
-        return self.epochs[1:] or self.epochs
+        """Returns the epochs under the plan that stayed, but for its first, which also fetches features.
+
+        If there are none, the last epoch.
+        """
+        return self.epochs[self.trial_epochs + 1 :] or self.epochs[-1:]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object that `--json` prints."""
@@ -116,6 +121,7 @@ class TrainReport:
             "chosen_plan": self.chosen_plan,
             "predicted_epoch_s": self.predicted_epoch_s,
             "gradient_bytes": self.gradient_bytes,
+            "trial_epochs": self.trial_epochs,
             "rows_by_locality": list(self.rows_by_locality),
         }
 
@@ -143,6 +149,7 @@ class TrainReport:
             gradient_bytes=data["gradient_bytes"],
             predicted_epoch_s=data["predicted_epoch_s"],
             chosen_plan=data["chosen_plan"],
+            trial_epochs=data["trial_epochs"],
             rows_by_locality=tuple(data["rows_by_locality"]),
         )
 

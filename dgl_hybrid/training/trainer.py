@@ -57,11 +57,14 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     epochs: list[EpochReport] = []
     measured: list[Accuracy] = []
     times: EpochTimes | None = None
+    trial_epochs = 0
     for epoch in range(1, config.epochs + 1):
         wrapped.train()
         clock.start()
         loss = _step(g, loader, wrapped, optimizer)
         times = clock.stop()
+        if not loader.is_settled:
+            trial_epochs = epoch
         epochs.append(_epoch_report(g, loss, times))
         last = epoch == config.epochs
         accuracy = None
@@ -71,6 +74,8 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
     assert times is not None
+    if loader.outcome is not None:
+        plan = loader.outcome.plan
     is_by_locality = loader.sets.row_order is not None and loader.sets.row_order.order is not None
     by_rank = communicator.gather_ints([peak_rss_bytes(), base_rss, int(is_by_locality)])
     return TrainReport(
@@ -88,6 +93,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=plan.strategy,
+        trial_epochs=trial_epochs,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
     )
 

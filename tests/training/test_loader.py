@@ -265,7 +265,10 @@ class _Centred(nn.Module):
         ("short mask", "a mask of seeds must have"),
         ("strategy", "unknown strategy .*choose one of hybrid"),
         ("plan depth", "the plan has 3 layers, but the model has 2"),
-        ("unlike", r"every rank must make the same loader.*\[2, 0, 0, 1\] on rank 0 and \[2, 1, 0, 1\] on rank 2"),
+        (
+            "unlike",
+            r"make the same loader.*\[2, 0, 0, 1, 1\] on rank 0 and \[2, 1, 0, 1, 1\] on rank 2",
+        ),
         ("float plan", "the ids of a plan must be integers"),
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),

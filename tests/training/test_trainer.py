@@ -85,12 +85,13 @@ def test_report_counts_bytes_and_dependencies(folder: Path) -> None:
     assert all(layer.communicated == 0 and layer.cached > 0 for layer in caching.layers)
     communicating = run(make_job(folder, 3, strategy="depcomm"), 3)
     assert all(layer.cached == 0 and layer.communicated > 0 for layer in communicating.layers)
-    # Layer 1 exchanges 12 features as 8 (GraphConv multiplies first when that is narrower); layer 2 eight; float64.
+    # Layer 1 exchanges its 12 raw features in the first epoch, and keeps their sum; layer 2 exchanges 8; float64.
     first, second, _ = communicating.layers
-    assert first.forward_bytes == first.communicated * 8 * 8
+    assert first.forward_bytes == first.backward_bytes == 0
     assert second.forward_bytes == second.backward_bytes == second.communicated * 8 * 8
     sent = sum(layer.forward_bytes + layer.backward_bytes for layer in communicating.layers)
-    assert [epoch.bytes_sent for epoch in communicating.epochs] == [sent] * 4
+    once = first.communicated * 12 * 8
+    assert [epoch.bytes_sent for epoch in communicating.epochs] == [sent + once, sent, sent, sent]
     for epoch in communicating.epochs:
         assert epoch.compute_s + epoch.exchange_s + epoch.wait_s == pytest.approx(epoch.time_s, rel=1e-6)
     weights = 12 * 8 + 8 + 8 * 8 + 8 + 8 * 4 + 4

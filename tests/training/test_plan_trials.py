@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The fastest measured plan stays: the state machine by hand, and a loader whose epochs change plans on the way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.training import loader as loader_module
+from dgl_hybrid.training.plan_trials import DRIFT_WINDOW, TIMED_EPOCHS, WARM_UP_EPOCHS, PlanTrials
+from tests.helpers.exactness import Case
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+EPOCHS_EACH = WARM_UP_EPOCHS + TIMED_EPOCHS
+
+
+def run_trials(trials: PlanTrials, seconds: list[float], *, warm_up_s: float = 9.0) -> list[int]:
+    """Runs epochs of each candidate's time until the choice is made; returns which candidate each epoch ran."""
+    ran: list[int] = []
+    while not trials.is_settled:
+        ran.append(trials.current)
+        is_first = len(ran) < 2 or ran[-2] != trials.current
+        trials.record(warm_up_s if is_first else seconds[trials.current])
+    return ran
+
+
+def test_every_candidate_has_its_turn_and_the_fastest_stays() -> None:
+    trials = PlanTrials(3)
+    assert run_trials(trials, [3.0, 1.0, 2.0]) == [0] * EPOCHS_EACH + [1] * EPOCHS_EACH + [2] * EPOCHS_EACH
+    assert trials.current == 1
+    assert trials.measured_s == [3.0, 1.0, 2.0]
+
+
+def test_the_faster_of_the_timed_epochs_counts_and_the_first_of_equals_stays() -> None:
+    trials = PlanTrials(2)
+    for epoch_s in (9.0, 5.0, 1.0, 9.0, 1.0, 1.0):
+        trials.record(epoch_s)
+    assert trials.measured_s == [1.0, 1.0]
+    assert trials.current == 0
+
+
+def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:
+    trials = PlanTrials(2)
+    run_trials(trials, [1.0, 2.0])
+    for epoch in range(3 * DRIFT_WINDOW):
+        trials.record(50.0 if epoch % 7 == 0 else 1.2)
+        assert trials.is_settled
+    for _ in range(DRIFT_WINDOW):
+        if trials.is_settled:
+            trials.record(4.0)
+    assert not trials.is_settled
+    assert trials.measured_s == [None, None]
+    run_trials(trials, [4.0, 2.0])
+    assert trials.current == 1
+
+
+def test_a_lone_candidate_is_settled_whatever_its_epochs_cost() -> None:
+    trials = PlanTrials(1)
+    for _ in range(2 * DRIFT_WINDOW):
+        assert trials.is_settled
+        trials.record(float(_ + 1))
+    with pytest.raises(ValueError, match=r"at least one candidate \(got 0\)"):
+        PlanTrials(0)
+
+
+@dataclass
+class Tuned:
+    losses: list[float]
+    strategies: list[str]
+    settled: list[bool]
+    cached: list[int]
+    candidates: list[str]
+
+
+def train_tuned(rank: int, world_size: int, part_config: str, epochs: int, fast: str, autotune: bool) -> Tuned:
+    """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
+    ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
+    seeds = g.owned_nodes("train_mask")
+    loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates])
+    made_up_ns = 0
+    real_clock = loader_module.time.perf_counter_ns
+    loader_module.time.perf_counter_ns = lambda: made_up_ns
+    try:
+        for _ in range(epochs):
+            for input_nodes, ids, blocks in loader:
+                strategy = loader.outcome.plan.strategy
+                tuned.strategies.append(strategy)
+                tuned.settled.append(loader.is_settled)
+                tuned.cached.append(loader.sets.num_recomputed(1))
+                loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids])
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                # Ranks see different times; the slowest decides.
+                made_up_ns += (1 if strategy == fast else 100) * (1 + rank)
+            with torch.no_grad():
+                for input_nodes, _, blocks in loader:  # an evaluation with the same loader takes no turn
+                    model(blocks, g.ndata["feat"][input_nodes])
+            tuned.losses.append(loss.item() * loader.loss_weight / world_size)
+    finally:
+        loader_module.time.perf_counter_ns = real_clock
+    return tuned
+
+
+def reference_curve(epochs: int) -> list[float]:
+    graph = power_law()
+    model = Case(kind="sage_mean", num_layers=3).build(graph.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train = graph.ndata["train_mask"].bool()
+    losses = []
+    for _ in range(epochs):
+        loss = F.cross_entropy(model([graph] * 3, graph.ndata["feat"])[train], graph.ndata["label"][train])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("fast", ["depcomm", "depcache"])
+def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: PartitionStore) -> None:
+    epochs = 4 * EPOCHS_EACH + 2
+    runs = run_ranks(3, train_tuned, partitions.get("power_law", power_law(), 3), epochs, fast, True)
+    candidates = runs[0].candidates
+    assert {"depcache", "depcomm"} < set(candidates)
+    assert len(candidates) == 4, "two hybrids and the pure plans"
+    num_trials = EPOCHS_EACH * len(candidates)
+    expected = [name for name in candidates for _ in range(EPOCHS_EACH)] + [fast] * (epochs - num_trials)
+    for run in runs:
+        assert run.candidates == candidates
+        assert run.strategies == expected
+        assert run.settled == [epoch >= num_trials for epoch in range(epochs)]
+        for strategy, cached in zip(run.strategies, run.cached, strict=True):
+            assert strategy != "depcomm" or cached == 0
+            assert strategy != "depcache" or cached > 0
+    total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
+    assert total == pytest.approx(reference_curve(epochs), rel=1e-9), "plans change, the training does not"
+
+
+def test_it_can_be_switched_off_and_one_rank_has_nothing_to_try(partitions: PartitionStore) -> None:
+    (run, *_) = run_ranks(3, train_tuned, partitions.get("power_law", power_law(), 3), 4, "depcomm", False)
+    assert run.strategies == [run.candidates[0]] * 4
+    assert all(run.settled)
+    (alone,) = run_ranks(1, train_tuned, partitions.get("power_law", power_law(), 1), 3, "depcomm", True)
+    assert len(alone.candidates) == 1
+    assert all(alone.settled)

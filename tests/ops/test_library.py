@@ -80,6 +80,7 @@ def test_every_registered_op_is_checked_here() -> None:
     assert sorted(registered) == sorted(f"dgl_hybrid::{name}" for name in NAMES)
 
 
+@pytest.mark.parametrize("backend", ["naive", pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("name", NAMES)
 def test_opcheck(name: str) -> None:
     for call in arguments(name):

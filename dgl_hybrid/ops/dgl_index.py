@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.device_index import DeviceIndex
-from dgl_hybrid.ops.index_notes import notes_of
+from dgl_hybrid.ops.index_notes import existing_notes, notes_of
 from dgl_hybrid.ops.sparse_graph import SparseGraph
 
 
@@ -72,7 +72,8 @@ def claim(index: Any) -> None:
 
 def is_claimed(index: Any) -> bool:
     """Tells whether `claim` was called with this index, or with that of the graph whose only edge type it is."""
-    return notes_of(index).is_claimed
+    notes = existing_notes(index)
+    return notes is not None and notes.is_claimed
 
 
 def _convert(index: Any) -> SparseGraph:

@@ -36,10 +36,16 @@ class Notes:
     """To questions about the structure, on devices that DGL cannot use."""
 
 
-def notes_of(index: Any) -> Notes:
-    """Returns the notes of an index, to be read and written."""
+def existing_notes(index: Any) -> Notes | None:
+    """Returns the notes of an index if there are any."""
     # By `vars`, because DGL asks its library for attributes that Python lacks.
     notes: Notes | None = vars(index).get(_NOTES)
+    return notes
+
+
+def notes_of(index: Any) -> Notes:
+    """Returns the notes of an index, to be read and written."""
+    notes = existing_notes(index)
     if notes is None:
         notes = Notes()
         setattr(index, _NOTES, notes)

@@ -291,5 +291,8 @@ def test_a_module_trains_on_a_gpu() -> None:
         torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5)
         for parameter, grad in zip(conv.parameters(), grads, strict=True):
             torch.testing.assert_close(parameter.grad.cpu(), grad, rtol=1e-4, atol=1e-5)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            reduced = dgl.ops.copy_u_sum(graph.to("cuda"), x.cuda())
+        assert reduced.dtype == torch.bfloat16, "as DGL's own on CUDA"
     finally:
         route_ops("layer_blocks")

@@ -12,6 +12,7 @@ batch sizes where it has any, and the setting with the least time counts.
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 import time
 import uuid
@@ -30,6 +31,7 @@ from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
 MARGIN = 0.005
 DROPOUT = 0.5
+SAMPLED_BATCH_SIZES, SAMPLED_STEPS = (1000, 4000), 300
 METRIC = "time_to_accuracy"
 
 
@@ -50,17 +52,18 @@ class Trial:
         return {"batch_size": self.batch_size, "fanouts": list(self.fanouts)} if self.fanouts else {}
 
 
-def trials(cell: Cell) -> list[Trial]:
-    """Returns the settings that are tried on a cell."""
+def trials(cell: Cell, num_train: int) -> list[Trial]:
+    """Returns the settings that are tried on a cell; sampled training gets epochs for as many steps as it may need."""
     fanouts = (10, 25) if cell.num_layers == 2 else (5, 10, 15)
-    return [
-        *(Trial(system="hybrid", lr=lr, epochs=150, every=5) for lr in (0.003, 0.01, 0.03)),
-        *(
-            Trial(system="distdgl_sampled", lr=lr, epochs=12, every=1, batch_size=batch_size, fanouts=fanouts)
+    sampled = []
+    for batch_size in SAMPLED_BATCH_SIZES:
+        epochs = math.ceil(SAMPLED_STEPS * batch_size * cell.ranks / max(1, num_train))
+        epochs = min(max(epochs, 10), 100)
+        sampled += [
+            Trial(system="distdgl_sampled", lr=lr, epochs=epochs, every=1, batch_size=batch_size, fanouts=fanouts)
             for lr in (0.003, 0.01)
-            for batch_size in (1000, 4000)
-        ),
-    ]
+        ]
+    return [*(Trial(system="hybrid", lr=lr, epochs=150, every=5) for lr in (0.003, 0.01, 0.03)), *sampled]
 
 
 def cells() -> tuple[Cell, ...]:
@@ -122,7 +125,7 @@ def measure_cells(
         ):
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                found = measure(bench, cell, graph, trials(cell))
+                found = measure(bench, cell, graph, trials(cell, graph.num_train))
             except (GraphError, NetworkError, SystemFailure) as error:
                 skipped[key] = str(error)
             else:

@@ -26,7 +26,7 @@ from benchmarks.systems.grid import REAL
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA_VARIABLE = "DGL_HYBRID_DATA"
-_VERSION = 1
+_VERSION = 2
 """Part of every generated file's name: raised when graphs come out differently."""
 IntArray = npt.NDArray[np.int64]
 
@@ -48,7 +48,7 @@ class GraphShape:
     """An edge that leaves a community of some size ends in the next larger one with this probability."""
     exponent: float = 2.5
     """Of the power law of degrees."""
-    signal: float = 2.0
+    signal: float = 3.5
     """Distance between class centres in units of the features' noise."""
     label_noise: float = 0.05
     """Fraction of labels drawn anew; bounds the reachable accuracy."""
@@ -101,7 +101,7 @@ def generate(shape: GraphShape, *, seed: int = 0) -> dict[str, npt.NDArray[Any]]
     """
     rng = np.random.default_rng(seed)
     n = shape.nodes
-    leaves = 2 ** max(1, int(math.log2(max(2.0, min(4.0 * shape.classes, n / (8 * shape.degree))))))
+    leaves = 2 ** max(1, int(math.log2(max(2.0, min(4.0 * shape.classes, n / (2 * shape.degree))))))
     bounds = np.linspace(0, n, leaves + 1).astype(np.int64)
     src, dst = _draw_edges(rng, shape, bounds)
     cuts = np.cumsum(rng.dirichlet(np.full(shape.classes, 20.0)))[:-1] * n

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far is an exchange of rows from the rate of the transport beneath it?
+"""What does an exchange of rows cost: over loopback or through shared memory, in fresh memory or in memory used again?
 
-    python -m benchmarks.exchange [--quick] [--json]
+    python -m benchmarks.exchange [--quick] [--json] [--write]
 
-Ranks are processes of this machine over loopback, one thread each. For every width the exchange of a random halo runs
-forward and backward, and is compared with (1) the same bytes through the bare collective, contiguous and ready, and (2)
-its parts: pack, collective, unpack. A correctness gate comes first: received rows equal the owners', and <Fx, y> =
-<x, F*y>. One JSON line per cell is appended to `results.jsonl` beside this file with `--write`.
+Ranks are processes of this machine, one thread each. For every width the exchange of a random halo runs forward and
+backward in three ways, and the bare transports move the same bytes, contiguous and ready. All take turns within every
+round, so that a machine that is busy with other things is as busy for each: ratios are medians of the rounds' ratios. A
+correctness gate comes first: received rows equal the owners', <Fx, y> = <x, F*y>, and all ways give the same bits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ from rich.table import Table
 from torch import Tensor
 
 import dgl_hybrid
+from benchmarks.exchange import fresh_rows
 from dgl_hybrid.exchange.communicator import Communicator, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan
@@ -61,63 +65,89 @@ def build_plan(communicator: Communicator) -> tuple[ExchangePlan, Ownership]:
     return plan, ownership
 
 
-def check(communicator: Communicator, plan: ExchangePlan, ownership: Ownership) -> None:
-    """Raises unless received rows are the owners' and backward is the adjoint of forward."""
-    x = torch.randn(plan.num_rows, 3, dtype=torch.float64, requires_grad=True)
-    ids = ownership.owned().double()[:, None]
-    (received,) = extend_rows([ids], plan, communicator)
-    assert torch.equal(received[plan.num_rows :, 0].long(), plan.recv_global)
-    (extended,) = extend_rows([x], plan, communicator)
-    y = torch.randn_like(extended)
-    extended.backward(y)
-    assert x.grad is not None
-    left, right = communicator.sum_(torch.stack([(extended * y).sum().detach(), (x.grad * x).sum().detach()])).tolist()
-    assert abs(left - right) <= 1e-9 * abs(left), (left, right)
+Extend = Callable[[list[Tensor], ExchangePlan, Communicator], list[Tensor]]
+WAYS: dict[str, tuple[str, Extend]] = {
+    "collective, fresh memory": ("collective", fresh_rows.extend_rows),
+    "collective": ("collective", extend_rows),
+    "shared memory": ("shared_memory", extend_rows),
+}
+BEFORE, NOW = "collective, fresh memory", "shared memory"
 
 
-def time_s(communicator: Communicator, run: Callable[[], object], rounds: int) -> list[float]:
-    """Seconds of each round on the slowest rank."""
-    times = []
-    for _ in range(WARMUP + rounds):
+@dataclass(slots=True)
+class Rounds:
+    """What one way took, by round."""
+
+    elapsed_s: list[float] = field(default_factory=list)
+    """On the slowest rank."""
+    cpu_s: list[float] = field(default_factory=list)
+    """Of all ranks together, in their code and in the kernel's for them."""
+    faults: list[float] = field(default_factory=list)
+    """Pages that the kernel had to find for any rank."""
+
+    def add(self, communicator: Communicator, run: Callable[[], object]) -> None:
         communicator.barrier()
-        start = time.perf_counter()
+        before = (time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
         run()
-        times.append(max(row[0] for row in communicator.gather_floats([time.perf_counter() - start])))
-    return times[WARMUP:]
+        after = (time.perf_counter(), time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        by_rank = communicator.gather_floats([end - start for start, end in zip(before, after, strict=True)])
+        elapsed_s, cpu_s, faults = zip(*by_rank, strict=True)
+        self.elapsed_s.append(max(elapsed_s))
+        self.cpu_s.append(sum(cpu_s))
+        self.faults.append(sum(faults))
+
+
+def gradient_step(
+    extend: Extend, x: Tensor, gradient: Tensor, plan: ExchangePlan, communicator: Communicator
+) -> tuple[Tensor, Tensor]:
+    x = x.detach().requires_grad_()
+    (extended,) = extend([x], plan, communicator)
+    extended.backward(gradient)
+    assert x.grad is not None
+    return extended.detach(), x.grad
+
+
+def check(plan: ExchangePlan, ownership: Ownership, communicators: dict[str, Communicator]) -> None:
+    """Raises unless received rows are the owners', backward is the adjoint of forward, and all ways agree bitwise."""
+    generator = torch.Generator().manual_seed(plan.rank)
+    x = torch.randn(plan.num_rows, 3, dtype=torch.float64, generator=generator)
+    y = torch.randn(plan.num_rows + plan.num_received, 3, dtype=torch.float64, generator=generator)
+    ids, results = ownership.owned().double()[:, None], []
+    for transport, extend in WAYS.values():
+        communicator = communicators[transport]
+        (received,) = extend([ids], plan, communicator)
+        assert torch.equal(received[plan.num_rows :, 0].long(), plan.recv_global)
+        extended, grad = gradient_step(extend, x, y, plan, communicator)
+        left, right = communicator.sum_(torch.stack([(extended * y).sum(), (grad * x).sum()])).tolist()
+        assert abs(left - right) <= 1e-9 * abs(left), (left, right)
+        results.append((extended, grad))
+    for extended, grad in results[1:]:
+        assert torch.equal(extended, results[0][0])
+        assert torch.equal(grad, results[0][1])
 
 
 def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], rounds: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-    communicator = create_communicator()
-    plan, ownership = build_plan(communicator)
-    check(communicator, plan, ownership)
+    communicators = {name: create_communicator(transport=name) for name in ("collective", "shared_memory")}
+    common = communicators["collective"]
+    plan, ownership = build_plan(common)
+    check(plan, ownership, communicators)
     records: list[dict[str, Any]] = []
     for width in widths:
-        x = torch.randn(plan.num_rows, width)
-        packed = x.index_select(0, plan.send_index)
-        gradient = torch.randn(plan.num_rows + plan.num_received, width)
-
-        def forward_backward(x: Tensor = x, gradient: Tensor = gradient) -> None:
-            (extended,) = extend_rows([x.requires_grad_()], plan, communicator)
-            extended.backward(gradient)
-            x.grad = None
-
-        whole = time_s(communicator, forward_backward, rounds)
-        bare = time_s(
-            communicator,
-            lambda packed=packed: (
-                communicator.exchange(packed, plan.send_counts, plan.recv_counts),
-                communicator.exchange(packed[: plan.num_received], plan.recv_counts, plan.send_counts)
-                if plan.num_received <= len(packed)
-                else communicator.exchange(
-                    packed.new_zeros(plan.num_received, packed.shape[1]), plan.recv_counts, plan.send_counts
-                ),
-            ),
-            rounds,
-        )
-        pack = time_s(communicator, lambda x=x: x.detach().index_select(0, plan.send_index), rounds)
-        sent = [row[0] for row in communicator.gather_ints([2 * packed.numel() * packed.element_size()])]
+        x, gradient = torch.randn(plan.num_rows, width), torch.randn(plan.num_rows + plan.num_received, width)
+        packed, returned = x.index_select(0, plan.send_index), gradient[plan.num_rows :]
+        runs: dict[str, Callable[[], object]] = {
+            name: partial(gradient_step, extend, x, gradient, plan, communicators[transport])
+            for name, (transport, extend) in WAYS.items()
+        }
+        for name, communicator in communicators.items():
+            runs[f"bare {name}"] = partial(move_both_ways, communicator, packed, returned, plan)
+        taken = {name: Rounds() for name in runs}
+        for _ in range(WARMUP + rounds):
+            for name, run in runs.items():
+                taken[name].add(common, run)
+        sent = [row[0] for row in common.gather_ints([(packed.numel() + returned.numel()) * packed.element_size()])]
         records.append(
             {
                 "bench": "exchange",
@@ -125,15 +155,17 @@ def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], roun
                 "width": width,
                 "dtype": "float32",
                 "unit": "ms",
-                "p20": statistics.quantiles(whole, n=5)[0] * 1e3,
-                "p50": statistics.median(whole) * 1e3,
-                "p80": statistics.quantiles(whole, n=5)[-1] * 1e3,
-                "bare_collective_p50": statistics.median(bare) * 1e3,
-                "pack_p50": statistics.median(pack) * 1e3,
-                "of_bare": statistics.median(whole) / statistics.median(bare),
+                "ways": {name: summary(rounds_of) for name, rounds_of in taken.items()},
+                "faster": ratio(taken[BEFORE].elapsed_s, taken[NOW].elapsed_s),
+                "faster_by_buffers": ratio(taken[BEFORE].elapsed_s, taken["collective"].elapsed_s),
+                "faster_by_transport": ratio(taken["collective"].elapsed_s, taken[NOW].elapsed_s),
+                "less_cpu": ratio(taken[BEFORE].cpu_s, taken[NOW].cpu_s),
+                "bare_faster": ratio(taken["bare collective"].elapsed_s, taken["bare shared_memory"].elapsed_s),
+                "of_bare": ratio(taken[NOW].elapsed_s, taken["bare shared_memory"].elapsed_s),
                 "bytes_sent_max_rank": max(sent),
                 "iters": rounds,
                 "warmup": WARMUP,
+                "load": os.getloadavg()[0],
                 "versions": {"dgl_hybrid": dgl_hybrid.__version__, "torch": torch.__version__},
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
@@ -141,6 +173,28 @@ def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], roun
     if rank == 0:
         Path(out).write_text("\n".join(json.dumps(record) for record in records) + "\n", "utf-8")
     dist.destroy_process_group()
+
+
+def move_both_ways(communicator: Communicator, packed: Tensor, returned: Tensor, plan: ExchangePlan) -> None:
+    communicator.exchange(packed, plan.send_counts, plan.recv_counts)
+    communicator.exchange(returned, plan.recv_counts, plan.send_counts)
+
+
+def ratio(ones: list[float], others: list[float]) -> float:
+    """Median over rounds of one time by the other."""
+    return statistics.median(one / other for one, other in zip(ones[WARMUP:], others[WARMUP:], strict=True))
+
+
+def summary(rounds: Rounds) -> dict[str, float]:
+    elapsed_s = rounds.elapsed_s[WARMUP:]
+    fifths = statistics.quantiles(elapsed_s, n=5)
+    return {
+        "p20": fifths[0] * 1e3,
+        "p50": statistics.median(elapsed_s) * 1e3,
+        "p80": fifths[-1] * 1e3,
+        "cpu_p50": statistics.median(rounds.cpu_s[WARMUP:]) * 1e3,
+        "faults_p50": statistics.median(rounds.faults[WARMUP:]),
+    }
 
 
 def main() -> None:
@@ -160,20 +214,22 @@ def main() -> None:
                 measure, (world_size, f"{folder}/rendezvous", widths, rounds, out), nprocs=world_size
             )
             records += [json.loads(line) for line in Path(out).read_text("utf-8").splitlines()]
-    table = Table("ranks", "width", "forward + backward", "bare collective", "ratio", "pack", "sent by a rank")
+    table = Table(
+        "ranks", "width", *WAYS, "faster", "by buffers", "by transport", "CPU less", "pages faulted", "of bare"
+    )
     for r in records:
+        ways = [r["ways"][name] for name in WAYS]
         table.add_row(
             str(r["world_size"]),
             str(r["width"]),
-            f"{r['p50']:.1f} ms ({r['p20']:.1f} to {r['p80']:.1f})",
-            f"{r['bare_collective_p50']:.1f} ms",
+            *(f"{way['p50']:.1f} ms" for way in ways),
+            *(f"{r[key]:.2f}" for key in ("faster", "faster_by_buffers", "faster_by_transport", "less_cpu")),
+            f"{ways[0]['faults_p50']:.0f} → {ways[-1]['faults_p50']:.0f}",
             f"{r['of_bare']:.2f}",
-            f"{r['pack_p50']:.1f} ms",
-            f"{r['bytes_sent_max_rank'] / 1e6:.1f} MB",
         )
-    Console(file=sys.stderr if args.json else sys.stdout).print(table)
+    Console(file=sys.stderr if args.json else sys.stdout, width=180).print(table)
     if args.write:
         with (Path(__file__).parent / "results.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)
     if args.json:
-        print(json.dumps({"of_bare_max": max(r["of_bare"] for r in records), "cells": records}))
+        print(json.dumps({"faster_min": min(r["faster"] for r in records), "cells": records}))

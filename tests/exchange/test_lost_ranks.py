@@ -26,7 +26,7 @@ def leftovers(folder: Path) -> list[str]:
     addresses = [path.name.removeprefix("address_").replace("_", "/") for path in folder.glob("address_*")]
     assert len(addresses) == WORLD_SIZE
     listed = Path("/proc/net/unix").read_text().replace("_", "/")
-    files = [name for name in os.listdir("/dev/shm") if "dgl_hybrid" in name]
+    files = [name for name in os.listdir("/dev/shm") if "dgl_hybrid_outbox" in name]
     return [address for address in addresses if address in listed] + files
 
 

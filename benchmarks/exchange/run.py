@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What does an exchange of rows cost: over loopback or through shared memory, in fresh memory or in memory used again?
 
-    python -m benchmarks.exchange [--quick] [--json] [--write]
+    python -m benchmarks.exchange [--quick] [--ranks P ...] [--json] [--write]
 
 Ranks are processes of this machine, one thread each. For every width the exchange of a random halo runs forward and
 backward in three ways, and the bare transports move the same bytes, contiguous and ready. All take turns within every
@@ -200,11 +200,13 @@ def summary(rounds: Rounds) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange")
     parser.add_argument("--quick", action="store_true", help="2 and 3 ranks, fewer rounds")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="P", help="other numbers of ranks")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--write", action="store_true", help="append to results.jsonl")
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worlds, rounds = ([2, 3], 7) if args.quick else ([2, 3, 4], 25)
+    worlds = args.ranks or worlds
     widths = [16, 64, 256]
     records = []
     for world_size in worlds:

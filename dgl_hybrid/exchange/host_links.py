@@ -211,7 +211,7 @@ def _receive_hello(channel: socket.socket, secret: bytes, expected: range) -> Pe
     pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"a rank must run as user {os.geteuid()} (got one of user {uid})")
-    hello, descriptors, _, _ = socket.recv_fds(channel, _HELLO.size, 1)
+    hello, descriptors, _, _ = socket.recv_fds(channel, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
     opened = list(descriptors)
     try:
         if len(hello) != _HELLO.size or len(opened) != 1:
@@ -225,8 +225,6 @@ def _receive_hello(channel: socket.socket, secret: bytes, expected: range) -> Pe
         for descriptor in opened:
             os.close(descriptor)
         raise
-    for descriptor in opened:
-        os.set_inheritable(descriptor, False)
     return PeerLink(rank, channel, opened[1], segment)
 
 

@@ -15,6 +15,8 @@ import warnings
 import torch
 from torch import Tensor
 
+from dgl_hybrid.errors import ExchangeError
+
 _GROWN_BY_BYTES = 1 << 20
 _ALIGNED_TO_BYTES = 1 << 12
 
@@ -30,15 +32,19 @@ class Outbox:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("dgl_hybrid_outbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(self.descriptor, 0o600)
-        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-        self._memory: Tensor | None = None
+        try:
+            os.fchmod(self.descriptor, 0o600)
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+            self._memory = self._grow(_GROWN_BY_BYTES)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
         self._placed = self._posted = (0, 0)
         """[begin, end) of the message that is being written, and of the one posted last."""
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.numel()
+        return self._memory.numel()
 
     @property
     def offset(self) -> int:
@@ -49,22 +55,30 @@ class Outbox:
         """Returns memory for the next message, (num_bytes,) uint8; without a `post`, the same again at the next call.
 
         Raises:
-            OSError: There is not enough memory.
+            ExchangeError: There is not enough memory.
         """
         begin, end = self._posted
         start = 0 if num_bytes <= begin else -(-end // _ALIGNED_TO_BYTES) * _ALIGNED_TO_BYTES
         if start + num_bytes > self.num_bytes:
             size = -(-(start + num_bytes) // _GROWN_BY_BYTES) * _GROWN_BY_BYTES
-            # Reserved here, so that a lack of memory is an error of this call and not a signal at some later write.
-            os.posix_fallocate(self.descriptor, 0, size)
-            self._memory = _map(self.descriptor, size)
+            try:
+                self._memory = self._grow(size)
+            except OSError as error:
+                raise ExchangeError(
+                    f"this rank needs {size} bytes of shared memory to send rows but could not get them ({error}). "
+                    f"Give transport='collective', or the processes more memory."
+                ) from error
         self._placed = (start, start + num_bytes)
-        memory = torch.empty(0, dtype=torch.uint8) if self._memory is None else self._memory
-        return memory[start : start + num_bytes]
+        return self._memory[start : start + num_bytes]
+
+    def _grow(self, size: int) -> Tensor:
+        # Reserved here, so that a lack of memory is an error of this call and not a signal at some later write.
+        os.posix_fallocate(self.descriptor, 0, size)
+        return _map(self.descriptor, size, is_writable=True)
 
     def holds(self, tensor: Tensor) -> bool:
         """Says whether a contiguous tensor lies where the last `place` put it."""
-        if self._memory is None or tensor.nbytes == 0 or tensor.device.type != "cpu":
+        if tensor.nbytes == 0 or tensor.device.type != "cpu":
             return False
         start, end = self._placed
         return tensor.data_ptr() == self._memory.data_ptr() + start and tensor.nbytes <= end - start
@@ -101,14 +115,19 @@ class PeerSegment:
             size = os.fstat(self.descriptor).st_size
             if end > size:
                 raise RuntimeError(f"a message must lie within its sender's memory of {size} bytes (got one to {end})")
-            self._memory = _map(self.descriptor, size, readable_only=True)
+            self._memory = _map(self.descriptor, size, is_writable=False)
         return self._memory[offset:end]
 
 
-def _map(descriptor: int, size: int, *, readable_only: bool = False) -> Tensor:
-    """Maps the first `size` bytes with all their pages, (size,) uint8; unmapped when the last view dies."""
-    access = mmap.PROT_READ if readable_only else mmap.PROT_READ | mmap.PROT_WRITE
-    mapped = mmap.mmap(descriptor, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0), prot=access)
+def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
+    """Maps the first `size` bytes, (size,) uint8; unmapped when the last view dies.
+
+    A writer gets all pages at once. A reader gets those that it reads, once: a part of the file is meant for it.
+    """
+    access, flags = mmap.PROT_READ, mmap.MAP_SHARED
+    if is_writable:
+        access, flags = access | mmap.PROT_WRITE, flags | mmap.MAP_POPULATE
+    mapped = mmap.mmap(descriptor, size, flags=flags, prot=access)
     # Made in inference mode it could not be used outside of it.
     with torch.inference_mode(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")

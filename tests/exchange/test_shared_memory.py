@@ -433,6 +433,22 @@ def test_memory_is_private_cannot_shrink_and_is_checked() -> None:
     os.close(unsealed)
 
 
+def test_a_lack_of_memory_is_an_error_with_a_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    outbox = Outbox()
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ExchangeError, match=r"needs 3145728 bytes .* No space left .* transport='collective'"):
+        outbox.place(3 << 20)
+    assert len(outbox.place(1 << 20)) == 1 << 20
+    os.close(outbox.descriptor)
+    num_open = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="No space left"):
+        Outbox()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+
+
 def hello(send: Callable[[socket.socket], None], expected: range = range(1, 3)) -> PeerLink:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:

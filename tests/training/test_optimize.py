@@ -33,7 +33,7 @@ EPOCHS = 3
 # ------------------------------------------------------------------------------------------ the whole graph's results
 
 
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:1:0.5", "planned:hybrid"])
+@pytest.mark.parametrize("plan", ["depcomm", "random:1:0.5", "planned:hybrid"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_number_of_ranks(kind: str, world_size: int, plan: str, partitions: PartitionStore) -> None:

@@ -83,7 +83,8 @@ class PipeGCN(System):
             self._take_weights(self.make_model())
             context.reducer.init(self.model)
         for name, parameter in self.model.named_parameters():
-            parameter.register_hook(self._reduce(parameter, name))
+            # Not `register_hook`, as it does: a sum that is ready before the gradient is stored would be lost.
+            parameter.register_post_accumulate_grad_hook(self._reduce(name))
         self.optimizer = self.make_optimizer(self.model)
         self.model.train()
         return {"pipeline": False, "precomputed_first_layer": True}
@@ -117,9 +118,9 @@ class PipeGCN(System):
                     own.linear2 = nn.Linear(own.linear2.in_features, own.linear2.out_features, bias=False)
                     own.linear2.weight.copy_(other.fc_neigh.weight)
 
-    def _reduce(self, parameter: Tensor, name: str) -> Any:
-        def hook(gradient: Tensor) -> None:
-            self.context.reducer.reduce(parameter, name, gradient, self.job.num_train)
+    def _reduce(self, name: str) -> Any:
+        def hook(parameter: Tensor) -> None:
+            self.context.reducer.reduce(parameter, name, parameter.grad, self.job.num_train)
 
         return hook
 

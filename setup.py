@@ -54,7 +54,7 @@ setup(
     # Said although it is the default: an editable install is then a line in a .pth file, not an import hook.
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),
-    package_data={"dgl_hybrid": ["py.typed"], "dgl_hybrid.ops.cuda": ["*.cu"]},
+    package_data={"dgl_hybrid": ["py.typed"], "dgl_hybrid.ops": ["*.md"], "dgl_hybrid.ops.cuda": ["*.cu"]},
     cmdclass={"build_py": BuildWithCompat},
     install_requires=[
         "dgl==2.1.*",
@@ -68,7 +68,7 @@ setup(
         "rich",
         "safetensors",
         "scipy",
-        "torch>=2.2",
+        "torch>=2.4",
         "tqdm",
     ],
     extras_require={

@@ -27,9 +27,13 @@ _EXPORTS: dict[str, str] = {
     "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
     "load_partition": "dgl_hybrid.partition",
+    "op_counts": "dgl_hybrid.ops.op_counts",
+    "optimize": "dgl_hybrid.graph.optimize",
     "partition_graph": "dgl_hybrid.partition",
     "read_counts": "dgl_hybrid.sampling.counts",
+    "reset_op_counts": "dgl_hybrid.ops.op_counts",
     "reset_read_counts": "dgl_hybrid.sampling.counts",
+    "route_ops": "dgl_hybrid.ops.routing",
 }
 
 __all__ = ["__version__", *sorted(_EXPORTS)]

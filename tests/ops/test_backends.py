@@ -12,22 +12,32 @@ from dgl_hybrid.errors import CompatError, KernelError
 from dgl_hybrid.ops.backend import Backend, BackendName, load_backend
 from tests.ops.backend_checks import CASES, CHECKS, Case
 
-DEVICES: dict[BackendName, str] = {"naive": "cpu", "cpu": "cpu", "cuda": "cuda"}
+SHAPES_OF_THE_REFERENCE = ((1, 1), (2, 12), (4, 16), (1, 40), (1, 0), (3, 0), (0, 4))
+"""The reference has one path for every width; the kernels have several."""
 
 
-@pytest.fixture(params=["naive", "cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def backend(request: pytest.FixtureRequest) -> tuple[Backend, str]:
-    """The backend and the device its tensors lie on."""
+    """The backend and the device its tensors lie on; the two have the same names."""
+    name: BackendName = request.param
     try:
-        return load_backend(request.param), DEVICES[request.param]
+        return load_backend(name), name
     except (CompatError, KernelError, ImportError) as error:
-        pytest.skip(f"the {request.param} backend cannot be loaded: {error}")
+        pytest.skip(f"the {name} backend cannot be loaded: {error}")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
-def test_backend(backend: tuple[Backend, str], check: Callable[..., None], case: Case) -> None:
+def test_kernels(backend: tuple[Backend, str], check: Callable[..., None], case: Case) -> None:
     kernels, device = backend
     if device == "cuda" and case.dtype == torch.float64:
         pytest.skip("float64 on CUDA goes to the reference")
     check(kernels, case, device=device)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if (case.heads, case.width) in SHAPES_OF_THE_REFERENCE], ids=str
+)
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removeprefix("check_"))
+def test_reference(check: Callable[..., None], case: Case) -> None:
+    check(load_backend("naive"), case)

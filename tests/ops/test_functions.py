@@ -327,7 +327,9 @@ def test_segment_reduce(reduce: str, features: Shape, dtype: torch.dtype) -> Non
     )
 
 
-# Gradients of gradients
+# Gradients of gradients: formulas of the registration, the same for every backend
+
+once = pytest.mark.parametrize("backend", ["naive", pytest.param("cpu", marks=pytest.mark.slow)], indirect=True)
 
 
 def check_twice(op: Callable[..., Tensor], *operands: Tensor) -> None:
@@ -336,6 +338,7 @@ def check_twice(op: Callable[..., Tensor], *operands: Tensor) -> None:
     assert gradgradcheck(op, leaves)
 
 
+@once
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_spmm_differentiates_twice(graph: SparseGraph, reduce: str) -> None:
     x, w = rows(4, (2, 2), 1), rows(7, (2, 1), 2)
@@ -344,6 +347,7 @@ def test_spmm_differentiates_twice(graph: SparseGraph, reduce: str) -> None:
     check_twice(lambda w: spmm(graph, None, w, reduce), w)
 
 
+@once
 @pytest.mark.parametrize("rhs_target", TARGETS)
 @pytest.mark.parametrize("lhs_target", TARGETS)
 def test_sddmm_differentiates_twice(graph: SparseGraph, lhs_target: str, rhs_target: str) -> None:
@@ -352,16 +356,19 @@ def test_sddmm_differentiates_twice(graph: SparseGraph, lhs_target: str, rhs_tar
         check_twice(lambda lhs, rhs: sddmm(graph, op, lhs, rhs, lhs_target, rhs_target), lhs, rhs)  # noqa: B023
 
 
+@once
 def test_edge_softmax_differentiates_twice(graph: SparseGraph) -> None:
     check_twice(lambda logits: edge_softmax(graph, logits), rows(7, (2,), 1))
 
 
+@once
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_segment_reduce_differentiates_twice(reduce: str) -> None:
     offsets = torch.tensor([0, 3, 3, 5])
     check_twice(lambda x: segment_reduce(offsets, x, reduce), rows(5, (2,), 1))
 
 
+@once
 def test_third_derivatives_of_max_exist(graph: SparseGraph) -> None:
     """x * x * w along one edge: the third derivative is not zero."""
     x, w = leaf(rows(4, (2,), 1)), leaf(rows(7, (1,), 2))

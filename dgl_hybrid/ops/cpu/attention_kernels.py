@@ -25,6 +25,7 @@ from dgl_hybrid.ops.cpu.lanes import (
     ELEMENT_BYTES,
     Block,
     Piece,
+    add_to,
     get_all,
     head_sums,
     load_pieces,
@@ -133,7 +134,7 @@ def emit_forward(spec: AttentionSpec) -> str:
     with entries.rows() as (row, begin, end):
         largest = k.variable(chunk.constant(float("-inf")))
         total = k.variable(chunk.constant(0.0))
-        sums = zero_variables(k, pieces, kind)
+        totals = zero_variables(k, pieces, kind)
         row_scores = scores.of_row(row)
         with chunk.chunks(begin, end) as (first, count):
             chunk.clear_last(count)
@@ -147,12 +148,11 @@ def emit_forward(spec: AttentionSpec) -> str:
             largest.set(new)
             rescale = exp(old - new)
             factors.store(0, rescale)
-            for piece, value in zip(pieces, sums):
-                value.set(value.get() * piece.spread(factors))
             total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, new)))
             if dropout is not None:
                 with k.loop(0, count) as j:
                     chunk.put(j, chunk.get(j) * dropout.factors(entries.edge(first + j), block.heads))
+            sums = zero_variables(k, pieces, kind)
             with k.loop(0, count) as j:
                 entry = first + j
                 if not spec.v2:
@@ -163,10 +163,12 @@ def emit_forward(spec: AttentionSpec) -> str:
                 values = load_pieces(pieces, x.at(entries.column(entry) * stride))
                 for piece, value, factor in zip(pieces, sums, values):
                     value.set(factor.multiply_add(piece.spread(weights), value.get()))
+            for piece, so_far, value in zip(pieces, totals, sums):
+                so_far.set(so_far.get().multiply_add(piece.spread(factors), value.get()))
         is_empty = begin.compare("eq", end)
         sum_of_exp = is_empty.select(1.0, total.get())
         factors.store(0, chunk.constant(1.0) / sum_of_exp)
-        for piece, value in zip(pieces, sums):
+        for piece, value in zip(pieces, totals):
             out.at(row * stride).store(piece.begin, value.get() * piece.spread(factors))
         out_total.store(row * head_stride, chunk.heads_of(sum_of_exp))
         out_maximum.store(row * head_stride, chunk.heads_of(is_empty.select(0.0, largest.get())))
@@ -211,14 +213,17 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
     weights = LogitChunk(k, kind, block.heads) if dropout is not None else alphas
     dots = LogitChunk(k, kind, block.heads)
     pieces, head_pieces = block.pieces(kind), block.head_pieces(kind)
+    slope_pieces = pieces if spec.v2 else []
     distance = prefetch_distance(block.size * ELEMENT_BYTES[kind])
 
     with entries.rows() as (row, begin, end):
         row_scores = scores.of_row(row)
         own = {piece.begin: x.at(row * stride).load(piece.begin, piece.lanes) for h in head_pieces for piece in h}
-        sums, slope_sums = zero_variables(k, pieces, kind), zero_variables(k, pieces if spec.v2 else [], kind)
-        d_el_sum = k.variable(k.constant(kind, 0.0, block.heads))
+        totals, slope_totals = zero_variables(k, pieces, kind), zero_variables(k, slope_pieces, kind)
+        d_el_total = k.variable(k.constant(kind, 0.0, block.heads))
         with alphas.chunks(begin, end) as (first, count):
+            sums, slope_sums = zero_variables(k, pieces, kind), zero_variables(k, slope_pieces, kind)
+            d_el_sum = k.variable(k.constant(kind, 0.0, block.heads))
             alphas.clear_last(count)
             with k.loop(0, count) as j:
                 ahead = entries.column(entries.ahead(first + j, distance))
@@ -256,16 +261,16 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
             if spec.v2:
                 with k.loop(0, count) as j:
                     column = entries.column(first + j)
-                    for piece, total in zip(pieces, slope_sums):
-                        z = _load_z(scores, row, column, piece)
-                        slopes = leaky_relu_slope(z, scores.slope)
-                        total.set(slopes.multiply_add(piece.spread(dots.row(j)), total.get()))
+                    for piece, slope_sum in zip(pieces, slope_sums):
+                        slopes = leaky_relu_slope(_load_z(scores, row, column, piece), scores.slope)
+                        slope_sum.set(slopes.multiply_add(piece.spread(dots.row(j)), slope_sum.get()))
+            add_to([*totals, *slope_totals, d_el_total], [*sums, *slope_sums, d_el_sum])
         out = dx.at(row * stride)
         if scores.attention is None:
-            store_pieces(pieces, out, get_all(sums))
-            d_el.store(row * head_stride, d_el_sum.get())
+            store_pieces(pieces, out, get_all(totals))
+            d_el.store(row * head_stride, d_el_total.get())
         else:
-            for piece, total, slope_total in zip(pieces, sums, slope_sums):
+            for piece, total, slope_total in zip(pieces, totals, slope_totals):
                 attention = scores.attention.load(piece.begin, piece.lanes)
                 out.store(piece.begin, slope_total.get().multiply_add(attention, total.get()))
     return k.finish()
@@ -287,20 +292,20 @@ def emit_backward_by_destination(spec: AttentionSpec) -> str:
     assert scores.attention is not None
 
     with entries.task_rows() as (task, row, begin, end):
-        sums, attention_sums = zero_variables(k, pieces, kind), zero_variables(k, pieces, kind)
-        with k.loop(begin, end) as entry:
+        totals = zero_variables(k, [*pieces, *pieces], kind)
+        with entries.sums(begin, end, totals) as (entry, sums):
             ahead = entries.ahead(entry, distance)
             scores.moving.at(entries.column(ahead) * scores.moving_stride).prefetch(0, block.size)
             if spec.edge_ids:
                 d_edges.at(entries.edge(ahead) * head_stride).prefetch(0, block.heads)
             d_logits = d_edges.at(entries.edge(entry) * head_stride)
             column = entries.column(entry)
-            for piece, total, attention_total in zip(pieces, sums, attention_sums):
+            for piece, total, attention_total in zip(pieces, sums, sums[len(pieces) :]):
                 z = _load_z(scores, row, column, piece)
                 d_z = leaky_relu_slope(z, scores.slope) * piece.spread(d_logits)
                 total.set(total.get() + d_z)
                 attention_total.set(d_z.multiply_add(z, attention_total.get()))
-        for piece, total, attention_total in zip(pieces, sums, attention_sums):
+        for piece, total, attention_total in zip(pieces, totals, totals[len(pieces) :]):
             attention = scores.attention.load(piece.begin, piece.lanes)
             dx.at(row * stride).store(piece.begin, total.get() * attention)
             at = partial.at(task * stride)

@@ -120,16 +120,16 @@ def emit_edge_softmax_backward(spec: SoftmaxSpec) -> str:
     out, grad, d_logits, stride = k.pointer(spec.value), k.pointer(spec.value), k.pointer(spec.value), k.integer()
     pieces = Block(spec.heads, 1).pieces(spec.value)
     with entries.rows() as (_, begin, end):
-        sums = zero_variables(k, pieces, spec.value)
-        with k.loop(begin, end) as entry:
+        totals = zero_variables(k, pieces, spec.value)
+        with entries.sums(begin, end, totals) as (entry, sums):
             at = entries.edge(entry) * stride
             for piece, total in zip(pieces, sums):
                 left, right = (p.at(at).load(piece.begin, piece.lanes) for p in (out, grad))
                 total.set(left.multiply_add(right, total.get()))
-        totals = get_all(sums)
+        row_totals = get_all(totals)
         with k.loop(begin, end) as entry:
             at = entries.edge(entry) * stride
-            for piece, value in zip(pieces, totals):
+            for piece, value in zip(pieces, row_totals):
                 left, right = (p.at(at).load(piece.begin, piece.lanes) for p in (out, grad))
                 d_logits.at(at).store(piece.begin, left * (right - value))
     return k.finish()

@@ -215,21 +215,21 @@ Operand = Value | float | int
 class Variable:
     """A value that changes, as in a loop; LLVM keeps it in a register."""
 
-    __slots__ = ("_address", "_builder", "_type")
+    __slots__ = ("_address", "_builder", "type")
 
     def __init__(self, builder: KernelBuilder, type: Type, address: str) -> None:
-        self._builder, self._type, self._address = builder, type, address
+        self._builder, self.type, self._address = builder, type, address
 
     def get(self) -> Value:
         """Its value here."""
-        return self._builder.emit(self._type, f"load {self._type}, ptr {self._address}")
+        return self._builder.emit(self.type, f"load {self.type}, ptr {self._address}")
 
     def set(self, value: Operand) -> None:
         """Changes it from here on."""
         if isinstance(value, Value):
-            assert value.type == self._type, f"{self._type} set to {value.type}"
-        ref = value.ref if isinstance(value, Value) else self._type.literal(value)
-        self._builder.line(f"store {self._type} {ref}, ptr {self._address}")
+            assert value.type == self.type, f"{self.type} set to {value.type}"
+        ref = value.ref if isinstance(value, Value) else self.type.literal(value)
+        self._builder.line(f"store {self.type} {ref}, ptr {self._address}")
 
 
 class Pointer:

@@ -110,6 +110,12 @@ def zero_variables(k: KernelBuilder, pieces: list[Piece], kind: Kind) -> list[Va
     return [k.variable(k.constant(kind, 0, piece.lanes)) for piece in pieces]
 
 
+def add_to(totals: list[Variable], terms: list[Variable]) -> None:
+    """Adds each term to its total."""
+    for total, term in zip(totals, terms):
+        total.set(total.get() + term.get())
+
+
 def get_all(variables: list[Variable]) -> list[Value]:
     """The variables' values here."""
     return [variable.get() for variable in variables]

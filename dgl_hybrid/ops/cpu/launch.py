@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dgl_hybrid.ops.cpu.compiler import compile_kernel
 from dgl_hybrid.ops.cpu.ir import Kind
@@ -87,7 +88,7 @@ class RowPlan:
         self.index: Kind = KINDS[indptr.dtype]
         self._indptr: npt.NDArray[Any] = indptr.numpy()
         self._columns, self._edge_ids = columns, edge_ids
-        self._tasks: RowTasks = cut_rows(self._indptr)
+        self._tasks = _tasks_of(indptr)
 
     @classmethod
     def of(cls, rows: Adjacency) -> RowPlan:
@@ -138,6 +139,18 @@ class RowPlan:
     def merger(self) -> RowPlan:
         """The long rows, with their parts as entries."""
         return RowPlan(torch.from_numpy(self._tasks.part_offsets))
+
+
+_tasks_by_indptr = WeakTensorKeyDictionary()
+"""By row starts: (version, tasks). Cutting is half of a small call, and a graph's row starts do not change."""
+
+
+def _tasks_of(indptr: Tensor) -> RowTasks:
+    version, tasks = _tasks_by_indptr.get(indptr, (-1, None))
+    if tasks is None or version != indptr._version:
+        tasks = cut_rows(indptr.numpy())
+        _tasks_by_indptr[indptr] = (indptr._version, tasks)
+    return cast("RowTasks", tasks)
 
 
 def address(tensor: Tensor | None, offset: int = 0) -> int:

@@ -79,8 +79,8 @@ def emit_sum(spec: SpmmSpec) -> str:
     out, out_stride = k.pointer(spec.value), k.integer()
     pieces = spec.block.pieces(spec.value)
     with operand.entries.rows() as (row, begin, end):
-        sums = zero_variables(k, pieces, spec.value)
-        with k.loop(begin, end) as entry:
+        totals = zero_variables(k, pieces, spec.value)
+        with operand.entries.sums(begin, end, totals) as (entry, sums):
             operand.prefetch(entry)
             x = load_pieces(pieces, operand.row(entry))
             weights = operand.weight_row(entry) if spec.weighted else None
@@ -89,7 +89,7 @@ def emit_sum(spec: SpmmSpec) -> str:
                     total.set(total.get() + value)
                 else:
                     total.set(value.multiply_add(piece.spread(weights), total.get()))
-        store_pieces(pieces, out.at(row * out_stride), get_all(sums))
+        store_pieces(pieces, out.at(row * out_stride), get_all(totals))
     return k.finish()
 
 
@@ -142,8 +142,8 @@ def emit_select_backward(spec: SpmmSpec) -> str:
     arg, out, out_stride = k.pointer(spec.index), k.pointer(spec.value), k.integer()
     pieces = spec.block.pieces(spec.value)
     with operand.entries.rows() as (row, begin, end):
-        sums = zero_variables(k, pieces, spec.value)
-        with k.loop(begin, end) as entry:
+        totals = zero_variables(k, pieces, spec.value)
+        with operand.entries.sums(begin, end, totals) as (entry, sums):
             operand.prefetch(entry)
             edge = operand.entries.edge(entry).convert(spec.index)
             chosen = load_pieces(pieces, arg.at(operand.entries.column(entry) * operand.x_stride))
@@ -154,7 +154,7 @@ def emit_select_backward(spec: SpmmSpec) -> str:
                     grad = grad * piece.spread(weights)
                 old = total.get()
                 total.set(where.compare("eq", edge).select(old + grad, old))
-        store_pieces(pieces, out.at(row * out_stride), get_all(sums))
+        store_pieces(pieces, out.at(row * out_stride), get_all(totals))
     return k.finish()
 
 

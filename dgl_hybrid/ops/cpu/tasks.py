@@ -19,8 +19,7 @@ MIN_TASK_ROWS = 4096
 """The same for rows, which cost something even without entries."""
 
 PART_ENTRIES = 1024
-"""Entries that are summed one after another; the sums of such parts are then added. It bounds the rounding error of
-float32 (a row of 50,000 positive terms would lose a digit) and lets several threads share a row."""
+"""Entries of a part of a long row: enough that adding up the parts costs nothing, few enough to share among threads."""
 
 LONG_ROW_ENTRIES = 2 * PART_ENTRIES
 """Rows of more entries are run in parts."""

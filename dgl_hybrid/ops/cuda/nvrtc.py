@@ -7,6 +7,7 @@ import ctypes
 import ctypes.util
 import importlib.util
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,11 +54,11 @@ class Nvrtc:
         tried = (
             "; ".join(failures)
             if failures
-            else "no libnvrtc.so in site-packages/nvidia, torch/lib or the system's CUDA"
+            else "no libnvrtc.so in site-packages/nvidia, torch/lib, the environment's lib or the system's CUDA"
         )
         raise KernelError(
-            f"the CUDA kernels are compiled at first use by NVRTC, which was not found (got {tried}). Install a CUDA build of "
-            "PyTorch, which brings it, or `pip install nvidia-cuda-nvrtc-cu12` (drivers for CUDA 12) or "
+            f"the CUDA kernels are compiled at first use by NVRTC, which was not found (got {tried}). Install a CUDA "
+            "build of PyTorch, which brings it, or `pip install nvidia-cuda-nvrtc-cu12` (drivers for CUDA 12) or "
             "`pip install nvidia-cuda-nvrtc` (CUDA 13)"
         )
 
@@ -135,6 +136,7 @@ def _library_folders() -> Iterator[Path]:
         yield Path(root, "cuda_nvrtc", "lib")  # wheels of CUDA 11 and 12
         yield from sorted(Path(root).glob("cu[0-9]*/lib"))  # wheels of CUDA 13 and later
     yield Path(torch.__file__).parent / "lib"
+    yield Path(sys.prefix, "lib")  # conda
     yield from (Path(folder) for folder in _SYSTEM_FOLDERS)
 
 

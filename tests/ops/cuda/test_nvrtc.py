@@ -169,6 +169,7 @@ def test_pytorchs_major_version_is_preferred(monkeypatch: pytest.MonkeyPatch, tm
     spec = type("Spec", (), {"submodule_search_locations": [str(tmp_path / "nvidia")]})
     monkeypatch.setattr(nvrtc.importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setattr(torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
+    monkeypatch.setattr(nvrtc.sys, "prefix", str(tmp_path))
     monkeypatch.setattr(nvrtc, "_SYSTEM_FOLDERS", ())
     for cuda, expected in (("12.8", ["12", "13", "11"]), ("11.8", ["11", "13", "12"]), (None, ["13", "12", "11"])):
         monkeypatch.setattr(torch.version, "cuda", cuda)

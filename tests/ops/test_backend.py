@@ -16,6 +16,7 @@ from dgl_hybrid.errors import KernelError
 from dgl_hybrid.ops import SparseGraph, backend, spmm
 from dgl_hybrid.ops.backend import choose_backend, load_backend, use_backend
 from dgl_hybrid.ops.naive import NaiveBackend
+from dgl_hybrid.ops.sparse_graph import Adjacency
 
 
 @pytest.fixture(autouse=True)
@@ -119,6 +120,25 @@ def test_every_op_goes_to_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) ->
     x, w = torch.randn(2, 3, requires_grad=True), torch.randn(2, 1, requires_grad=True)
     spmm(graph, x, w).sum().backward()
     assert called == ["spmm", "spmm", "sddmm"]
+
+
+def test_a_backend_sees_the_same_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends keep what they derive of a structure (cuts of its rows) by the identity of its `indptr`."""
+    offer(monkeypatch, "cpu", "Kernels")
+    seen: list[torch.Tensor] = []
+    original = NaiveBackend.spmm
+
+    def spmm_and_note(self: NaiveBackend, rows: Adjacency, *operands: object) -> object:
+        seen.append(rows.indptr)
+        return original(self, rows, *operands)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Kernels, "spmm", spmm_and_note, raising=False)
+    graph = SparseGraph.from_coo(torch.tensor([0, 1]), torch.tensor([0, 0]), 2, 1)
+    for _ in range(2):
+        spmm(graph, torch.randn(2, 3, requires_grad=True)).sum().backward()
+    expected = [graph.in_edges.indptr, graph.out_edges.indptr] * 2
+    assert len(seen) == 4
+    assert all(a is b for a, b in zip(seen, expected, strict=True))
 
 
 def test_importing_the_ops_loads_no_kernels() -> None:

@@ -6,7 +6,9 @@ References loop over destinations in float64 on the messages as PyTorch broadcas
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -510,6 +512,25 @@ def test_rows_without_features(graph: SparseGraph, name: str) -> None:
     for x, grad in zip(leaves, torch.autograd.grad(out.sum(), leaves), strict=True):
         assert grad.shape == x.shape
         assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+def test_sources_whose_values_no_gradient_needs_are_not_kept(graph: SparseGraph, reduce: str) -> None:
+    """A deep model would hold one copy of every layer's input otherwise."""
+    leaves = leaf(rows(4, (2, 3), 1))
+    x = leaves * 2
+    freed = weakref.ref(x)
+    constant = spmm(graph, x, rows(7, (2, 1), 2), reduce)
+    copied = spmm(graph, x, None, reduce)
+    weighted = spmm(graph, x, leaf(rows(7, (2, 1), 2)), reduce)
+    del x
+    gc.collect()
+    assert freed() is not None, "the gradient of the weights needs the sources"
+    del weighted
+    gc.collect()
+    assert freed() is None
+    (constant.sum() + copied.sum()).backward()
+    assert leaves.grad is not None
 
 
 # dtypes

@@ -187,3 +187,14 @@ def test_a_compiled_op_takes_other_sizes() -> None:
         assert torch.equal(out, spmm(graph, x, reduce="mean"))
         (got,), (expected,) = (torch.autograd.grad(y.sum(), x) for y in (out, spmm(graph, x, reduce="mean")))
         assert torch.equal(got, expected)
+
+
+def test_autocast_compiles_without_breaks() -> None:
+    graph = make_graph("hand")
+    x, w = leaf(4, 2, 3, dtype=torch.bfloat16).detach(), leaf(7, 2, 1).detach()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: spmm(graph, x, w), backend="eager", fullgraph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = compiled(x, w)
+        assert out.dtype == torch.bfloat16
+        assert torch.equal(out, spmm(graph, x, w))

@@ -24,6 +24,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ from torch import Tensor
 
 from dgl_hybrid import ops
 from dgl_hybrid.graph.optimize import optimize
+from dgl_hybrid.ops.sparse_graph import Adjacency
 
 FOLDER = Path(__file__).parent
 HEADS = 4
@@ -96,6 +98,14 @@ class Cell:
     rounds: int
 
 
+def csr_matrix(rows: Adjacency, values: Tensor) -> Tensor:
+    """A square matrix as PyTorch's CSR."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta", category=UserWarning)
+        shape = (rows.num_rows, rows.num_rows)
+        return torch.sparse_csr_tensor(rows.indptr, rows.indices, values, shape, check_invariants=False)
+
+
 def spmm_cells(name: str, graph: dgl.DGLGraph, sizes: Sizes) -> Iterator[Cell]:
     """copy_u_sum and u_mul_e_sum."""
     num_nodes, num_edges = graph.num_nodes(), graph.num_edges()
@@ -104,7 +114,7 @@ def spmm_cells(name: str, graph: dgl.DGLGraph, sizes: Sizes) -> Iterator[Cell]:
     ids = 4 * (num_edges + num_nodes)
     for width in sizes.widths:
         x = torch.randn(num_nodes, width)
-        csr = torch.sparse_csr_tensor(rows.indptr, rows.indices, torch.ones(num_edges), (num_nodes, num_nodes))
+        csr = csr_matrix(rows, torch.ones(num_edges))
         out_bytes = 4 * num_nodes * width
         yield Cell(
             "copy_u_sum",
@@ -123,10 +133,7 @@ def spmm_cells(name: str, graph: dgl.DGLGraph, sizes: Sizes) -> Iterator[Cell]:
         heads = x.view(num_nodes, HEADS, width // HEADS)
         weights = torch.rand(num_edges, HEADS)
         by_entry = weights if rows.edge_ids is None else weights[rows.edge_ids.long()]
-        per_head = [
-            torch.sparse_csr_tensor(rows.indptr, rows.indices, by_entry[:, h].contiguous(), (num_nodes, num_nodes))
-            for h in range(HEADS)
-        ]
+        per_head = [csr_matrix(rows, by_entry[:, h].contiguous()) for h in range(HEADS)]
         weight_bytes = 4 * num_edges * HEADS + (0 if rows.edge_ids is None else 4 * num_edges)
         yield Cell(
             "u_mul_e_sum",

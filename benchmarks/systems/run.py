@@ -43,7 +43,7 @@ from benchmarks.systems.grid import (
 from benchmarks.systems.measure import Bench, Settings
 from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, read_lines
 from benchmarks.systems.summary import summarise
-from benchmarks.systems.tables import CELL_HEAD, cell_rows
+from benchmarks.systems.tables import CELL_HEAD, cell_rows, drop_empty_columns
 from benchmarks.systems.team import ALLOCATORS, SystemFailure
 
 FOLDER = Path(__file__).parent
@@ -178,8 +178,11 @@ def show(result: dict[str, Any], settings: Settings, *, to_stderr: bool) -> None
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream, width=None if stream.isatty() else 200)
     if result["cells"]:
-        table = Table(*CELL_HEAD, title="Seconds per epoch (median); ratios: their time over hybrid's")
-        for row in cell_rows(result["cells"]):
+        head, rows = drop_empty_columns(CELL_HEAD, cell_rows(result["cells"]))
+        table = Table(title="Seconds per epoch (median); ratios: their time over hybrid's")
+        for number, name in enumerate(head):
+            table.add_column(name, no_wrap=number == 0)
+        for row in rows:
             table.add_row(*row)
         console.print(table)
     for cell in result["more"]["accuracy"]:

@@ -111,6 +111,10 @@ class Operands:
         count = self.graph.num_src if target == "u" else self.graph.num_dst
         return self.draw(count, self.shape.heads, dtype=torch.float32)
 
+    def attention(self) -> Tensor:
+        """(H, D), scaled as a layer initialises it: logits of tens amplify their own rounding in exp."""
+        return self.draw(self.shape.heads, self.shape.width) / self.shape.width**0.5
+
     def operand(self, target: Target) -> Tensor:
         return {"u": self.u, "v": self.v, "e": self.e}[target]()
 
@@ -198,7 +202,7 @@ def gat_backward_case(*, dropout: bool) -> Case:
 def gatv2_case(*, dropout: bool) -> Case:
     def case(o: Operands) -> tuple[list[Tensor], Run]:
         chosen = dropout_of(o, keys=False) if dropout else None
-        tensors = [o.u(), o.v(), o.draw(o.shape.heads, o.shape.width)]
+        tensors = [o.u(), o.v(), o.attention()]
         return tensors, lambda b, t: b.gatv2(o.rows, t[0], t[1], t[2], SLOPE, chosen)
 
     return case
@@ -207,7 +211,7 @@ def gatv2_case(*, dropout: bool) -> Case:
 def gatv2_backward_case(*, dropout: bool) -> Case:
     def case(o: Operands) -> tuple[list[Tensor], Run]:
         chosen = dropout_of(o) if dropout else None
-        x_src, x_dst, attention = o.u(), o.v(), o.draw(o.shape.heads, o.shape.width)
+        x_src, x_dst, attention = o.u(), o.v(), o.attention()
         out, lse = NaiveBackend().gatv2(o.rows, x_src, x_dst, attention, SLOPE, chosen)
         tensors = [x_src, x_dst, attention, out, lse, o.v()]
         return tensors, lambda b, t: b.gatv2_backward(o.rows, o.out_rows, *t, SLOPE, chosen)

@@ -17,7 +17,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,17 @@ from benchmarks.systems.adaptors import CLUSTER_SYSTEMS
 from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
 from benchmarks.systems.grid import Cell
 from benchmarks.systems.measure import Bench
-from benchmarks.systems.results import FAILED, OK, Line, append_lines, is_measured, now, read_lines
+from benchmarks.systems.results import (
+    FAILED,
+    OK,
+    Line,
+    append_lines,
+    describe_run,
+    is_measured,
+    mark_changed,
+    now,
+    read_lines,
+)
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
 MARGIN = 0.005
@@ -125,7 +135,8 @@ def measure_cells(
         ):
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                found = measure(bench, cell, graph, trials(cell, graph.num_train))
+                bench = replace(bench, about=describe_run())
+                found = mark_changed(measure(bench, cell, graph, trials(cell, graph.num_train)), bench.about)
             except (GraphError, NetworkError, SystemFailure) as error:
                 skipped[key] = str(error)
             else:

@@ -130,5 +130,15 @@ def describe_run() -> dict[str, Any]:
     }
 
 
+def mark_changed(lines: Iterable[Line], about: Mapping[str, Any]) -> list[Line]:
+    """Returns lines as they are, or with another `code` if sources were edited meanwhile: then they are of no version.
+
+    Such a cell is shown, and measured again by the next run.
+    """
+    if code_version() == about["code"]:
+        return list(lines)
+    return [line | {"code": "sources changed while it was measured"} for line in lines]
+
+
 def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S")

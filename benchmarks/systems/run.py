@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ from benchmarks.systems.grid import (
     systems_of,
 )
 from benchmarks.systems.measure import Bench, Settings
-from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, read_lines
+from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, mark_changed, read_lines
 from benchmarks.systems.summary import summarise
 from benchmarks.systems.tables import CELL_HEAD, cell_rows, drop_empty_columns
 from benchmarks.systems.team import ALLOCATORS, SystemFailure
@@ -123,7 +124,8 @@ def measure_cells(
         else:
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                found = bench.measure(cell, graph, systems)
+                bench = replace(bench, about=describe_run())  # of the sources as they are now, hours later
+                found = mark_changed(bench.measure(cell, graph, systems), bench.about)
             except (GraphError, NetworkError, SystemFailure) as error:
                 skipped[cell.key] = str(error)
             else:

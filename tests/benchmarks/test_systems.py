@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from benchmarks.systems import gate
+from benchmarks.systems import gate, results
 from benchmarks.systems.accuracy import MARGIN, judge, time_to
 from benchmarks.systems.graphs import SHAPES, GraphShape, generate
 from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
@@ -388,11 +388,21 @@ def test_a_system_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     assert set(psutil.Process().children(recursive=True)) <= before
 
 
-def test_tiny_grid_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_sources_that_changed_are_of_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "code_version", lambda: "b")
+    assert results.mark_changed([{"code": "b"}], {"code": "b"}) == [{"code": "b"}]
+    (line,) = results.mark_changed([{"code": "a"}], {"code": "a"})
+    assert "changed" in line["code"]
+
+
+def test_tiny_grid_end_to_end_and_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(results, "code_version", lambda: "of this test")  # whoever edits sources meanwhile
     words = "--json --graph powerlaw --scale 0.01 --model sage --layers 2 --hidden 128 --ranks 2 --network loopback"
-    results = tmp_path / "results.jsonl"
+    file = tmp_path / "results.jsonl"
     systems = ("--system", "hybrid", "--system", "sar")
-    places = ("--results", str(results), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--peers", str(tmp_path))
+    places = ("--results", str(file), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--peers", str(tmp_path))
     arguments = [*words.split(), *systems, *places]
     main(arguments)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -402,14 +412,14 @@ def test_tiny_grid_end_to_end_and_again(tmp_path: Path, capsys: pytest.CaptureFi
     assert cell["unavailable"] == ["sar"]
     assert cell["seconds"]["hybrid"] > 0
     assert result["vs_sar_median"] is None
-    own = next(line for line in read_lines(results) if line["variant"] == "hybrid")
+    own = next(line for line in read_lines(file) if line["variant"] == "hybrid")
     assert own["gate"]["is_comparable"]
     assert own["gate"]["losses"] == 3
     assert own["gate"]["vertices"] > 50
     assert own["iters"] >= 1
     assert own["wire_bytes"] is not None
     assert len(own["peak_rss_bytes"]) == 2
-    content = results.read_bytes()
+    content = file.read_bytes()
     main(arguments)  # knows it again, and measures nothing
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == result["cells"]
-    assert results.read_bytes() == content
+    assert file.read_bytes() == content

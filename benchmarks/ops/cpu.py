@@ -49,7 +49,10 @@ FOLDER = Path(__file__).parent
 HEADS = 4
 WIDTHS = (16, 32, 64, 128, 256)
 TOLERANCE = 1e-5
-"""Of the gate; the tests of the ops are sharper."""
+"""Of the gate, for results; the tests of the ops are sharper."""
+GRADIENT_TOLERANCE = 1e-2
+"""Of the gate, for gradients of `gat`: an edge whose sum lies within a rounding of 0 takes the other branch of the leaky
+ReLU than in float64, which moves the gradients by 1e-3 of their norm; DGL's own float32 layer is as far off."""
 
 
 @dataclass(frozen=True)
@@ -194,11 +197,14 @@ def measure(cell: Cell, bandwidth: float) -> dict[str, Any]:
     """
     differentiates = cell.op == "gat"
     with torch.set_grad_enabled(differentiates):
-        error = max(
+        errors = [
             float((got.double() - exact).norm() / exact.norm().clamp(min=1e-30))
             for got, exact in zip(cell.runs["ours"](), cell.exact(), strict=True)
-        )
-        assert error <= TOLERANCE, f"{cell.op} on {cell.graph}, width {cell.width}: relative error {error:.1e}"
+        ]
+        error, gradient_error = errors[0], max(errors[1:], default=0.0)
+        where = f"{cell.op} on {cell.graph}, width {cell.width}"
+        assert error <= TOLERANCE, f"{where}: relative error {error:.1e}"
+        assert gradient_error <= GRADIENT_TOLERANCE, f"{where}: relative error of a gradient {gradient_error:.1e}"
         elapsed: dict[str, list[float]] = {name: [] for name in cell.runs}
         for run in cell.runs.values():
             run()
@@ -218,6 +224,7 @@ def measure(cell: Cell, bandwidth: float) -> dict[str, Any]:
         "compulsory_floor": round(cell.compulsory_bytes / bandwidth / ours, 4),
         "gather_floor": round(cell.gather_bytes / bandwidth / ours, 4),
         "error": error,
+        "gradient_error": gradient_error,
         "rounds": cell.rounds,
         "load": os.getloadavg()[0],
     }

@@ -51,7 +51,7 @@ WIDTHS = (16, 32, 64, 128, 256)
 TOLERANCE = 1e-5
 """Of the gate, for results; the tests of the ops are sharper."""
 GRADIENT_TOLERANCE = 1e-2
-"""Of the gate, for gradients of `gat`: an edge whose sum lies within a rounding of 0 takes the other branch of the leaky
+"""Of the gate, for gradients of `gat`: an edge with a sum within a rounding of 0 takes the other branch of the leaky
 ReLU than in float64, which moves the gradients by 1e-3 of their norm; DGL's own float32 layer is as far off."""
 
 

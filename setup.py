@@ -58,8 +58,8 @@ setup(
     cmdclass={"build_py": BuildWithCompat},
     install_requires=[
         "dgl==2.1.*",
+        "llvmlite",
         "matplotlib",
-        "numba",
         "numpy",
         "ortools",
         "packaging",

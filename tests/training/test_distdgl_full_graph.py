@@ -314,4 +314,5 @@ def test_errors_before_torch_distributed(outcome: Outcome) -> None:
         assert "torch.distributed, which is not initialised on trainer" in errors["collective"]
         assert "init_process_group('gloo') after dgl.distributed.initialize" in errors["collective"]
         assert "run without dgl_hybrid. Call dgl_hybrid.enable() before" in errors["kvstore"]
-        assert errors["carrier pigeon"].startswith("ValueError: transport must be one of 'auto', 'collective', 'shared_memory', 'kvstore'")
+        names = "'auto', 'collective', 'shared_memory', 'kvstore'"
+        assert errors["carrier pigeon"].startswith(f"ValueError: transport must be one of {names}")

@@ -314,15 +314,18 @@ def _check_rows_apart(
 ) -> None:
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes."""
 
+    def copied(value: Any) -> Any:
+        # Disturbed rows are no static tensor, and layers sum in another order then: so must the plain ones be.
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
     def disturb(value: Any) -> Any:
+        changed = copied(value)
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() and len(value) in sizes:
-            changed = value.detach().clone()
             changed[0] = -3.0 * changed[0] + 1.0
-            return changed
-        return value
+        return changed
 
     with torch.no_grad(), _QuietMode(record, sizes):
-        plain = _tensors(model(*args, **kwargs))
+        plain = _tensors(model(*map_leaves(args, copied), **map_leaves(kwargs, copied)))
         disturbed = _tensors(model(*map_leaves(args, disturb), **map_leaves(kwargs, disturb)))
     for before, after in zip(plain, disturbed, strict=True):
         rows_of_level = before.dim() and len(before) in sizes

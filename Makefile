@@ -4,8 +4,8 @@
 PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
 BIN := .venv/bin
 ENV := .venv/.installed
-# `make bench BENCH=exchange ARGS=--quick` runs benchmarks/exchange.
-BENCH ?= exchange
+# `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, a few minutes of it.
+BENCH ?= systems
 ARGS ?=
 
 .PHONY: env demo test lint bench clean
@@ -33,9 +33,9 @@ lint: $(ENV)
 	$(BIN)/mypy
 
 bench: $(ENV)
-	@test -e benchmarks/$(BENCH) || test -e benchmarks/$(BENCH).py || \
+	@test -e benchmarks/$(subst .,/,$(BENCH)) || test -e benchmarks/$(subst .,/,$(BENCH)).py || \
 	    { echo "make bench: there is no benchmarks/$(BENCH); choose one: make bench BENCH=<name>" >&2; exit 1; }
-	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
+	$(BIN)/python -m benchmarks.$(BENCH) $(if $(filter systems,$(BENCH)),$(or $(ARGS),--quick --json),$(ARGS))
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output

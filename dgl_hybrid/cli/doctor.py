@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dgl-hybrid doctor`: versions, active fixes, cores, memory, devices."""
+"""`dgl-hybrid doctor`: versions, active fixes, cores, memory, devices, what compiles the kernels."""
 
 from __future__ import annotations
 
@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
             if is_there
         ],
         "loopback": LOOPBACK,
+        "cpu_kernels": cpu_kernels(),
+        "cuda_kernels": cuda_kernels(),
         "fixes": {fix["name"]: fix["state"] for fix in found["fixes"]},  # type: ignore[attr-defined]
     }
     table = Table("what", "found", title="dgl_hybrid doctor", title_justify="left")
@@ -58,3 +60,26 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts))
     return 0
+
+
+def cpu_kernels() -> str:
+    """Says what compiles the message passing on CPU."""
+    from llvmlite import __version__, binding  # type: ignore[import-untyped]
+
+    from dgl_hybrid.ops.cpu.host import vector_unit
+
+    llvm = ".".join(map(str, binding.llvm_version_info))
+    return f"LLVM {llvm} (llvmlite {__version__}), vectors of {8 * vector_unit().register_bytes} bits"
+
+
+def cuda_kernels() -> str:
+    """Says what compiles and runs the message passing on CUDA, or what is missing."""
+    from dgl_hybrid.ops.cuda.runtime import describe
+
+    status = describe()
+    if status.nvrtc_version is None:
+        return f"none: {status.nvrtc_problem}"
+    compiler = f"NVRTC {status.nvrtc_version}"
+    if not status.usable:
+        return f"{compiler} compiles, nothing runs: {status.driver_problem or 'no GPU that it knows'}"
+    return f"{compiler} for {', '.join(f'{gpu.name} ({gpu.arch})' for gpu in status.gpus)}"

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -137,3 +138,11 @@ def test_options_of_one_command_do_not_leak(capsys: pytest.CaptureFixture[str]) 
     parser = OneLineParser(prog="p")
     add_config_options(parser, (demo.DemoConfig,))
     assert set(vars(parser.parse_args(["--epochs", "3"]))) == {"epochs"}
+
+
+def test_doctor_says_what_compiles_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert re.fullmatch(r"LLVM [\d.]+ \(llvmlite [\d.]+\), vectors of (128|256|512) bits", facts["cpu_kernels"])
+    # With NVRTC and a GPU, with one of them, or with neither: always a word.
+    assert re.match(r"NVRTC [\d.]+ (compiles, nothing runs: |for )|none: ", facts["cuda_kernels"])

@@ -52,8 +52,9 @@ def destinations_without_edges(index: Any, device: torch.device) -> Tensor | Non
     if device not in found:
         graph = sparse_graph_of(index)
         assert graph is not None
-        rows = torch.nonzero(graph.in_edges.indptr.diff() == 0).flatten()
-        found[device] = rows.to(device) if len(rows) else None
+        with torch.inference_mode(False):  # who trains later saves them
+            rows = torch.nonzero(graph.in_edges.indptr.diff() == 0).flatten()
+            found[device] = rows.to(device) if len(rows) else None
     return found[device]
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import scipy.sparse
 import torch
@@ -139,7 +140,11 @@ class SparseGraph:
     def out_edges(self) -> Adjacency:
         """The edges by source, entries in the order of the in-edges; built at the first access."""
         if self._out_edges is None:
-            built = torch.ops.dgl_hybrid.out_edges(self.in_edges.tensors(), self.num_src)
+            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+                built = torch.ops.dgl_hybrid.out_edges(self.in_edges.tensors(), self.num_src)
+            else:
+                with torch.inference_mode(False):
+                    built = torch.ops.dgl_hybrid.out_edges(self.in_edges.tensors(), self.num_src)
             self._out_edges = Adjacency(*built)
         return self._out_edges
 
@@ -261,14 +266,21 @@ def _adjacency(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, dtype: 
     if edge_ids is not None and len(edge_ids) != len(indices):
         raise ValueError(f"the {name} need one edge id per entry: {len(indices)} entries (got {len(edge_ids)} ids)")
     return Adjacency(
-        indptr.to(dtype).contiguous(),
-        indices.to(dtype).contiguous(),
-        None if edge_ids is None else edge_ids.to(dtype).contiguous(),
+        _kept(indptr, dtype=dtype),
+        _kept(indices, dtype=dtype),
+        None if edge_ids is None else _kept(edge_ids, dtype=dtype),
     )
 
 
+def _kept(ids: Tensor, **target: Any) -> Tensor:
+    """Ids that a backward may save, even if an evaluation in inference mode is the first to use the graph."""
+    with torch.inference_mode(False):
+        ids = ids.to(**target).contiguous()
+        return ids.clone() if ids.is_inference() else ids
+
+
 def _moved(adjacency: Adjacency, device: torch.device | str) -> Adjacency:
-    return Adjacency.from_tensors([ids.to(device) for ids in adjacency.tensors()])
+    return Adjacency.from_tensors([_kept(ids, device=device) for ids in adjacency.tensors()])
 
 
 def _validated_ends(adjacency: Adjacency, num_neighbours: int, name: str, role: str) -> Tensor:

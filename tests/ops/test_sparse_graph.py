@@ -208,3 +208,21 @@ def test_constructors_refuse_what_does_not_fit() -> None:
     meta = tuple(ids.to("meta") for ids in (torch.tensor([0, 1, 2]), two))
     with pytest.raises(ValueError, match=r"out-edges must lie on the device of the in-edges, cpu \(got meta\)"):
         SparseGraph.from_csc(torch.tensor([0, 2]), two, num_src=2, out_edges=(*meta, None))
+
+
+def test_a_graph_that_is_first_used_in_inference_mode_can_train_later() -> None:
+    """What is kept of a structure is saved by a backward, which takes no tensors of inference mode."""
+    with torch.inference_mode():
+        src, dst = torch.tensor([0, 1, 2, 2]), torch.tensor([1, 1, 0, 2])
+        graph = SparseGraph.from_coo(src, dst, 3, 3)
+        given = SparseGraph.from_csc(torch.tensor([0, 1, 3], dtype=torch.int32), src[:3].int(), num_src=3)
+        spmm(graph, torch.ones(3, 2))
+        spmm(graph, None, torch.ones(4, 2), reduce="max")
+        kept = [*graph.in_edges.tensors(), *graph.out_edges.tensors(), *graph.to("cpu").in_edges.tensors()]
+        kept += [*given.in_edges.tensors(), *given.reverse().in_edges.tensors()]
+    assert not any(ids.is_inference() for ids in kept)
+    for structure, num_edges in ((graph, 4), (given, 3)):
+        x, w = torch.ones(3, 2, requires_grad=True), torch.ones(num_edges, 1, requires_grad=True)
+        spmm(structure, x, w).sum().backward()
+        assert x.grad is not None
+        assert w.grad is not None

@@ -2,7 +2,13 @@
 """Runs a kernel on as many threads as PyTorch uses.
 
 The caller's thread takes part, so a call always makes progress, also where several Python threads call at once and the
-pool is busy with another's tasks. Kernels release the interpreter's lock.
+helpers are busy with another's tasks. Kernels release the interpreter's lock.
+
+[Note: interruptions]
+Ctrl-C, or any exception of a signal handler, can end a call at any point of the caller's thread, whose tensors are
+then freed, while helpers still write to them. So a call ends only when none of its helpers runs any more. Whatever
+waits here may be broken off and begun anew: locks of `threading.Lock`, a `SimpleQueue` and flags, which C code handles
+as a whole, but no `Condition` or `Future`, whose own locks an exception at the wrong moment leaves in disorder.
 """
 
 from __future__ import annotations
@@ -10,8 +16,9 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from queue import SimpleQueue
 
 import numpy as np
 import numpy.typing as npt
@@ -22,51 +29,117 @@ from dgl_hybrid.ops.cpu.compiler import Kernel
 MIN_TASKS_FOR_THREADS = 4
 """Waking a thread takes some 50 microseconds; fewer tasks are not worth it."""
 
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
+
+class _Call:
+    """What one call's threads share; owned by all of them."""
+
+    def __init__(self, kernel: Kernel, bounds: npt.NDArray[np.int64], arguments: Sequence[int | float]) -> None:
+        self._kernel, self._bounds = kernel, bounds
+        self._counter = ctypes.c_int64(0)
+        self.num_tasks = len(bounds) - 1
+        words = [bounds.ctypes.data, self.num_tasks, ctypes.addressof(self._counter)]
+        words += [struct.unpack("q", struct.pack("d", a))[0] if isinstance(a, float) else a for a in arguments]
+        self._packed = (ctypes.c_int64 * len(words))(*words)
+
+    def work(self) -> None:
+        """Does tasks until none is left to be drawn."""
+        self._kernel(ctypes.addressof(self._packed))
+
+    def stop(self) -> None:
+        """Leaves no task to be drawn; those that are being done go on."""
+        self._counter.value = self.num_tasks
 
 
-def _forget_pool() -> None:
+class _Share:
+    """One helper's part in a call."""
+
+    def __init__(self, call: _Call) -> None:
+        self._call = call
+        self._claim = threading.Lock()
+        self._finished = threading.Lock()
+        self._finished.acquire()
+        self._is_finished = False
+
+    def run(self) -> None:
+        """On a helper's thread: works, unless the call ended before it came to that."""
+        try:
+            if self._claim.acquire(blocking=False):
+                self._call.work()
+        finally:
+            self._is_finished = True
+            self._finished.release()
+
+    def end(self) -> None:
+        """On the caller's thread: returns when the helper does not run and never will. May be called again."""
+        if not self._claim.acquire(blocking=False):
+            while not self._is_finished:
+                self._finished.acquire(timeout=1.0)
+
+
+_queue: SimpleQueue[_Share] = SimpleQueue()
+_num_helpers = 0
+
+
+def _forget_helpers() -> None:
     """In a child made by fork: the parent's threads do not exist there."""
-    global _pool, _pool_size
-    _pool, _pool_size = None, 0
+    global _queue, _num_helpers
+    _queue, _num_helpers = SimpleQueue(), 0
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_pool)
+    os.register_at_fork(after_in_child=_forget_helpers)
 
 
 def run_tasks(kernel: Kernel, bounds: npt.NDArray[np.int64], arguments: Sequence[int | float]) -> None:
-    """Runs a kernel over tasks; returns when all are done.
+    """Runs a kernel over tasks; returns, or raises what a signal handler raised, when no thread works on them.
 
     Args:
         kernel: From `compile_kernel`.
         bounds: (T + 1,) int64: bounds of the tasks' rows.
         arguments: What the kernel declares: addresses and integers as int, numbers as float.
     """
-    num_tasks = len(bounds) - 1
-    counter = ctypes.c_int64(0)
-    words = [bounds.ctypes.data, num_tasks, ctypes.addressof(counter)]
-    words += [struct.unpack("q", struct.pack("d", a))[0] if isinstance(a, float) else a for a in arguments]
-    packed = (ctypes.c_int64 * len(words))(*words)
-    address = ctypes.addressof(packed)
-    num_threads = min(torch.get_num_threads(), num_tasks)
-    if num_threads == 1 or num_tasks < MIN_TASKS_FOR_THREADS:
-        kernel(address)
+    call = _Call(kernel, bounds, arguments)
+    num_threads = min(torch.get_num_threads(), call.num_tasks)
+    if num_threads == 1 or call.num_tasks < MIN_TASKS_FOR_THREADS:
+        call.work()
         return
-    helpers = _start_helpers(num_threads - 1, kernel, address)
-    kernel(address)
-    for helper in helpers:
-        if not helper.cancel():
-            helper.result()
-
-
-def _start_helpers(count: int, kernel: Kernel, address: int) -> list[Future[None]]:
-    global _pool, _pool_size
-    if _pool is None or _pool_size < count:
-        # A larger pool beside the smaller one, whose threads end when its last call does.
-        _pool, _pool_size = ThreadPoolExecutor(count, thread_name_prefix="dgl_hybrid_ops"), count
+    shares = [_Share(call) for _ in range(num_threads - 1)]
     try:
-        return [_pool.submit(kernel, address) for _ in range(count)]
-    except RuntimeError:  # the interpreter is shutting down and starts no threads any more
-        return []
+        _start(len(shares))
+        for share in shares:
+            _queue.put(share)
+        call.work()
+    finally:
+        _end(call, shares)
+
+
+def _end(call: _Call, shares: list[_Share]) -> None:
+    """See [Note: interruptions]."""
+    interruption: BaseException | None = None
+    while True:
+        try:
+            call.stop()
+            for share in shares:
+                share.end()
+            break
+        except BaseException as error:
+            interruption = interruption or error
+    if interruption is not None:
+        raise interruption
+
+
+def _start(count: int) -> None:
+    """Has at least so many helpers' threads, if the interpreter still starts any."""
+    global _num_helpers
+    while _num_helpers < count:
+        thread = threading.Thread(target=_serve, args=(_queue,), name=f"dgl_hybrid_ops_{_num_helpers}", daemon=True)
+        _num_helpers += 1
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is shutting down; the caller does all tasks
+            return
+
+
+def _serve(queue: SimpleQueue[_Share]) -> None:
+    while True:
+        queue.get().run()

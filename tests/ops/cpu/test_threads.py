@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -79,8 +81,8 @@ def test_the_number_of_threads_changes_no_bit(graph: SparseGraph) -> None:
 
 def test_helpers_take_part(graph: SparseGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
-    start = threads._start_helpers
-    monkeypatch.setattr(threads, "_start_helpers", lambda n, *rest: started.append(n) or start(n, *rest))
+    start = threads._start
+    monkeypatch.setattr(threads, "_start", lambda n: started.append(n) or start(n))
     x = torch.ones(NUM_NODES, 1, 4)
     torch.set_num_threads(3)
     CpuBackend().spmm(graph.in_edges, x, None, "sum")
@@ -98,6 +100,46 @@ def test_several_callers_at_once(graph: SparseGraph) -> None:
     with ThreadPoolExecutor(4) as pool:
         for results in pool.map(lambda _: everything(graph), range(8)):
             assert_same_bits(results, expected)
+
+
+INTERRUPTED = """
+import random, signal, time, torch
+from dgl_hybrid.ops import SparseGraph, spmm
+
+class Stop(Exception): pass
+def stop(*_): raise Stop
+
+signal.signal(signal.SIGALRM, stop)
+torch.set_num_threads(4)
+n = 20_000
+graph = SparseGraph.from_coo(torch.randint(n, (300_000,)), torch.randint(n, (300_000,)), n, n)
+x = torch.rand(n, 64) + 1.0
+spmm(graph, x)
+interrupts, overwritten, end = 0, 0, time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.01))
+        while True:
+            y = spmm(graph, x)
+    except Stop:
+        interrupts += 1
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    z = torch.zeros(n, 64)  # takes the memory that the broken-off call gave back
+    time.sleep(0.002)
+    overwritten += bool(z.any())
+print(interrupts, overwritten)
+"""
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
+def test_who_breaks_off_a_call_gets_its_memory_back_unwritten() -> None:
+    """As Ctrl-C in a notebook: helpers must not go on writing to what the caller has freed."""
+    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    interrupts, overwritten = map(int, result.stdout.split())
+    assert interrupts > 20
+    assert overwritten == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

@@ -13,7 +13,6 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import trace as trace_module
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.ops.routing import route_ops
 

@@ -1,6 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a kernel on as many threads as PyTorch uses.
 
+Where PyTorch runs on GNU's OpenMP, kernels run on the same threads: after an operation of PyTorch or DGL these spin
+for milliseconds in wait of the next, and other threads would have to wait for a core (a sum of 3 M edges of width 16
+right after DGL's: 6.4 ms on threads of our own, 3.0 on theirs). Elsewhere, and in children made by fork, where OpenMP's
+threads do not exist and it does not know, there are helpers of our own.
+
 The caller's thread takes part, so a call always makes progress, also where several Python threads call at once and the
 helpers are busy with another's tasks. Kernels release the interpreter's lock.
 
@@ -17,7 +22,9 @@ import ctypes
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
@@ -44,6 +51,11 @@ class _Call:
     def work(self) -> None:
         """Does tasks until none is left to be drawn."""
         self._kernel(ctypes.addressof(self._packed))
+
+    def work_together(self, parallel: Callable[..., None], num_threads: int) -> None:
+        """Does all tasks on a team of OpenMP's threads, this one among them."""
+        code = ctypes.cast(self._kernel, ctypes.c_void_p)  # type: ignore[arg-type]
+        parallel(code, ctypes.addressof(self._packed), num_threads, 0)
 
     def stop(self) -> None:
         """Leaves no task to be drawn; those that are being done go on."""
@@ -78,12 +90,30 @@ class _Share:
 
 _queue: SimpleQueue[_Share] = SimpleQueue()
 _num_helpers = 0
+_is_forked = False
+
+
+@cache
+def _openmp() -> Callable[..., None] | None:
+    """`GOMP_parallel` of the OpenMP runtime that PyTorch has loaded, if that is GNU's or one that speaks like it."""
+    folder = Path(torch.__file__).parent / "lib"
+    for library in sorted((*folder.glob("libgomp*.so*"), *folder.glob("libiomp5.so"))):
+        try:
+            # Only if it is loaded: a second copy would have threads of its own.
+            runtime = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+            parallel = runtime.GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        parallel.restype = None
+        return parallel
+    return None
 
 
 def _forget_helpers() -> None:
     """In a child made by fork: the parent's threads do not exist there."""
-    global _queue, _num_helpers
-    _queue, _num_helpers = SimpleQueue(), 0
+    global _queue, _num_helpers, _is_forked
+    _queue, _num_helpers, _is_forked = SimpleQueue(), 0, True
 
 
 if hasattr(os, "register_at_fork"):
@@ -102,6 +132,10 @@ def run_tasks(kernel: Kernel, bounds: npt.NDArray[np.int64], arguments: Sequence
     num_threads = min(torch.get_num_threads(), call.num_tasks)
     if num_threads == 1 or call.num_tasks < MIN_TASKS_FOR_THREADS:
         call.work()
+        return
+    parallel = None if _is_forked else _openmp()
+    if parallel is not None:
+        call.work_together(parallel, num_threads)
         return
     shares = [_Share(call) for _ in range(num_threads - 1)]
     try:

@@ -34,8 +34,13 @@ def graph() -> SparseGraph:
     return SparseGraph.from_coo(src, dst, NUM_NODES, NUM_NODES)
 
 
-@pytest.fixture(autouse=True)
-def _restore_threads() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["OpenMP", "helpers"])
+def _threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whose threads run kernels: PyTorch's OpenMP, or ours, as where there is none."""
+    if request.param == "helpers":
+        monkeypatch.setattr(threads, "_openmp", lambda: None)
+    elif threads._openmp() is None:
+        pytest.skip("PyTorch does not run on GNU's OpenMP here")
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -82,6 +87,7 @@ def test_the_number_of_threads_changes_no_bit(graph: SparseGraph) -> None:
 def test_helpers_take_part(graph: SparseGraph, monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     start = threads._start
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
     monkeypatch.setattr(threads, "_start", lambda n: started.append(n) or start(n))
     x = torch.ones(NUM_NODES, 1, 4)
     torch.set_num_threads(3)
@@ -103,8 +109,12 @@ def test_several_callers_at_once(graph: SparseGraph) -> None:
 
 
 INTERRUPTED = """
-import random, signal, time, torch
+import random, signal, sys, time, torch
 from dgl_hybrid.ops import SparseGraph, spmm
+from dgl_hybrid.ops.cpu import threads
+
+if sys.argv[1] == "helpers":
+    threads._openmp = lambda: None
 
 class Stop(Exception): pass
 def stop(*_): raise Stop
@@ -133,9 +143,11 @@ print(interrupts, overwritten)
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no interval timers")
-def test_who_breaks_off_a_call_gets_its_memory_back_unwritten() -> None:
+def test_who_breaks_off_a_call_gets_its_memory_back_unwritten(request: pytest.FixtureRequest) -> None:
     """As Ctrl-C in a notebook: helpers must not go on writing to what the caller has freed."""
-    result = subprocess.run([sys.executable, "-c", INTERRUPTED], capture_output=True, text=True, timeout=120)
+    whose = request.node.callspec.params["_threads"]
+    command = [sys.executable, "-c", INTERRUPTED, whose]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     interrupts, overwritten = map(int, result.stdout.split())
     assert interrupts > 20

@@ -274,6 +274,10 @@ def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
     assert results.num_bytes == 8
     results.get("weighted sum", (known, weight), make)
     assert calls == [0, 1]
+    known.data.mul_(2.0)  # which PyTorch does not count
+    assert results.was_changed
+    known.data.div_(2.0)
+    assert not results.was_changed
     weight.mul_(2.0)
     assert results.was_changed
     assert results.get("sum", (known,), make) is first

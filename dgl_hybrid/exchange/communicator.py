@@ -12,8 +12,9 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -58,6 +59,7 @@ class Communicator:
         self.clock = ExchangeClock()
         self.buffers = BufferPool()
         self.num_calls = 0
+        self._pending: PendingRows | None = None
         self.cross_check = False
         """Compare what every rank is about to exchange, before each exchange. Costs one small gather each; loaders turn
         it on for their first step."""
@@ -92,12 +94,7 @@ class Communicator:
             ExchangeError: If the collective fails or a peer does not take part in time.
         """
         received = send.new_empty((sum(recv_counts), *send.shape[1:])) if out is None else out
-        moved = _as_moved(send.contiguous())
-        with self._recorded(moved, send_counts, recv_counts, layer, backward) as tag:
-            if self.transport is None:
-                received.copy_(send)
-            else:
-                self._all_to_all(self.transport, _as_moved(received), moved, list(recv_counts), list(send_counts), tag)
+        self.start_exchange(send, send_counts, recv_counts, layer=layer, backward=backward, out=received).wait()
         return received
 
     def borrow(
@@ -114,17 +111,100 @@ class Communicator:
         Returns:
             (recv_counts[q], ...) from each rank q. To be read before the next exchange, and not to be written to.
         """
-        if self.transport is None or not self.transport.can_lend or send.device != self.transport.device:
-            received = self.buffers.take((sum(recv_counts), *send.shape[1:]), send.dtype, send.device)
-            self.exchange(send, send_counts, recv_counts, layer=layer, backward=backward, out=received)
-            return list(received.split(list(recv_counts)))
-        moved = _as_moved(send.contiguous())
-        with self._recorded(moved, send_counts, recv_counts, layer, backward) as tag:
-            parts = self.transport.borrow_all_to_all(moved, list(recv_counts), list(send_counts), tag)
-        return [
-            part.view(-1).view(send.dtype).view(count, *send.shape[1:])
-            for part, count in zip(parts, recv_counts, strict=True)
-        ]
+        return self.start_exchange(send, send_counts, recv_counts, layer=layer, backward=backward).wait()
+
+    def start_exchange(
+        self,
+        send: Tensor,
+        send_counts: Sequence[int],
+        recv_counts: Sequence[int],
+        *,
+        layer: int = 0,
+        backward: bool = False,
+        out: Tensor | None = None,
+    ) -> PendingRows:
+        """Begins an exchange and returns while the rows travel. Collective, as is the end of it: `PendingRows.wait`.
+
+        At most one exchange is under way. Where nothing can travel in the background (`kvstore`), it is over when
+        this returns.
+
+        Args:
+            send, send_counts, recv_counts, layer, backward: As of `exchange`; `send` is not to be written to before the
+                end.
+            out: Contiguous memory for the rows; None leaves them where they arrive, to be read before the next
+                exchange begins.
+
+        Raises:
+            ExchangeError: Also if the one before was not waited for.
+        """
+        if self._pending is not None:
+            raise ExchangeError(
+                f"an exchange for layer {self._pending.layer} is under way on rank {self.rank} of {self.world_size}: "
+                f"wait for its rows before the next one begins"
+            )
+        self.num_calls += 1
+        start_s = time.perf_counter()
+        tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
+        moved, transport = _as_moved(send.contiguous()), self.transport
+        finish: Callable[[], list[Tensor]]
+        if transport is None:
+            received = send if out is None else out.copy_(send)
+            finish = lambda: [received]  # noqa: E731
+        else:
+            if self.cross_check:
+                self._cross_check(moved, send_counts, recv_counts, layer, backward)
+            with self._named(_name_of(tag)):
+                if out is None and transport.can_lend and send.device == transport.device:
+                    borrow = transport.start_borrowing(moved, list(recv_counts), list(send_counts), tag)
+                    finish = partial(_read_as, borrow, send, recv_counts)
+                else:
+                    if out is None:
+                        out = self.buffers.take((sum(recv_counts), *send.shape[1:]), send.dtype, send.device)
+                    finish = self._start_into(transport, out, moved, list(recv_counts), list(send_counts), tag)
+        row_bytes = moved.element_size() * (moved[0].numel() if len(moved) else 0)
+        own = send_counts[self.rank] if len(send_counts) > self.rank else 0
+        pending = PendingRows(
+            communicator=self,
+            tag=tag,
+            bytes_sent=(sum(send_counts) - own) * row_bytes,
+            start_s=start_s,
+            finish=finish,
+        )
+        self._pending = pending
+        return pending
+
+    def _start_into(
+        self,
+        transport: Transport,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag,
+    ) -> Callable[[], list[Tensor]]:
+        """Rows of the GPU that a backend cannot move are staged in pinned memory."""
+        place = _as_moved(received)
+        if not (send.is_cuda and transport.device.type == "cpu"):
+            end = transport.start_all_to_all(place, send, recv_counts, send_counts, tag)
+
+            def finish() -> list[Tensor]:
+                end()
+                return list(received.split(recv_counts))
+
+            return finish
+        host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
+        host_recv = torch.empty(place.shape, dtype=place.dtype, pin_memory=True)
+        host_send.copy_(send)
+        end_staged = transport.start_all_to_all(host_recv, host_send, recv_counts, send_counts, tag)
+
+        def finish_staged() -> list[Tensor]:
+            end_staged()
+            place.copy_(host_recv, non_blocking=True)
+            # The pinned buffers must outlive the copies that read them.
+            torch.cuda.current_stream(send.device).synchronize()
+            return list(received.split(recv_counts))
+
+        return finish_staged
 
     def send_buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Returns memory of arbitrary content for the rows of the next exchange, out of which they are sent fastest.
@@ -135,33 +215,6 @@ class Communicator:
             num_bytes = math.prod(shape) * dtype.itemsize
             return self.transport.send_buffer(num_bytes).view(dtype).view(tuple(shape))
         return self.buffers.take(shape, dtype, device)
-
-    @contextlib.contextmanager
-    def _recorded(
-        self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
-    ) -> Iterator[ExchangeTag]:
-        """One exchange of rows: counted, compared with the other ranks' if that is wanted, explained and timed."""
-        self.num_calls += 1
-        start_s = time.perf_counter()
-        tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
-        if self.transport is None:
-            yield tag
-        else:
-            if self.cross_check:
-                self._cross_check(send, send_counts, recv_counts, layer, backward)
-            with self._named(f"exchange {self.num_calls} (layer {layer}, {'backward' if backward else 'forward'})"):
-                yield tag
-        row_bytes = send.element_size() * (send[0].numel() if len(send) else 0)
-        own = send_counts[self.rank] if len(send_counts) > self.rank else 0
-        self.clock.record(
-            ExchangeEvent(
-                layer=layer,
-                backward=backward,
-                bytes_sent=(sum(send_counts) - own) * row_bytes,
-                start_s=start_s,
-                elapsed_s=time.perf_counter() - start_s,
-            )
-        )
 
     def _cross_check(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
@@ -184,29 +237,6 @@ class Communicator:
                         f"recv_counts do not match: rank {rank} of {self.world_size} expects {expected} rows from peer "
                         f"{peer} for layer {layer}, which sends {sent}. Rebuild both plans from one partition."
                     )
-
-    @staticmethod
-    def _all_to_all(
-        transport: Transport,
-        received: Tensor,
-        send: Tensor,
-        recv_counts: list[int],
-        send_counts: list[int],
-        tag: ExchangeTag,
-    ) -> None:
-        if send.is_cuda and transport.device.type == "cpu":
-            # gloo moves host memory: stage through pinned buffers. Several ranks may share one GPU this way, which
-            # NCCL refuses.
-            host_send = torch.empty(send.shape, dtype=send.dtype, pin_memory=True)
-            host_recv = torch.empty(received.shape, dtype=received.dtype, pin_memory=True)
-            host_send.copy_(send, non_blocking=True)
-            torch.cuda.current_stream(send.device).synchronize()
-            transport.all_to_all(host_recv, host_send, recv_counts, send_counts, tag)
-            received.copy_(host_recv, non_blocking=True)
-            # The pinned buffer must outlive the copy that reads it.
-            torch.cuda.current_stream(send.device).synchronize()
-        else:
-            transport.all_to_all(received, send, recv_counts, send_counts, tag)
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer how many rows it will get from this rank. Collective."""
@@ -344,6 +374,64 @@ class Communicator:
             f"calls in the same order (an `if rank == 0: evaluate()` breaks this), and an exception on one rank ends "
             f"the job on all. ({error})"
         ) from error
+
+
+class PendingRows:
+    """An exchange that is under way."""
+
+    def __init__(
+        self,
+        *,
+        communicator: Communicator,
+        tag: ExchangeTag,
+        bytes_sent: int,
+        start_s: float,
+        finish: Callable[[], list[Tensor]],
+    ) -> None:
+        self._communicator, self._tag, self._finish = communicator, tag, finish
+        self._bytes_sent, self._start_s = bytes_sent, start_s
+        self._blocked_s = time.perf_counter() - start_s
+
+    @property
+    def layer(self) -> int:
+        return self._tag.layer
+
+    def wait(self) -> list[Tensor]:
+        """Returns (recv_counts[q], ...) from each rank q, once; blocks until they are there. Collective.
+
+        Raises:
+            ExchangeError: If the exchange fails or a peer does not take part in time.
+        """
+        communicator, begun_s = self._communicator, time.perf_counter()
+        if communicator._pending is not self:
+            raise ExchangeError(f"the exchange for layer {self.layer} is over: its rows are handed out once")
+        try:
+            with communicator._named(_name_of(self._tag)):
+                rows = self._finish()
+        finally:
+            communicator._pending = None
+        communicator.clock.record(
+            ExchangeEvent(
+                layer=self._tag.layer,
+                backward=self._tag.backward,
+                bytes_sent=self._bytes_sent,
+                start_s=self._start_s,
+                elapsed_s=self._blocked_s + time.perf_counter() - begun_s,
+            )
+        )
+        return rows
+
+
+def _read_as(borrow: Callable[[], list[Tensor]], send: Tensor, recv_counts: Sequence[int]) -> list[Tensor]:
+    """What was borrowed, in the dtype and shape of what was sent."""
+    return [
+        part.view(-1).view(send.dtype).view(count, *send.shape[1:])
+        for part, count in zip(borrow(), recv_counts, strict=True)
+    ]
+
+
+def _name_of(tag: ExchangeTag) -> str:
+    return f"exchange {tag.call} (layer {tag.layer}, {'backward' if tag.backward else 'forward'})"
 
 
 def _describe(header: list[int]) -> str:

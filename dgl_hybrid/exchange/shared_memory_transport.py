@@ -27,7 +27,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -122,6 +122,8 @@ class SharedMemoryTransport(Transport):
         self._timeout_s = timeout_s
         self._process = os.getpid()
         self._num_calls = 0
+        self._is_awaiting = False
+        """An operation was begun whose rows are still to be read."""
         self._late: list[int] = []
         self._why_left = ""
         self._lock = threading.Lock()
@@ -137,47 +139,79 @@ class SharedMemoryTransport(Transport):
         send_counts: list[int],
         tag: ExchangeTag = NO_TAG,
     ) -> None:
+        self.start_all_to_all(received, send, recv_counts, send_counts, tag)()
+
+    def start_all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> Callable[[], None]:
         with self._taking_part():
             outgoing, incoming = _by_peer(send, send_counts), _by_peer(received, recv_counts)
             incoming[self.rank].copy_(outgoing[self.rank])
             incoming[self.rank] = outgoing[self.rank] = outgoing[self.rank][:0]
-            is_placed = self._outbox.holds(send)
             share = ROUND_BYTES // max(1, self.world_size - 1)
-            while True:
-                if is_placed:
-                    pieces, offsets = outgoing, self._offsets_of(send, send_counts)
-                    outgoing, is_placed = [part[:0] for part in outgoing], False
-                else:
-                    pieces = [part[:share] for part in outgoing]
-                    outgoing = [part[share:] for part in outgoing]
+            if self._outbox.holds(send):
+                pieces, offsets = outgoing, self._offsets_of(send, send_counts)
+                outgoing = [part[:0] for part in outgoing]
+            else:
+                pieces, outgoing = [part[:share] for part in outgoing], [part[share:] for part in outgoing]
+                offsets = self._write(pieces)
+            has_more = any(len(part) for part in outgoing)
+            own = self._post(send, send_counts, offsets, [len(piece) for piece in pieces], has_more, tag)
+            self._is_awaiting = True
+
+        def finish() -> None:
+            nonlocal outgoing, has_more, own
+            with self._taking_part(continued=True):
+                while True:
+                    posts = self._collect(own, recv_counts, tag)
+                    self._copy_from(posts, incoming)
+                    if not (has_more or any(post.has_more for post in posts)):
+                        break
+                    pieces, outgoing = [part[:share] for part in outgoing], [part[share:] for part in outgoing]
                     offsets = self._write(pieces)
-                has_more = any(len(part) for part in outgoing)
-                sizes = [len(piece) for piece in pieces]
-                posts = self._swap_posts(send, send_counts, recv_counts, offsets, sizes, has_more, tag)
-                for link, post in zip(self._links, posts, strict=True):
-                    place = incoming[link.rank]
-                    if post.num_bytes > len(place):
-                        raise RuntimeError(f"rank {link.rank} was to send {len(place)} bytes, not {post.num_bytes}")
-                    place[: post.num_bytes].copy_(link.segment.read(post.offset, post.num_bytes))
-                    incoming[link.rank] = place[post.num_bytes :]
-                if not (has_more or any(post.has_more for post in posts)):
-                    break
-            missing = [rank for rank, part in enumerate(incoming) if len(part)]
-            if missing:
-                raise RuntimeError(f"rank {missing[0]} was to send {len(incoming[missing[0]])} bytes more")
+                    has_more = any(len(part) for part in outgoing)
+                    own = self._post(send, send_counts, offsets, [len(piece) for piece in pieces], has_more, tag)
+                missing = [rank for rank, part in enumerate(incoming) if len(part)]
+                if missing:
+                    raise RuntimeError(f"rank {missing[0]} was to send {len(incoming[missing[0]])} bytes more")
+
+        return finish
+
+    def _copy_from(self, posts: Sequence[_Post], incoming: list[Tensor]) -> None:
+        """Copies one round's rows to where they belong, and moves those places on."""
+        for link, post in zip(self._links, posts, strict=True):
+            place = incoming[link.rank]
+            if post.num_bytes > len(place):
+                raise RuntimeError(f"rank {link.rank} was to send {len(place)} bytes, not {post.num_bytes}")
+            place[: post.num_bytes].copy_(link.segment.read(post.offset, post.num_bytes))
+            incoming[link.rank] = place[post.num_bytes :]
 
     def send_buffer(self, num_bytes: int) -> Tensor:
         return self._outbox.place(num_bytes)
 
-    def borrow_all_to_all(
+    def start_borrowing(
         self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
-    ) -> list[Tensor]:
+    ) -> Callable[[], list[Tensor]]:
         with self._taking_part():
             if not self._outbox.holds(send):
                 self._write([as_bytes(send)])
-            offsets, row_bytes = self._offsets_of(send, send_counts), bytes_of_row(send)
-            sizes = [count * row_bytes for count in send_counts]
-            posts = self._swap_posts(send, send_counts, recv_counts, offsets, sizes, False, tag)
+            row_bytes = bytes_of_row(send)
+            offsets = self._offsets_of(send, send_counts)
+            own = self._post(send, send_counts, offsets, [count * row_bytes for count in send_counts], False, tag)
+            self._is_awaiting = True
+        return lambda: self._read_parts(own, send, recv_counts, send_counts, tag)
+
+    def _read_parts(
+        self, own: list[_Post], send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag
+    ) -> list[Tensor]:
+        with self._taking_part(continued=True):
+            posts = self._collect(own, recv_counts, tag)
+            row_bytes = bytes_of_row(send)
             parts: list[Tensor] = []
             for rank in range(self.world_size):
                 if rank == self.rank:
@@ -217,17 +251,16 @@ class SharedMemoryTransport(Transport):
             place.copy_(piece)
         return [self._outbox.offset + before for before in itertools.accumulate(sizes[:-1], initial=0)]
 
-    def _swap_posts(
+    def _post(
         self,
         send: Tensor,
         send_counts: list[int],
-        recv_counts: list[int],
         offsets: list[int],
         sizes: list[int],
         has_more: bool,
         tag: ExchangeTag,
     ) -> list[_Post]:
-        """Tells every peer what lies where and returns what they told, by link, checked."""
+        """Tells every peer what lies where and returns what this rank would tell each rank, itself included."""
         own = [
             _Post(
                 call=self._num_calls,
@@ -246,7 +279,11 @@ class SharedMemoryTransport(Transport):
         for link in self._links:
             self._send(link, own[link.rank].pack(), deadline)
         self._outbox.post()
-        posts = self._await_posts(deadline)
+        return own
+
+    def _collect(self, own: list[_Post], recv_counts: list[int], tag: ExchangeTag) -> list[_Post]:
+        """Awaits what every peer tells and returns it, by link, checked."""
+        posts = self._await_posts(time.monotonic() + self._timeout_s)
         by_rank = [*posts[: self.rank], own[self.rank], *posts[self.rank :]]
         for rank, post in enumerate(by_rank):
             if post.call != self._num_calls or post.kind != by_rank[0].kind:
@@ -321,8 +358,8 @@ class SharedMemoryTransport(Transport):
         raise RuntimeError(f"nothing came for {self._timeout_s:g} s")
 
     @contextlib.contextmanager
-    def _taking_part(self) -> Iterator[None]:
-        """One operation; whatever ends it early is told to the peers, which would wait for the next one in vain."""
+    def _taking_part(self, *, continued: bool = False) -> Iterator[None]:
+        """One operation, or the second half of it; whatever ends it early is told to the peers, which would wait."""
         if os.getpid() != self._process:
             raise RuntimeError("a process forked from a rank cannot exchange in its place")
         if not self._lock.acquire(blocking=False):
@@ -330,7 +367,10 @@ class SharedMemoryTransport(Transport):
         try:
             if self._why_left:
                 raise RuntimeError(f"this rank left the exchanges of this communicator before: {self._why_left}")
-            self._num_calls += 1
+            if self._is_awaiting != continued:
+                raise RuntimeError("an exchange was begun and not ended before the next one")
+            self._is_awaiting = False
+            self._num_calls += not continued
             yield
         except BaseException as error:
             self._leave(error)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,12 +71,28 @@ class Transport(ABC):
         """Returns memory, (num_bytes,) uint8, out of which the next operation sends without a copy. If `can_lend`."""
         raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
-    def borrow_all_to_all(
-        self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
-    ) -> list[Tensor]:
-        """As `all_to_all`, but returns each rank's rows where they lie, by sending rank. If `can_lend`.
+    def start_all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> Callable[[], None]:
+        """Begins an `all_to_all` and returns what ends it; no other operation comes between the two.
 
-        They may be read until the next operation, and not be written to.
+        Until then `send` is not to be written to, and `received` not to be read. Transports that cannot move rows in
+        the background do everything at once.
+        """
+        self.all_to_all(received, send, recv_counts, send_counts, tag)
+        return lambda: None
+
+    def start_borrowing(
+        self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
+    ) -> Callable[[], list[Tensor]]:
+        """As `start_all_to_all`; what ends it returns each rank's rows where they lie, by sending rank. If `can_lend`.
+
+        They may be read until the next operation begins, and not be written to.
         """
         raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
@@ -123,6 +140,22 @@ class CollectiveTransport(Transport):
         tag: ExchangeTag = NO_TAG,
     ) -> None:
         dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
+
+    def start_all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> Callable[[], None]:
+        work = dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group, async_op=True)
+
+        def finish() -> None:
+            if work is not None:
+                work.wait()
+
+        return finish
 
     def all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.group)

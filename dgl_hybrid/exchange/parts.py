@@ -4,15 +4,27 @@
     y = held·x + Σ over parts: scatter(dst_rows, edges · exchange(pack · x))
 
 What is held is summed while the message is in flight. All of it is linear; backward is the adjoint.
+
+Received rows may come in one message, or in many that are used and dropped one after the other: then a rank holds no
+more than a chunk of them at a time. The chunks go round a ring (in step s rank r sends to r + s), so that no two ranks
+send to the same one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
+import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.sparse_graph import SparseGraph
+from dgl_hybrid.exchange.closure import LayerStructure
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.ops import SparseGraph
+
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +45,11 @@ class RowsPart:
     """(entries of `edges`,) int64 positions among the layer's edges; None: entries are not edges of the graph (partial
     sums)."""
 
+    @property
+    def send_index(self) -> Tensor | None:
+        """(rows sent,) positions among the held rows if every sent row is one of them; None: some are sums."""
+        return self.pack.in_edges.indices if self.edge_positions is not None else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class SplitLayer:
@@ -44,3 +61,99 @@ class SplitLayer:
     """(entries of `held`,) int64 positions among the layer's edges."""
     parts: tuple[RowsPart, ...]
     """One; or several if rows are received in chunks (ring)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Which rows of an `ExchangePlan` one message carries, by rank: positions among those sent and those received."""
+
+    sent: tuple[Range, ...]
+    received: tuple[Range, ...]
+
+    @property
+    def send_counts(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in self.sent)
+
+    @property
+    def recv_counts(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in self.received)
+
+
+def whole_message(plan: ExchangePlan) -> Message:
+    """Returns the message that carries all rows."""
+    sent, received = plan.send_offsets, plan.recv_offsets
+    return Message(tuple(pairwise(sent)), tuple(pairwise(received)))
+
+
+def ring_messages(plan: ExchangePlan, communicator: Communicator, chunk_rows: int) -> tuple[Message, ...]:
+    """Cuts an exchange into messages of at most `chunk_rows` rows to and from one rank each. Collective.
+
+    Args:
+        chunk_rows: Positive; the same on every rank, or the smallest counts.
+
+    Returns:
+        As many messages on every rank, in the order in which they are to be exchanged.
+    """
+    rank, world_size = plan.rank, plan.world_size
+    table = communicator.gather_ints([max(1, chunk_rows), *plan.recv_counts])
+    chunk_rows = min(row[0] for row in table)
+    messages = []
+    for step in range(1, world_size):
+        most = max(row[1 + (receiver - step) % world_size] for receiver, row in enumerate(table))
+        target, source = (rank + step) % world_size, (rank - step) % world_size
+        for first in range(0, most, chunk_rows):
+            sent, received = [(0, 0)] * world_size, [(0, 0)] * world_size
+            sent[target] = _piece(plan.send_offsets, target, first, chunk_rows)
+            received[source] = _piece(plan.recv_offsets, source, first, chunk_rows)
+            messages.append(Message(tuple(sent), tuple(received)))
+    return tuple(messages)
+
+
+def _piece(offsets: tuple[int, ...], peer: int, first: int, size: int) -> Range:
+    begin, end = offsets[peer], offsets[peer + 1]
+    return min(begin + first, end), min(begin + first + size, end)
+
+
+def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> SplitLayer:
+    """Splits a layer's edges by source, received ones by the message that brings it. Not collective.
+
+    Args:
+        messages: Which together carry all received rows once.
+
+    Returns:
+        The parts in the order of the messages, on CPU. Entries of a row keep the order of its edges.
+    """
+    num_held = structure.num_held
+    is_held = structure.indices < num_held
+    held_positions = is_held.nonzero().flatten()
+    starts = torch.cat([structure.indptr.new_zeros(1), is_held.cumsum(0)])[structure.indptr]
+    held = SparseGraph.from_csc(starts, structure.indices[held_positions], num_src=num_held)
+    positions = (~is_held).nonzero().flatten()
+    rows = torch.repeat_interleave(structure.indptr.diff())[positions]
+    sources = structure.indices[positions] - num_held
+    parts = tuple(_part(structure, message, rows, sources, positions) for message in messages)
+    return SplitLayer(held=held, held_edge_positions=held_positions, parts=parts)
+
+
+def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Tensor, positions: Tensor) -> RowsPart:
+    """Args: `rows`, `sources` (among the received) and `positions` of all edges from received rows, by row."""
+    plan = structure.exchange
+    num_received = sum(message.recv_counts)
+    if num_received < plan.num_received:
+        place = torch.full((plan.num_received,), -1)
+        arrivals = torch.cat([torch.arange(*piece) for piece in message.received])
+        place[arrivals] = torch.arange(num_received)
+        sources = place[sources]
+        chosen = (sources >= 0).nonzero().flatten()
+        rows, sources, positions = rows[chosen], sources[chosen], positions[chosen]
+    dst_rows, counts = torch.unique_consecutive(rows, return_counts=True)
+    indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    sent = torch.cat([plan.send_index.cpu()[begin:end] for begin, end in message.sent])
+    return RowsPart(
+        send_counts=message.send_counts,
+        recv_counts=message.recv_counts,
+        pack=SparseGraph.from_csc(torch.arange(len(sent) + 1), sent, num_src=structure.num_held),
+        dst_rows=dst_rows,
+        edges=SparseGraph.from_csc(indptr, sources, num_src=num_received),
+        edge_positions=positions,
+    )

@@ -6,9 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.exchange.approximate import ApproximateRows, Approximation
+from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.graph.layer_block import LayerBlock, WeightedOutDegrees
+from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.static_results import IsStatic, StaticResults, nothing_is_static
 
 
@@ -20,6 +23,10 @@ def build_layer_blocks(
     device: torch.device,
     weighted_out_degrees: WeightedOutDegrees | None = None,
     is_static: IsStatic = nothing_is_static,
+    approximation: Approximation | None = None,
+    seed: int = 0,
+    overlap: bool = False,
+    chunk_rows: int | None = None,
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -28,6 +35,11 @@ def build_layer_blocks(
         out_degrees: (|C_0|,) full-graph out-degrees of `sets.rows_global`.
         weighted_out_degrees: Answers `EdgeWeightNorm`: (block, weights) to (C + R,) sums, or None.
         is_static: Tells tensors that are the same in every epoch; what blocks make of them is kept.
+        approximation: Of the rows that need a gradient; None exchanges them exactly.
+        seed: Of its random rounding.
+        overlap: Sums and fused attention over held rows run while received ones travel.
+        chunk_rows: Received rows come in messages of so many at most, used and dropped one after the other; building is
+            collective then. None: in one message.
     """
     blocks = []
     for structure in sets.layers:
@@ -40,6 +52,18 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
+                split=_split(structure, communicator, device, chunk_rows) if overlap or chunk_rows else None,
+                approximation=None if approximation is None else ApproximateRows(approximation, seed=seed),
             )
         )
     return blocks
+
+
+def _split(
+    structure: LayerStructure, communicator: Communicator, device: torch.device, chunk_rows: int | None
+) -> SplitBlock | None:
+    plan = structure.exchange
+    if plan.is_idle:
+        return None
+    messages = (whole_message(plan),) if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
+    return SplitBlock(structure, communicator, messages, device=device)

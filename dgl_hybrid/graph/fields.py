@@ -83,6 +83,12 @@ class SourceFields(MutableMapping[str, Tensor]):
                 self._extended[name] = (tensor, _version_of(self._held[name]))
         return {name: self._extended[name][0] for name in names}
 
+    def would_travel(self, name: str) -> list[str]:
+        """Returns the fields that a `complete` of this one would exchange: none if its received rows are at hand."""
+        if name not in self._held or self._is_extended(name):
+            return []
+        return [name, *(other for other in self._set_in_scope if other != name and not self._is_extended(other))]
+
     def _is_extended(self, name: str) -> bool:
         """Whether the received rows are at hand. Decided by what the program did, hence alike on every rank.
 

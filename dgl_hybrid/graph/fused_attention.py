@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
+from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
@@ -46,21 +47,22 @@ def forward_gat(
             feat_src, el, er = attention_terms(feat_src, self.attn_l, self.attn_r, num_dst=len(h_dst))
         graph.srcdata.update({"ft": feat_src, "el": el})
         graph.dstdata.update({"er": er})
-        # In the order in which DGL's own forward causes them to be exchanged.
-        el, x = _read_sources(graph, ("el", "ft"))
-        er = graph.dstdata["er"]
-        dropout = _draw_dropout(self.attn_drop, graph)
-        _observe(graph, "gat", x, dropout=self.attn_drop)
+        er, slope = graph.dstdata["er"], self.leaky_relu.negative_slope
+        split = _split_of(graph, ("el", "ft"))
         # Dimensions between the vertex and the head (time steps, say) are more heads.
-        rst = gat(
-            edges,
-            x.flatten(1, -2),
-            el.flatten(1),
-            er.flatten(1),
-            negative_slope=self.leaky_relu.negative_slope,
-            dropout=dropout,
-        ).view(len(h_dst), *x.shape[1:])
-    count("gat", "ours")
+        if split is not None:
+            dropout = _draw_dropout(self.attn_drop, graph)
+            x, el = feat_src.flatten(1, -2), el.flatten(1)
+            rst = split.attention.gat(x, el, er.flatten(1), negative_slope=slope, dropout=dropout)
+        else:
+            # In the order in which DGL's own forward causes them to be exchanged.
+            el, feat_src = _read_sources(graph, ("el", "ft"))
+            dropout = _draw_dropout(self.attn_drop, graph)
+            _observe(graph, "gat", feat_src, dropout=self.attn_drop)
+            x, el = feat_src.flatten(1, -2), el.flatten(1)
+            rst = gat(edges, x, el, er.flatten(1), negative_slope=slope, dropout=dropout)
+        rst = rst.view(len(h_dst), *feat_src.shape[1:])
+    count("gat", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(*h_dst.shape[:-1], -1, width)
     if self.has_explicit_bias:
@@ -84,18 +86,17 @@ def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False)
             feat_dst = self.fc_dst(h_dst).view(-1, heads, width)
         graph.srcdata.update({"el": feat_src})
         graph.dstdata.update({"er": feat_dst})
-        (x,) = _read_sources(graph, ("el",))
-        dropout = _draw_dropout(self.attn_drop, graph)
-        _observe(graph, "gatv2", x, dropout=self.attn_drop)
-        rst = gatv2(
-            edges,
-            x,
-            graph.dstdata["er"],
-            self.attn,
-            negative_slope=self.leaky_relu.negative_slope,
-            dropout=dropout,
-        )
-    count("gatv2", "ours")
+        er, slope = graph.dstdata["er"], self.leaky_relu.negative_slope
+        split = _split_of(graph, ("el",))
+        if split is not None and self.attn.dtype == feat_src.dtype:
+            dropout = _draw_dropout(self.attn_drop, graph)
+            rst = split.attention.gatv2(feat_src, er, self.attn, negative_slope=slope, dropout=dropout)
+        else:
+            (x,) = _read_sources(graph, ("el",))
+            dropout = _draw_dropout(self.attn_drop, graph)
+            _observe(graph, "gatv2", x, dropout=self.attn_drop)
+            rst = gatv2(edges, x, er, self.attn, negative_slope=slope, dropout=dropout)
+    count("gatv2", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(len(h_dst), -1, width)
     return self.activation(rst) if self.activation else rst
@@ -151,6 +152,10 @@ def _read_sources(graph: Any, names: tuple[str, ...]) -> list[Tensor]:
     if isinstance(graph, LayerBlock):
         return graph.complete_sources(names)
     return [graph.srcdata[name] for name in names]
+
+
+def _split_of(graph: Any, names: tuple[str, ...]) -> SplitBlock | None:
+    return graph.split_of(names) if isinstance(graph, LayerBlock) else None
 
 
 def _draw_dropout(module: nn.Dropout, graph: Any) -> EdgeDropout | None:

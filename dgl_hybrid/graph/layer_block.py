@@ -20,6 +20,7 @@ from dgl.udf import EdgeBatch
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.approximate import ApproximateRows
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
@@ -27,10 +28,12 @@ from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.fields import SourceFields
+from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim
+from dgl_hybrid.ops.op_counts import count
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
 
@@ -91,6 +94,7 @@ class LayerBlock:
         dstdata, edata: The real block's: (|C_l|, ...) and (E, ...) fields.
         interior: (|C_l|,) bool, destinations none of whose sources is received.
         static_results: What is made from the loader's own tensors, and so kept from epoch to epoch.
+        approximation: What becomes of rows that need a gradient; None: they are exchanged exactly.
     """
 
     is_block = True
@@ -105,6 +109,8 @@ class LayerBlock:
         device: torch.device,
         weighted_out_degrees: WeightedOutDegrees | None = None,
         static_results: StaticResults | None = None,
+        approximation: ApproximateRows | None = None,
+        split: SplitBlock | None = None,
         _block: Any = None,
     ) -> None:
         self.structure = structure
@@ -116,6 +122,8 @@ class LayerBlock:
         self._full_out_degrees = out_degrees.to(device)
         self._weighted_out_degrees = weighted_out_degrees
         self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
+        self.approximation = approximation
+        self._split = split
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
         self.on_use: Callable[[LayerBlock], None] | None = None
@@ -239,6 +247,8 @@ class LayerBlock:
             device=block.device,
             weighted_out_degrees=self._weighted_out_degrees,
             static_results=self.static_results,
+            approximation=self.approximation,
+            split=self._split,
             _block=block,
         )
         copy.observer, copy.on_use = self.observer, self.on_use
@@ -315,6 +325,8 @@ class LayerBlock:
         return tuple(data[target][name] for target, name in fields)
 
     def _update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+        if apply_node_func is None and self._sum_split(message_func, reduce_func):
+            return
         self._complete(message_func)
         self._observe(message_func)
         if self._block.num_edges() == 0:
@@ -326,6 +338,53 @@ class LayerBlock:
                 reduce_func = fn.sum(reduce_func.msg_field, reduce_func.out_field)
         with _without_empty_edge_warning():
             self._block.update_all(message_func, reduce_func, apply_node_func)
+
+    def _sum_split(self, message_func: Any, reduce_func: Any) -> bool:
+        """Runs sums and means of rows, and of rows times constant weights, with their exchange inside.
+
+        Returns whether it did; alike on every rank, as it follows from the program.
+        """
+        if not isinstance(message_func, fn.BuiltinFunction) or not isinstance(reduce_func, fn.BuiltinFunction):
+            return False
+        (target, name), *more = _fields_of(message_func)
+        is_product = message_func.name == "u_mul_e"
+        if reduce_func.name not in ("sum", "mean") or not (is_product or message_func.name == "copy_u"):
+            return False
+        if target != fn.TargetCode.SRC or self.split_of((name,)) is None:
+            return False
+        assert self._split is not None
+        x = self._source[name]
+        if not is_product:
+            summed = self._split.sums(x)
+        else:
+            ((_, weight_name),) = more
+            weights = self._block.edata.get(weight_name)
+            if weights is None or weights.requires_grad or weights.dtype != x.dtype:
+                return False
+            summed = self._split.weighted_sums(x, weights)
+        if reduce_func.name == "mean":
+            degrees = self._block.in_degrees().clamp(min=1).to(summed)
+            summed = summed / degrees.view(-1, *(1,) * (summed.dim() - 1))
+        count(message_func.name, "ours: split by source")
+        self._block.dstdata[reduce_func.out_field] = summed
+        return True
+
+    def split_of(self, names: Sequence[str]) -> SplitBlock | None:
+        """Returns what runs an operation that reads these source fields with their exchange inside; None: not possible.
+
+        Not where rows are at hand already, are not float32 or float64, would travel with other fields, or are
+        approximated.
+        """
+        if self._split is None or self.observer is not None or self.approximation is not None:
+            return None
+        fields = [self._source[name] for name in names if name in self._source]
+        dtypes = {x.dtype for x in fields}
+        if len(fields) != len(names) or len(dtypes) != 1 or not dtypes <= {torch.float32, torch.float64}:
+            return None
+        if torch.is_autocast_enabled(fields[0].device.type):
+            return None
+        travelling = [set(self._source.would_travel(name)) for name in names]
+        return self._split if all(together == set(names) for together in travelling) else None
 
     def apply_edges(self, func: Any, edges: Any = None, etype: Any = None) -> None:
         """As `DGLGraph.apply_edges` on all edges. Collective where it reads source fields."""
@@ -367,7 +426,7 @@ class LayerBlock:
     def _extend(self, fields: list[Tensor]) -> list[Tensor]:
         if self.observer is not None:
             self.observer.on_exchange(self.layer, fields)
-        return extend_rows(fields, self.plan, self._communicator)
+        return extend_rows(fields, self.plan, self._communicator, approximation=self.approximation)
 
     def _extend_one(self, field: Tensor) -> Tensor:
         self._used()

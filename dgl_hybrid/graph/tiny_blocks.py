@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Made-up blocks of one rank: small ones of sizes by which every tensor's rows can be told, and one of given edges."""
+"""Made-up blocks of one rank: small ones of sizes by which every tensor's rows can be told, and ones of given edges."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.exchange.segments import gather_segments, indptr_of
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.layer_block import LayerBlock
 
@@ -60,6 +61,53 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
         layers.append(_structure_of_one_rank(layer, num_held, indptr, src[order]))
     blocks = _blocks_of_one_rank(tuple(layers), tuple(sizes), out_degrees=torch.full((sizes[0],), 4))
     return blocks, sizes, num_edges
+
+
+def build_blocks_like(
+    sets: LevelSets, factor: float, taken: set[int], *, without_edges: frozenset[int] = frozenset()
+) -> tuple[list[LayerBlock], list[int], list[int]]:
+    """Builds blocks that need no other rank, with the structure of a rank's own, or of part of it, or of copies of it.
+
+    A row reads what the row it stands for reads: its first rows in a part, each copy for the most part its own rows.
+    Received sources become rows held here, as many as there are edges from them.
+
+    Args:
+        sets: Of the rank.
+        factor: Rows of each level, as a multiple of those of `sets`.
+        taken: Numbers that no level and no edge count may equal.
+        without_edges: Layers whose destinations read themselves alone.
+
+    Returns:
+        As `build_tiny_blocks`.
+    """
+    used = set(taken)
+    num_layers = sets.num_layers
+    sizes = [0] * (num_layers + 1)
+    for level in range(num_layers, -1, -1):
+        sizes[level] = max(1, round(factor * sets.sizes[level]))
+        while sizes[level] in used or (level < num_layers and sizes[level] <= sizes[level + 1] + 1):
+            sizes[level] += 1
+        used.add(sizes[level])
+    layers = []
+    for structure in sets.layers:
+        num_dst, num_held = sizes[structure.layer], sizes[structure.layer - 1]
+        if structure.layer in without_edges or not len(structure.indices):
+            counts, indices = torch.ones(num_dst, dtype=torch.int64), torch.arange(num_dst)
+        else:
+            rows = torch.arange(num_dst)
+            counts, positions = gather_segments(structure.indptr, rows % structure.num_dst)
+            shift = structure.num_held * torch.repeat_interleave(rows // structure.num_dst, counts)
+            indices = (structure.indices[positions] % structure.num_held + shift) % num_held
+        spare = 0
+        while len(indices) + spare in used:
+            spare += 1
+        used.add(len(indices) + spare)
+        counts[-1] += spare
+        indices = torch.cat([indices, torch.full((spare,), num_dst - 1)])
+        layers.append(_structure_of_one_rank(structure.layer, num_held, indptr_of(counts), indices))
+    degrees = torch.bincount(layers[0].indices, minlength=sizes[0]).clamp(min=1)
+    blocks = _blocks_of_one_rank(tuple(layers), tuple(sizes), out_degrees=degrees)
+    return blocks, sizes, [len(layer.indices) for layer in layers]
 
 
 def build_block_of(indptr: Tensor, sources: Tensor) -> LayerBlock:

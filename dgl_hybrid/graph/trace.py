@@ -44,6 +44,10 @@ class _Record:
     """Layers that exchange in every epoch."""
     kept: set[int] = field(default_factory=set)
     """Layers that keep what they aggregate."""
+    summed: set[int] = field(default_factory=set)
+    """Layers that do something along edges which can be split by source."""
+    unsplit: set[int] = field(default_factory=set)
+    """Layers that do something along edges which cannot."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_batch_norm: bool = False
 
@@ -118,6 +122,8 @@ class _CostMode(TorchDispatchMode):
             return out  # A view costs nothing.
         outputs = [value for value in flatten(out) if isinstance(value, Tensor)]
         inputs = [value for value in flatten((args, kwargs or {})) if isinstance(value, Tensor)]
+        if self.forward:
+            self._note_split(func, args, inputs)
         counter = flop_registry.get(func.overloadpacket)
         flops = float(counter(*args, **(kwargs or {}), out_val=out)) if counter is not None else 0.0
         is_charged = counter is not None or _is_message_passing(func)
@@ -138,6 +144,16 @@ class _CostMode(TorchDispatchMode):
                     self.record.edge_held[layer] += held
                     return out
         return out
+
+
+    def _note_split(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
+        """Notes whether the layer that an op of ours works on can be split: sums of rows as they are, fused attention."""
+        layers = [self.num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in self.num_edges]
+        if func.namespace != "dgl_hybrid" or not layers:
+            return
+        is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
+        can_be_split = is_plain_sum or func._opname in ("gat", "gatv2")
+        (self.record.summed if can_be_split else self.record.unsplit).add(layers[0])
 
 
 def _is_message_passing(func: Any) -> bool:
@@ -291,6 +307,7 @@ def _summarise(record: _Record, sizes: list[int], num_edges: list[int], num_para
             operand_bytes_bwd=float(sum(width * size for width, size, grad in record.fields[index] if grad)),
             operand_width=sum(width for width, _, _ in record.fields[index]),
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
+            can_split=index + 1 in record.summed - record.unsplit,
             keeps_result=index + 1 in record.kept - record.exchanged,
             mixes_rows=index in record.batch_norm_levels,
             edge_held_bytes=record.edge_held[index] / edges,

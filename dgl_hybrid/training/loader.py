@@ -16,6 +16,7 @@ from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import PlanError
+from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
@@ -28,6 +29,7 @@ from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.fields import GraphFields
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
+from dgl_hybrid.training.memory import give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
@@ -36,6 +38,8 @@ from dgl_hybrid.training.step import Step
 _logger = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor, list[LayerBlock]]
+
+_MANY_EDGES = 1 << 20
 
 
 class FullGraphLoader:
@@ -70,6 +74,14 @@ class FullGraphLoader:
             plan, so read by them in every epoch. False takes what is predicted fastest.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
+        approximate: Exchange less, approximately, in training steps: "bf16" or "int8" (narrower rows and gradients),
+            "stale" (those of the epoch before), "stale+bf16" or "stale+int8"; see `exchange/approximate.py`. The same
+            on all ranks. None is exact, and so is everything that needs no gradient, whatever is given here.
+        overlap: Sums, means and fused attention over rows held here run while received rows travel, forward and
+            backward. The same result in another order of sums.
+        chunk_rows: Sums, means and fused attention receive rows in messages of so many at most, each used and dropped
+            before the next but one leaves: for graphs whose received rows do not fit. Attention fetches them again for
+            its backward. None: all of a layer's rows in one message.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter where it is
             possible) or "kvstore" (DistDGL's servers); None means "auto".
@@ -77,7 +89,7 @@ class FullGraphLoader:
             batch, so they have no effect.
 
     Raises:
-        ValueError: On all ranks, for seeds out of range or empty everywhere, or an unknown strategy.
+        ValueError: On all ranks, for seeds out of range or empty everywhere, or an unknown strategy or approximation.
         PlanError: On all ranks, if a given plan does not fit the graph or the number of layers.
     """
 
@@ -99,6 +111,9 @@ class FullGraphLoader:
         row_order: RowOrder = "auto",
         autotune: bool = True,
         keep_static: bool = True,
+        approximate: str | None = None,
+        overlap: bool = True,
+        chunk_rows: int | None = None,
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -116,7 +131,14 @@ class FullGraphLoader:
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
             self._row_order = check_row_order(row_order)
-        self._keep_static, self._autotune = keep_static, autotune
+        self.approximation = agree_on_approximation(approximate, self.communicator)
+        """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
+        if self.approximation is not None and self.communicator.rank == 0:
+            _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
+        if chunk_rows is not None and chunk_rows < 1:
+            raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
+        self._keep_static, self._autotune, self._overlap = keep_static, autotune, overlap
+        self._chunk_rows = chunk_rows
         self._check_alike(
             {
                 "layers": self.num_layers,
@@ -124,6 +146,8 @@ class FullGraphLoader:
                 "model given": model is not None,
                 "keep_static": keep_static,
                 "autotune": autotune,
+                "overlap": overlap,
+                "chunk_rows": chunk_rows or 0,
             }
         )
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
@@ -134,7 +158,16 @@ class FullGraphLoader:
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
         self.seed = self.communicator.broadcast_json(int(torch.initial_seed() % 2**62) if seed is None else int(seed))
-        self._maker = PlanMaker(g, seeds, self.num_layers, config, topology, keep_static=keep_static)
+        self._maker = PlanMaker(
+            g,
+            seeds,
+            self.num_layers,
+            config,
+            topology,
+            num_borrowed=num_borrowed,
+            keep_static=keep_static,
+            row_order=self._row_order,
+        )
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
@@ -174,7 +207,8 @@ class FullGraphLoader:
         self.outcome = outcome
         self._build(list(outcome.plan.cached), dense_below=outcome.dense_below)
         if self._trials is None and self._autotune and len(outcome.candidates) > 1:
-            self._trials = PlanTrials(len(outcome.candidates))
+            pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
+            self._trials = PlanTrials(len(outcome.candidates), pure)
 
     @property
     def is_settled(self) -> bool:
@@ -182,6 +216,7 @@ class FullGraphLoader:
         return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
 
     def _build(self, cached: list[Tensor], *, dense_below: int) -> None:
+        self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
         sets = close_levels(
@@ -205,6 +240,10 @@ class FullGraphLoader:
             device=self.device,
             weighted_out_degrees=lambda block, weight: g.weighted_out_degrees(weight, block.source_ids()),
             is_static=g.hands_out if self._keep_static else nothing_is_static,
+            approximation=self.approximation,
+            seed=self.seed,
+            overlap=self._overlap,
+            chunk_rows=self._chunk_rows,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]
@@ -214,6 +253,21 @@ class FullGraphLoader:
             g.row_sets.register_edges(block.edata[dgl.EID])
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._fill_prefetched()
+        self._give_back_memory()
+
+    def _let_go(self) -> None:
+        """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
+        if "blocks" not in self.__dict__:
+            return
+        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
+            self.__dict__.pop(name, None)
+        self.communicator.buffers.drop_free()
+        give_back_memory()
+
+    def _give_back_memory(self) -> None:
+        """Where it is worth the time."""
+        if sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES:
+            give_back_memory()
 
     def _fill_prefetched(self) -> None:
         self._prefetch.fill(self.graph, self.blocks)
@@ -236,6 +290,13 @@ class FullGraphLoader:
 
     def __len__(self) -> int:
         return 1
+
+    def __repr__(self) -> str:
+        exchange = "exact" if self.approximation is None else str(self.approximation)
+        return (
+            f"FullGraphLoader({self.num_layers} layers, {self.num_seeds} seeds on rank {self.communicator.rank} of "
+            f"{self.communicator.world_size}, {exchange})"
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
@@ -260,7 +321,10 @@ class FullGraphLoader:
         )
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
-        self._is_new = False
+        is_first, self._is_new = self._is_new, False
+        for block in self.blocks:
+            if block.approximation is not None:
+                block.approximation.begin_epoch()
         self._steps_done += 1
         session.follow(step, self._see_call)
         self._step = step
@@ -269,6 +333,8 @@ class FullGraphLoader:
         yield self.input_nodes, self.seeds, self.blocks
         if torch.is_grad_enabled():  # an evaluation says nothing of an epoch
             self._epoch_ns = time.perf_counter_ns() - start_ns
+        if is_first:
+            self._give_back_memory()  # fetching features and making what is kept took more than stays
 
     def _continue_trials(self) -> None:
         """Takes the last epoch's time to the trials and changes the plan where it is another one's turn. Collective."""

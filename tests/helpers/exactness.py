@@ -164,6 +164,8 @@ class Case:
     row_order: RowOrder = "id"
     optimized: bool = False
     """Whether ranks run the model after `optimize`; the reference never does."""
+    overlap: bool = True
+    chunk_rows: int | None = None
 
     def build(self, in_feats: int) -> Model:
         torch.manual_seed(self.seed)
@@ -256,6 +258,8 @@ def step_on(
         topology=uniform_topology(world_size),
         seed=7,
         row_order=case.row_order,
+        overlap=case.overlap,
+        chunk_rows=case.chunk_rows,
         transport=transport,
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)

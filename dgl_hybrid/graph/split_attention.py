@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fused attention of a layer that is split by source: each message's rows are attended to on their own.
+
+Softmax over parts of a row's entries is put together from each part's weighted sum and log-sum-exp, as online softmax
+does (Milakov and Gimelshein, 2018) and as ring attention does across devices (Liu et al., 2023):
+
+    lse = log(e^lse_1 + e^lse_2)        out = out_1 · e^(lse_1 - lse) + out_2 · e^(lse_2 - lse)
+
+Backward, each part needs only the whole row's `out` and `lse`, its own sources and the gradient. Received rows are kept
+for it, or fetched again where they come in many messages, whose purpose is that they are never all here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
+from dgl_hybrid.graph.split_exchange import SplitExchange
+from dgl_hybrid.ops import EdgeDropout, SparseGraph
+from dgl_hybrid.ops.backend import choose_backend
+
+AttentionOp = Literal["gat", "gatv2"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What does not depend on rows: which op, its slope, and the dropout of the held edges and of each part's."""
+
+    op: AttentionOp
+    slope: float
+    dropouts: tuple[EdgeDropout | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sources:
+    """Rows that are attended to: (S, H, D), and for GAT their (S, H) terms of the logits."""
+
+    x: Tensor
+    el: Tensor | None
+
+    def packed(self) -> Tensor:
+        """(S, H + H D), or (S, H D): what travels."""
+        flat = self.x.flatten(1)
+        return flat if self.el is None else torch.cat([self.el, flat], dim=1)
+
+    def unpacked(self, wire: Tensor) -> _Sources:
+        """Rows that came, as copies: of the same heads and widths."""
+        heads, width = self.x.shape[1:]
+        if self.el is None:
+            return _Sources(wire.clone().view(-1, heads, width), None)
+        x = wire[:, heads:].contiguous().view(-1, heads, width)
+        return _Sources(x, wire[:, :heads].contiguous())
+
+
+class SplitAttention:
+    """What one layer's attention needs, made once.
+
+    Args:
+        layer: The structure, on the device of the rows.
+        number: Of the layer, from 1.
+    """
+
+    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int) -> None:
+        self.layer = layer
+        self.exchange = SplitExchange(layer, communicator, number=number)
+        self.fetches_again = len(layer.parts) > 1
+        self._without_held = (layer.held.in_edges.indptr.diff() == 0).nonzero().flatten()
+
+    def gat(self, x: Tensor, el: Tensor, er: Tensor, *, negative_slope: float, dropout: EdgeDropout | None) -> Tensor:
+        """As `ops.gat` over held and received sources. Collective; differentiable once.
+
+        Args:
+            x: (C, H, *f) float32 or float64: the rows held here.
+            el: (C, H) or (C, H, 1), same dtype.
+            er: (N, H) or (N, H, 1), same dtype.
+            dropout: With a key for each of the layer's edges.
+
+        Returns:
+            (N, H, *f).
+        """
+        heads = x.shape[1]
+        flat = x.reshape(len(x), heads, x.shape[2:].numel())
+        call = _Call("gat", negative_slope, self._dropouts(dropout))
+        out: Tensor = _Attention.apply(self, call, flat, el.reshape(-1, heads), er.reshape(-1, heads), None)
+        return out.reshape(-1, heads, *x.shape[2:])
+
+    def gatv2(
+        self, x_src: Tensor, x_dst: Tensor, attention: Tensor, *, negative_slope: float, dropout: EdgeDropout | None
+    ) -> Tensor:
+        """As `ops.gatv2` over held and received sources. Collective; differentiable once.
+
+        Args:
+            x_src: (C, H, D) float32 or float64.
+            x_dst: (N, H, D), same dtype.
+            attention: (1, H, D), same dtype.
+            dropout: With a key for each of the layer's edges.
+
+        Returns:
+            (N, H, D).
+        """
+        call = _Call("gatv2", negative_slope, self._dropouts(dropout))
+        out: Tensor = _Attention.apply(self, call, x_src, None, x_dst, attention.reshape(x_src.shape[1:]))
+        return out
+
+    def _dropouts(self, dropout: EdgeDropout | None) -> tuple[EdgeDropout | None, ...]:
+        if dropout is None:
+            return (None,) * (1 + len(self.layer.parts))
+        assert dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
+        positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
+        return tuple(replace(dropout, edge_keys=dropout.edge_keys[where]) for where in positions)
+
+    def forward(
+        self, call: _Call, sources: _Sources, dst: Tensor, attention: Tensor | None
+    ) -> tuple[Tensor, Tensor, list[_Sources]]:
+        """Returns `out` (N, H, D), `lse` (N, H), and the sources of each part unless they are to be fetched again."""
+        out, lse = dst.new_empty(0), dst.new_empty(0)
+        received: list[_Sources] = []
+
+        def held() -> None:
+            nonlocal out, lse
+            out, lse = _attend(call, 0, self.layer.held, sources, dst, attention)
+            lse[self._without_held] = float("-inf")
+
+        def use(position: int, wire: Tensor) -> None:
+            part, rows = self.layer.parts[position], sources.unpacked(wire)
+            if not self.fetches_again:
+                received.append(rows)
+            read_by = part.dst_rows
+            some, some_lse = _attend(call, 1 + position, part.edges, rows, dst.index_select(0, read_by), attention)
+            before = lse.index_select(0, read_by)
+            after = torch.logaddexp(before, some_lse)
+            whole = out.index_select(0, read_by).mul_((before - after).exp_().unsqueeze(-1))
+            whole.addcmul_(some, (some_lse - after).exp_().unsqueeze(-1))
+            out.index_copy_(0, read_by, whole)
+            lse.index_copy_(0, read_by, after)
+
+        self.exchange.forward(sources.packed(), held, use)
+        lse[lse == float("-inf")] = 0.0  # no entries at all
+        return out, lse, received
+
+    def backward(
+        self,
+        call: _Call,
+        sources: _Sources,
+        received: list[_Sources],
+        dst: Tensor,
+        attention: Tensor | None,
+        out: Tensor,
+        lse: Tensor,
+        grad: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Returns gradients of the packed sources (C, ...), of `dst` and of `attention`."""
+        d_dst, d_attention = dst.new_empty(0), None if attention is None else torch.zeros_like(attention)
+        waiting: list[tuple[Tensor, Tensor]] = []
+
+        def note_attention(found: Tensor | None) -> None:
+            if d_attention is not None and found is not None:
+                d_attention.add_(found)
+
+        def make(position: int) -> Tensor:
+            part, rows = self.layer.parts[position], received[position]
+            read_by = part.dst_rows
+            some = [value.index_select(0, read_by) for value in (dst, out, lse, grad)]
+            d_rows, d_some, found = _attend_backward(call, 1 + position, part.edges, rows, attention, *some)
+            waiting.append((read_by, d_some))
+            note_attention(found)
+            return d_rows
+
+        def held() -> Tensor:
+            nonlocal d_dst
+            d_sources, d_dst, found = _attend_backward(
+                call, 0, self.layer.held, sources, attention, dst, out, lse, grad
+            )
+            note_attention(found)
+            return d_sources
+
+        if self.fetches_again:
+            total = self._backward_fetching(sources, received, make, held)
+        else:
+            total = self.exchange.backward(make, held)
+        for read_by, d_some in waiting:
+            d_dst.index_add_(0, read_by, d_some)
+        return total, d_dst, d_attention
+
+    def _backward_fetching(
+        self,
+        sources: _Sources,
+        received: list[_Sources],
+        make: Callable[[int], Tensor],
+        held: Callable[[], Tensor],
+    ) -> Tensor:
+        """As `SplitExchange.backward`, part by part, each with its rows fetched before and dropped after."""
+        total = sources.x.new_empty(0)
+
+        def first() -> None:
+            nonlocal total
+            total = held()
+
+        wire, nothing = sources.packed(), _Sources(sources.x[:0], None)
+        for position in range(len(self.layer.parts)):
+            rows = self.exchange.fetch(position, wire, first if position == 0 else _do_nothing)
+            received[:] = [*[nothing] * position, sources.unpacked(rows)]
+            gradients = make(position)
+            received.clear()
+            self.exchange.return_gradients(position, gradients, total)
+        return total
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def _positions_of(part: RowsPart) -> Tensor:
+    assert part.edge_positions is not None, "partial sums are sums without attention"
+    return part.edge_positions
+
+
+def _attend(
+    call: _Call, position: int, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    backend, dropout = choose_backend(sources.x), call.dropouts[position]
+    if attention is not None:
+        return backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout)
+    assert sources.el is not None
+    return backend.gat(edges.in_edges, sources.x, sources.el, dst, call.slope, dropout)
+
+
+def _attend_backward(
+    call: _Call,
+    position: int,
+    edges: SparseGraph,
+    sources: _Sources,
+    attention: Tensor | None,
+    dst: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns gradients of the packed sources, of `dst` and of `attention`."""
+    backend, dropout = choose_backend(sources.x), call.dropouts[position]
+    rows, out_rows = edges.in_edges, edges.out_edges
+    if attention is not None:
+        d_x, d_dst, d_attention = backend.gatv2_backward(
+            rows, out_rows, sources.x, dst, attention, out, lse, grad, call.slope, dropout
+        )
+        return d_x.flatten(1), d_dst, d_attention
+    assert sources.el is not None
+    d_x, d_el, d_dst = backend.gat_backward(
+        rows, out_rows, sources.x, sources.el, dst, out, lse, grad, call.slope, dropout
+    )
+    return torch.cat([d_el, d_x.flatten(1)], dim=1), d_dst, None
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        split: SplitAttention,
+        call: _Call,
+        x: Tensor,
+        el: Tensor | None,
+        dst: Tensor,
+        attention: Tensor | None,
+    ) -> Tensor:
+        x, dst = x.contiguous(), dst.contiguous()
+        el = None if el is None else el.contiguous()
+        attention = None if attention is None else attention.contiguous()
+        out, lse, received = split.forward(call, _Sources(x, el), dst, attention)
+        ctx.split, ctx.call, ctx.num_received = split, call, len(received)
+        kept = [tensor for rows in received for tensor in (rows.x, rows.el)]
+        ctx.save_for_backward(x, el, dst, attention, out, lse, *kept)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, el, dst, attention, out, lse, *kept = ctx.saved_tensors
+        received = [_Sources(kept[2 * k], kept[2 * k + 1]) for k in range(ctx.num_received)]
+        total, d_dst, d_attention = ctx.split.backward(
+            ctx.call, _Sources(x, el), received, dst, attention, out, lse, grad.contiguous()
+        )
+        if el is None:
+            return None, None, total.view(x.shape), None, d_dst, d_attention
+        heads = x.shape[1]
+        return None, None, total[:, heads:].reshape(x.shape), total[:, :heads], d_dst, None

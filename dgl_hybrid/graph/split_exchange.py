@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a layer that is split by source: what is held is worked on while messages are in flight.
+
+Forward, the rows of the first message leave, edges from held rows are worked on, and each message's rows are used as
+they arrive while the next ones travel. Backward is its mirror: gradients of received rows are made first and go home
+while the rest is done.
+
+    forward    pack ─▶ start 1 │ held │ wait 1 ─▶ start 2 │ use 1 │ wait 2 │ use 2
+    backward   make 1 ─▶ start 1 │ held │ make 2 │ wait 1 ─▶ start 2 │ add 1 │ wait 2 │ add 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.profiler import record_function
+
+from dgl_hybrid.exchange.communicator import Communicator, PendingRows
+from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
+from dgl_hybrid.ops.sparse_graph import Adjacency
+
+
+class SplitExchange:
+    """The messages of one layer in both directions.
+
+    Attributes:
+        layer: Structure, on the device of the rows.
+        number: Of the layer, from 1.
+    """
+
+    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int) -> None:
+        self.layer, self.number = layer, number
+        self._communicator = communicator
+
+    def forward(self, x_CF: Tensor, held: Callable[[], None], use: Callable[[int, Tensor], None]) -> None:
+        """Sends rows of `x_CF`, and hands over what arrives. Collective.
+
+        Args:
+            x_CF: (C, F) contiguous.
+            held: Called while the first message is in flight.
+            use: Called with a part's position and its (rows received, F) rows, which it may only read, and only until
+                it returns.
+        """
+        parts = self.layer.parts
+        pending = self._send_rows(parts[0], x_CF) if parts else None
+        held()
+        for position, part in enumerate(parts):
+            assert pending is not None
+            rows = pending.wait(part.recv_counts)
+            if position + 1 < len(parts):
+                pending = self._send_rows(parts[position + 1], x_CF)
+            with record_function("dgl_hybrid::use_received"):
+                use(position, rows)
+
+    def backward(self, make: Callable[[int], Tensor], held: Callable[[], Tensor]) -> Tensor:
+        """Sends gradients of received rows home and adds up what comes home. Collective.
+
+        Args:
+            make: Returns the (rows received, F) gradients of a part's rows.
+            held: Returns the (C, F) gradients of held rows as far as they come from here; changed in place. Called
+                while the first message is in flight.
+
+        Returns:
+            (C, F) gradients of held rows.
+        """
+        parts = self.layer.parts
+        pending = self._send_gradients(parts[0], make(0)) if parts else None
+        total = held()
+        for position, part in enumerate(parts):
+            assert pending is not None
+            following = make(position + 1) if position + 1 < len(parts) else None
+            rows = pending.wait(part.send_counts)
+            if following is not None:
+                pending = self._send_gradients(parts[position + 1], following)
+            _add_returned(part, rows, total)
+        return total
+
+    def fetch(self, position: int, x_CF: Tensor, meanwhile: Callable[[], None]) -> Tensor:
+        """Exchanges one part alone, for a backward that needs its rows again. Collective.
+
+        Args:
+            meanwhile: Called while the message is in flight.
+
+        Returns:
+            (rows received, F), to be read before the next exchange begins.
+        """
+        part = self.layer.parts[position]
+        pending = self._send_rows(part, x_CF)
+        meanwhile()
+        return pending.wait(part.recv_counts)
+
+    def return_gradients(self, position: int, grads_RF: Tensor, total_CF: Tensor) -> None:
+        """Sends the gradients of one part's rows home and adds what comes home to `total_CF`. Collective."""
+        part = self.layer.parts[position]
+        _add_returned(part, self._send_gradients(part, grads_RF).wait(part.send_counts), total_CF)
+
+    # ---------------------------------------------------------------- messages
+
+    def _send_rows(self, part: RowsPart, x_CF: Tensor) -> _Pending:
+        communicator = self._communicator
+        with record_function("dgl_hybrid::pack"):
+            send = communicator.send_buffer((sum(part.send_counts), x_CF.shape[1]), x_CF.dtype, x_CF.device)
+            if part.send_index is not None:
+                torch.index_select(x_CF, 0, part.send_index, out=send)
+            else:
+                send.copy_(sum_rows(part.pack.in_edges, x_CF))
+        return self._start(part.send_counts, part.recv_counts, send, backward=False)
+
+    def _send_gradients(self, part: RowsPart, grads_RF: Tensor) -> _Pending:
+        send = self._communicator.send_buffer(tuple(grads_RF.shape), grads_RF.dtype, grads_RF.device)
+        send.copy_(grads_RF)
+        return self._start(part.recv_counts, part.send_counts, send, backward=True)
+
+    def _start(
+        self, send_counts: tuple[int, ...], recv_counts: tuple[int, ...], send: Tensor, *, backward: bool
+    ) -> _Pending:
+        communicator = self._communicator
+        out = None
+        # Rows of one other rank can be read where they lie, if no message follows while they are.
+        if communicator.world_size > 2 or len(self.layer.parts) > 1:
+            out = communicator.buffers.take((sum(recv_counts), send.shape[1]), send.dtype, send.device)
+        pending = communicator.start_exchange(
+            send, send_counts, recv_counts, layer=self.number, backward=backward, out=out
+        )
+        return _Pending(pending, out)
+
+
+class _Pending:
+    """A message under way, and where its rows are to lie if not where they arrive."""
+
+    def __init__(self, rows: PendingRows, out: Tensor | None) -> None:
+        self._rows, self._out = rows, out
+
+    def wait(self, counts: tuple[int, ...]) -> Tensor:
+        """Returns the rows of all ranks; `counts` says how many came from each."""
+        by_rank = self._rows.wait()
+        return by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
+
+
+def _add_returned(part: RowsPart, grads_SF: Tensor, total_CF: Tensor) -> None:
+    with record_function("dgl_hybrid::unpack"):
+        if part.send_index is not None:
+            # Added, not written: a row sent to several peers gets a gradient from each of them.
+            total_CF.index_add_(0, part.send_index, grads_SF)
+        else:
+            total_CF += sum_rows(part.pack.out_edges, grads_SF)
+
+
+def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None) -> Tensor:
+    """(S, F) to (N, F) sums over the entries of each row; (S, H, D) likewise, with (E, H) weights of edges."""
+    x = x_F if x_F.dim() == 3 else x_F.unsqueeze(1)
+    summed: Tensor = torch.ops.dgl_hybrid.spmm_sum(rows.tensors(), [], x, weights)
+    return summed if x_F.dim() == 3 else summed.squeeze(1)
+
+
+def by_source(part: RowsPart) -> Adjacency:
+    """The edges of a part by received row, with the layer's rows as neighbours; edge ids are the part's entries."""
+    out = part.edges.out_edges
+    return Adjacency(out.indptr, part.dst_rows.to(out.indices.dtype)[out.indices.long()], out.edge_ids)

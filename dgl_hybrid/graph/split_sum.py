@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums over in-edges of a layer that is split by source, with the exchange inside: one differentiable function.
+
+    y = A_held x  +  Σ over messages: A_k (rows of message k)
+
+No tensor of all sources is ever made: received rows are added to the sums from where they arrive. The gradient of a
+sum does not need its operands, so nothing received is kept for backward. Both directions are each other's adjoint, so
+derivatives of any order work.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.parts import SplitLayer
+from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
+from dgl_hybrid.ops.operands import plan_weighted
+
+
+class SplitSum:
+    """What one layer's sums need, made once.
+
+    Args:
+        layer: The structure, on the device of the rows.
+        number: Of the layer, from 1.
+    """
+
+    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int) -> None:
+        self.layer = layer
+        self.exchange = SplitExchange(layer, communicator, number=number)
+        self._by_source: list[Any] = [None] * len(layer.parts)
+
+    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sums sources, times constant weights of edges, over the in-edges of each destination. Collective.
+
+        Args:
+            x: (C, *f) float32 or float64: the rows held here.
+            weights: (E, *g) of the same dtype, without gradient; features broadcast. None: one each.
+
+        Returns:
+            (N, *f), with weights the broadcast features.
+        """
+        if weights is None:
+            summed: Tensor = _Sum.apply(self, None, x.reshape(len(x), 1, x.shape[1:].numel()))
+            return summed.reshape(-1, *x.shape[1:])
+        plan = plan_weighted(tuple(x.shape[1:]), tuple(weights.shape[1:]))
+        if plan is None:
+            raise ValueError(
+                f"features of sources and edge weights must broadcast after the rows (got {tuple(x.shape)} and "
+                f"{tuple(weights.shape)})"
+            )
+        by_edge = plan.weights(weights.detach())
+        split = tuple(by_edge.index_select(0, positions) for positions in self._edge_positions())
+        return plan.result(_Sum.apply(self, split, plan.sources(x)))
+
+    def _edge_positions(self) -> list[Tensor]:
+        positions = [self.layer.held_edge_positions]
+        for part in self.layer.parts:
+            assert part.edge_positions is not None, "partial sums are sums without weights"
+            positions.append(part.edge_positions)
+        return positions
+
+    def forward(self, x_CHD: Tensor, weights: tuple[Tensor, ...] | None) -> Tensor:
+        """(C, H, D) to (N, H, D)."""
+        x_CHD = x_CHD.contiguous()
+        shape = x_CHD.shape[1:]
+        out = x_CHD.new_empty(0)
+
+        def held() -> None:
+            nonlocal out
+            out = sum_rows(self.layer.held.in_edges, x_CHD, _weights_of(weights, 0))
+
+        def use(position: int, rows_RF: Tensor) -> None:
+            part = self.layer.parts[position]
+            rows = rows_RF.view(len(rows_RF), *shape)
+            summed = sum_rows(part.edges.in_edges, rows, _weights_of(weights, 1 + position))
+            if len(part.dst_rows) == len(out):
+                out.add_(summed)
+            else:
+                out.index_add_(0, part.dst_rows, summed)
+
+        self.exchange.forward(x_CHD.flatten(1), held, use)
+        return out
+
+    def backward(self, grad_NHD: Tensor, weights: tuple[Tensor, ...] | None) -> Tensor:
+        """(N, H, D) to (C, H, D)."""
+        grad_NHD = grad_NHD.contiguous()
+
+        def make(position: int) -> Tensor:
+            if self._by_source[position] is None:
+                self._by_source[position] = by_source(self.layer.parts[position])
+            return sum_rows(self._by_source[position], grad_NHD, _weights_of(weights, 1 + position)).flatten(1)
+
+        def held() -> Tensor:
+            return sum_rows(self.layer.held.out_edges, grad_NHD, _weights_of(weights, 0)).flatten(1)
+
+        return self.exchange.backward(make, held).view(-1, *grad_NHD.shape[1:])
+
+
+def _weights_of(weights: tuple[Tensor, ...] | None, position: int) -> Tensor | None:
+    return None if weights is None else weights[position]
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: SplitSum, weights: tuple[Tensor, ...] | None, x_CHD: Tensor) -> Tensor:
+        ctx.split, ctx.weights = split, weights
+        return split.forward(x_CHD, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _Adjoint.apply(ctx.split, ctx.weights, *grads)
+
+
+class _Adjoint(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: SplitSum, weights: tuple[Tensor, ...] | None, grad_NHD: Tensor) -> Tensor:
+        ctx.split, ctx.weights = split, weights
+        return split.backward(grad_NHD, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, _Sum.apply(ctx.split, ctx.weights, *grads)

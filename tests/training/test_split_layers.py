@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchange and aggregation together: the whole graph's results with messages in flight, in chunks, and apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dgl_hybrid import PartitionedGraph
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from tests.helpers.exactness import Case, StepResult, assert_same_step, reference_step, run_step
+from tests.helpers.graphs import NAMED, power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+SUMS = ("gcn_both", "sage_mean", "gin", "edge_weight_norm")
+ATTENTION = ("gat", "gatv2")
+BY_OP = {"gcn_both": "copy_u", "sage_mean": "copy_u", "gin": "copy_u", "edge_weight_norm": "u_mul_e"}
+
+
+def run_counted(rank: int, world_size: int, folder: str, case: Case) -> tuple[StepResult, dict[str, int]]:
+    reset_op_counts()
+    return run_step(rank, world_size, folder, case), op_counts()
+
+
+Outcome = tuple[StepResult, dict[str, int]]
+
+
+def run_case(case: Case, world_size: int, name: str, partitions: PartitionStore) -> list[Outcome]:
+    graph = NAMED[name]()
+    outcomes = run_ranks(world_size, run_counted, partitions.get(name, graph, world_size), case)
+    assert_same_step([result for result, _ in outcomes], reference_step(graph, case))
+    return outcomes  # type: ignore[no-any-return]
+
+
+def num_split(counts: dict[str, int]) -> int:
+    return sum(number for route, number in counts.items() if "split by source" in route)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", [*SUMS, *ATTENTION])
+def test_in_one_message(kind: str, world_size: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, num_layers=3, plan="random:1:0.3", epochs=2, optimized=True)
+    for result, counts in run_case(case, world_size, "power_law", partitions):
+        assert num_split(counts) == case.num_layers * case.epochs
+        assert result.forward_exchanges == case.num_layers * case.epochs
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", [*SUMS, *ATTENTION])
+def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, num_layers=2, plan="depcomm", epochs=1, optimized=True, chunk_rows=chunk_rows)
+    outcomes = run_case(case, world_size, "power_law", partitions)
+    exchanges = {(result.forward_exchanges, result.backward_exchanges) for result, _ in outcomes}
+    assert len(exchanges) == 1
+    forward, backward = exchanges.pop()
+    assert forward > case.num_layers * (world_size - 1)
+    # Attention fetches rows again.
+    assert forward == (2 if kind in ATTENTION else 1) * backward
+    assert all(num_split(counts) == case.num_layers for _, counts in outcomes)
+
+
+@pytest.mark.parametrize("name", sorted(NAMED))
+@pytest.mark.parametrize("kind", ["sage_mean", "gat"])
+def test_every_graph_in_chunks(kind: str, name: str, partitions: PartitionStore) -> None:
+    run_case(Case(kind=kind, plan="random:2:0.4", optimized=True, chunk_rows=3), 3, name, partitions)
+
+
+@pytest.mark.parametrize("kind", [*SUMS, *ATTENTION])
+def test_switched_off_nothing_is_split(kind: str, partitions: PartitionStore) -> None:
+    for _, counts in run_case(Case(kind=kind, optimized=True, overlap=False), 3, "power_law", partitions):
+        assert num_split(counts) == 0
+
+
+@pytest.mark.parametrize("kind", ["sage_pool", "gin_max", "user_defined", "direct_ops", "dotgat"])
+def test_what_cannot_be_split_is_exact_too(kind: str, partitions: PartitionStore) -> None:
+    for _, counts in run_case(Case(kind=kind, chunk_rows=4), 3, "power_law", partitions):
+        assert num_split(counts) == 0
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_dropout_of_attention_is_that_of_one_rank(chunk_rows: int | None, partitions: PartitionStore) -> None:
+    folder = {ranks: partitions.get("power_law", power_law(), ranks) for ranks in (1, 3)}
+    case = Case(kind="gat", dropout=0.3, optimized=True, chunk_rows=chunk_rows, epochs=2)
+    (alone,) = run_ranks(1, run_step, folder[1], case)
+    together = run_ranks(3, run_step, folder[3], case)
+    for epoch, loss in enumerate(alone.losses):
+        assert sum(result.losses[epoch] for result in together) == pytest.approx(loss, rel=1e-9)
+
+
+def run_double_backward(rank: int, world_size: int, folder: str, chunk_rows: int | None) -> dict[str, bool]:
+    """Second derivatives of a split sum against those of the sum over complete rows."""
+    from dgl import function as fn
+
+    from dgl_hybrid import FullGraphLoader
+
+    g = PartitionedGraph.open(folder)
+    found = {}
+    for overlap in (True, False):
+        nothing = [torch.empty(0, dtype=torch.int64)]
+        loader = FullGraphLoader(
+            g, g.nodes.owned(), 1, plan=nothing, overlap=overlap, chunk_rows=chunk_rows if overlap else None
+        )
+        for input_nodes, _, (block,) in loader:
+            x = torch.sin(input_nodes.double())[:, None].repeat(1, 3).requires_grad_()
+            with block.local_scope():
+                block.srcdata["h"] = x
+                block.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
+                y = block.dstdata["h"]
+            (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            (second,) = torch.autograd.grad((first**2).sum(), x)
+            found[overlap] = (y, first, second)
+    return {
+        str(order): torch.allclose(split, whole, rtol=1e-9)
+        for order, (split, whole) in enumerate(zip(found[True], found[False], strict=True))
+    }
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+def test_double_backward(chunk_rows: int | None, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for checks in run_ranks(3, run_double_backward, folder, chunk_rows):
+        assert all(checks.values()), checks

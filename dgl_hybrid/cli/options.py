@@ -20,6 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dgl_hybrid.exchange.approximate import APPROXIMATIONS
 from dgl_hybrid.launch.workspace import PART_METHODS
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training.config import DTYPES, MODELS
@@ -31,6 +32,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "strategy": STRATEGIES,
     "dtype": DTYPES,
     "part_method": PART_METHODS,
+    "approximate": APPROXIMATIONS,
 }
 
 

@@ -30,6 +30,7 @@ def print_training(report: TrainReport, changes: str = "") -> None:
         f"strategy {report.strategy}"
         + (f" (chosen: {report.chosen_plan})" if report.chosen_plan != report.strategy else "")
         + f", {report.dtype}, {len(report.epochs)} epochs"
+        + ("" if report.approximate is None else f"; training is {report.exactness}, evaluation exact")
     )
     if changes:
         console.print(f"graph: {changes}")

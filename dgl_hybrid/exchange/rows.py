@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from dgl_hybrid.exchange.approximate import ApproximateRows
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 
@@ -85,7 +86,13 @@ class _ReturnRows(torch.autograd.Function):
         return None, None, *_ExtendRows.apply(ctx.plan, ctx.communicator, *grads_CF)
 
 
-def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communicator) -> list[Tensor]:
+def extend_rows(
+    fields: list[Tensor],
+    plan: ExchangePlan,
+    communicator: Communicator,
+    *,
+    approximation: ApproximateRows | None = None,
+) -> list[Tensor]:
     """Appends the received rows to each field, all fields of one dtype in one message. Collective; differentiable.
 
     A rank runs the same collectives whether it has rows to exchange or not; only the kinds of the fields (dtype,
@@ -95,6 +102,7 @@ def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communic
         fields: Each (C, ...) on the plan's device: the rows computed on this rank, highest level first.
         plan: This layer's plan.
         communicator: Whose ranks take part.
+        approximation: What becomes of rows that need a gradient; None exchanges them exactly.
 
     Returns:
         Each (C + R, ...), same dtype, contiguous: the rows given, then the received ones by owner rank, then by global
@@ -118,7 +126,11 @@ def extend_rows(fields: list[Tensor], plan: ExchangePlan, communicator: Communic
     for key in sorted(groups):
         positions = groups[key]
         flat = [_flatten(fields[position]) for position in positions]
-        for position, rows in zip(positions, _ExtendRows.apply(plan, communicator, *flat), strict=True):
+        if approximation is not None and approximation.applies_to(flat):
+            results = approximation.extend(flat, plan, communicator)
+        else:
+            results = _ExtendRows.apply(plan, communicator, *flat)
+        for position, rows in zip(positions, results, strict=True):
             shape = (plan.num_rows + plan.num_received, *fields[position].shape[1:])
             extended[position] = (rows.bool() if fields[position].dtype == torch.bool else rows).reshape(shape)
     return extended

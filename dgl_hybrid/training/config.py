@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dgl_hybrid.exchange.approximate import APPROXIMATIONS
 from dgl_hybrid.planner import STRATEGIES, PlannerConfig
 
 MODELS = ("gcn", "sage", "gat", "gatv2", "gin")
@@ -85,6 +86,9 @@ class TrainConfig:
     seed: int = 0
     """Of initial weights and dropout. (A generated graph has its own: powerlaw:seed=1.)"""
 
+    approximate: str | None = None
+    """Exchange narrower rows (bf16, int8) or those of the epoch before (stale) in training steps; exact without it."""
+
     def __post_init__(self) -> None:
         """Checks every field."""
         if self.epochs < 1:
@@ -97,6 +101,10 @@ class TrainConfig:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype (got {self.dtype!r}); choose one of {', '.join(DTYPES)}")
+        if self.approximate is not None and self.approximate not in APPROXIMATIONS:
+            raise ValueError(
+                f"unknown approximation (got {self.approximate!r}); choose one of {', '.join(APPROXIMATIONS)}"
+            )
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must lie in 0..2**32-1 (got {self.seed})")
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from dgl_hybrid.exchange.approximate import describe_approximation
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochReport:
@@ -86,11 +88,18 @@ class TrainReport:
     """The last epoch in which candidate plans took turns to be measured; 0 if none did."""
     rows_by_locality: tuple[bool, ...] = ()
     """By rank: whether its rows are ordered by common in-neighbours, not by id."""
+    approximate: str | None = None
+    """What training steps exchanged approximately: "int8", …; None: nothing."""
 
     @property
     def epoch_time_s(self) -> float:
         """Median of the steady epochs."""
         return statistics.median(epoch.time_s for epoch in self.steady_epochs())
+
+    @property
+    def exactness(self) -> str:
+        """What the results are: "exact", or "approximate (int8 rows)", …; accuracies are of exact evaluations."""
+        return describe_approximation(self.approximate)
 
     def steady_epochs(self) -> Sequence[EpochReport]:
         """Returns the epochs under the plan that stayed, but for its first, which also fetches features.
@@ -123,6 +132,8 @@ class TrainReport:
             "gradient_bytes": self.gradient_bytes,
             "trial_epochs": self.trial_epochs,
             "rows_by_locality": list(self.rows_by_locality),
+            "approximate": self.approximate,
+            "exactness": self.exactness,
         }
 
     @classmethod
@@ -151,6 +162,7 @@ class TrainReport:
             chosen_plan=data["chosen_plan"],
             trial_epochs=data["trial_epochs"],
             rows_by_locality=tuple(data["rows_by_locality"]),
+            approximate=data["approximate"],
         )
 
 

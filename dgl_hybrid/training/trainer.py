@@ -95,6 +95,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         chosen_plan=plan.strategy,
         trial_epochs=trial_epochs,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
+        approximate=config.approximate,
     )
 
 
@@ -170,6 +171,7 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
         planner=job.strategy.planner_config(),
         plan=plan,
         seed=job.training.seed,
+        approximate=job.training.approximate,
     )
     if plan is None:
         assert loader.outcome is not None

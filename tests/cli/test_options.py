@@ -19,7 +19,7 @@ TRAIN_OPTIONS = {
     *("ranks", "part_method", "num_hops", "partition", "workspace"),
     *("model", "num_layers", "hidden", "heads", "dropout"),
     *("strategy", "cache_ratio", "memory_budget", "plan"),
-    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "seed"),
+    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "seed", "approximate"),
     *("threads", "out"),
 }
 
@@ -84,7 +84,7 @@ def test_wrong_bytes(text: str) -> None:
     [
         ("{", "is not valid JSON"),
         ("[1]", r"must hold options by name \(got list\)"),
-        ('{"layers": 3}', "unknown option 'layers'; there are cache_ratio"),
+        ('{"layers": 3}', "unknown option 'layers'; there are approximate, cache_ratio"),
         ('{"num_layers": "3"}', r"num_layers must be of type int \(got '3'\)"),
         ('{"epochs": true}', r"epochs must be of type int \(got True\)"),
         ('{"memory_budget": "many"}', "memory_budget must be bytes"),

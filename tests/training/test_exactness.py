@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forward, input gradients and weight gradients equal single-process full-graph DGL, element by element, in float64."""
+"""Forward, input gradients and weight gradients equal single-process full-graph DGL, element by element, in float64.
+
+The default run sees every kind of layer on 1 to 4 ranks and under every kind of plan, and of each further product every
+pair of values (tests/helpers/thinning.py); the other combinations are in the slow run.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ import torch
 from tests.helpers.exactness import LAYERS, Case, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, power_law, train_mask, with_empty_pair
 from tests.helpers.partitions import PartitionStore, relabelled
+from tests.helpers.thinning import marks_of, pairwise
 from tests.helpers.world import run_ranks
 
 
@@ -32,10 +37,9 @@ def check(
     assert_same_step(run_ranks(world_size, run_step, folder, case), reference_step(graph, case))
 
 
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:1:0.5"])
-@pytest.mark.parametrize("kind", sorted(LAYERS))
-def test_every_layer(kind: str, plan: str, partitions: PartitionStore) -> None:
-    check("power_law", power_law(), 3, Case(kind=kind, plan=plan), partitions)
+@pairwise(kind=sorted(LAYERS), plan=["depcomm", "depcache", "random:1:0.5"], world_size=[1, 2, 3, 4])
+def test_every_layer(kind: str, plan: str, world_size: int, partitions: PartitionStore) -> None:
+    check("power_law", power_law(), world_size, Case(kind=kind, plan=plan), partitions)
 
 
 @pytest.mark.parametrize("kind", sorted(LAYERS))
@@ -48,29 +52,29 @@ def test_every_layer_in_float32(kind: str, partitions: PartitionStore) -> None:
     assert_same_step(results, reference_step(graph, case), tolerance=1e-4)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", sorted(LAYERS))
-def test_every_number_of_ranks(kind: str, world_size: int, partitions: PartitionStore) -> None:
-    check("power_law", power_law(), world_size, Case(kind=kind, plan="random:2:0.5"), partitions)
-
-
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:3:0.3", "random:4:0.8"])
-@pytest.mark.parametrize("num_layers", [1, 3, 4])
-@pytest.mark.parametrize("kind", ["gcn_both", "sage_pool", "gat", "user_defined"])
+@pairwise(
+    kind=["gcn_both", "sage_pool", "gat", "user_defined"],
+    num_layers=[1, 3, 4],
+    plan=["depcomm", "depcache", "random:3:0.3", "random:4:0.8"],
+)
 def test_every_depth(kind: str, num_layers: int, plan: str, partitions: PartitionStore) -> None:
     check("directed", NAMED["directed"](), 3, Case(kind=kind, plan=plan, num_layers=num_layers), partitions)
 
 
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:5:0.5"])
-@pytest.mark.parametrize("kind", ["gcn_both", "gin_max", "gat", "edge_weight_norm", "user_defined"])
-@pytest.mark.parametrize("name", sorted(NAMED))
+@pairwise(
+    name=sorted(NAMED),
+    kind=["gcn_both", "gin_max", "gat", "edge_weight_norm", "user_defined"],
+    plan=["depcomm", "depcache", "random:5:0.5"],
+)
 def test_every_graph(name: str, kind: str, plan: str, partitions: PartitionStore) -> None:
     check(name, NAMED[name](), 3, Case(kind=kind, plan=plan, num_layers=3), partitions)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("strategy", ["hybrid", "neutronstar", "greedy", "ratio", "depcache", "depcomm"])
-@pytest.mark.parametrize("kind", ["gcn_both", "gat"])
+@pairwise(
+    kind=["gcn_both", "gat"],
+    strategy=["hybrid", "neutronstar", "greedy", "ratio", "depcache", "depcomm"],
+    world_size=[2, 3, 4],
+)
 def test_every_strategy(kind: str, strategy: str, world_size: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, plan=f"planned:{strategy}", num_layers=3, epochs=2)
     check("power_law", power_law(), world_size, case, partitions)
@@ -84,9 +88,11 @@ def test_loss_on_all_nodes(kind: str, plan: str, partitions: PartitionStore) -> 
     check("all_train", graph, 3, Case(kind=kind, plan=plan, residual=True), partitions)
 
 
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:7:0.5", "planned:hybrid"])
-@pytest.mark.parametrize("kind", ["gcn_both", "sage_gcn", "gat", "user_defined"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pairwise(
+    kind=["gcn_both", "sage_gcn", "gat", "user_defined"],
+    plan=["depcomm", "depcache", "random:7:0.5", "planned:hybrid"],
+    world_size=[2, 3, 4],
+)
 def test_rank_without_train_nodes(kind: str, plan: str, world_size: int, partitions: PartitionStore) -> None:
     graph = power_law(num_nodes=48, seed=2)
     first_part = range(48 // world_size + 1)
@@ -109,9 +115,11 @@ def test_halo_hops_of_the_folder_do_not_matter(num_hops: int, partitions: Partit
     check("duplicates", NAMED["duplicates"](), 3, case, partitions, num_hops=num_hops)
 
 
-@pytest.mark.parametrize("num_hops", [1, 2])
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:12:0.5", "planned:hybrid"])
-@pytest.mark.parametrize("kind", ["gcn_both", "gat", "edge_weight_norm"])
+@pairwise(
+    kind=["gcn_both", "gat", "edge_weight_norm"],
+    plan=["depcomm", "depcache", "random:12:0.5", "planned:hybrid"],
+    num_hops=[1, 2],
+)
 def test_a_folder_written_by_plain_dgl(kind: str, plan: str, num_hops: int, tmp_path: Path) -> None:
     """No sidecar: out-degrees and what is missing of the halo come from the other ranks."""
     graph = NAMED["duplicates"]()
@@ -124,7 +132,7 @@ def test_a_folder_written_by_plain_dgl(kind: str, plan: str, num_hops: int, tmp_
     assert_same_step(results, reference_step(graph, case))
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", [pytest.param(seed, marks=marks_of(seed < 20)) for seed in range(40)])
 def test_random_plans_of_random_models(seed: int, partitions: PartitionStore) -> None:
     rng = random.Random(seed)
     name, kind = rng.choice(sorted(NAMED)), rng.choice(sorted(LAYERS))
@@ -154,10 +162,10 @@ def test_dropout_and_batch_norm_do_not_depend_on_ranks(kind: str, plan: str, par
     graph = NAMED["duplicates"]()
     curves = []
     for world_size in (1, 2, 3, 4):
-        case = Case(kind=kind, plan=plan, num_layers=3, dropout=0.4, batch_norm=True, epochs=5)
+        case = Case(kind=kind, plan=plan, num_layers=3, dropout=0.4, batch_norm=True, epochs=3)
         results = run_ranks(world_size, run_step, partitions.get("duplicates", graph, world_size), case)
-        curves.append([sum(result.losses[epoch] for result in results) for epoch in range(5)])
-    without = reference_step(graph, Case(kind=kind, num_layers=3, batch_norm=True, epochs=5)).losses
+        curves.append([sum(result.losses[epoch] for result in results) for epoch in range(3)])
+    without = reference_step(graph, Case(kind=kind, num_layers=3, batch_norm=True, epochs=3)).losses
     assert max(abs(a - b) for a, b in zip(curves[0], without, strict=True)) > 1e-3, "dropout had no effect"
     for curve in curves[1:]:
         assert curve == pytest.approx(curves[0], rel=1e-9, abs=0)

@@ -27,6 +27,7 @@ def build_layer_blocks(
     seed: int = 0,
     overlap: bool = False,
     chunk_rows: int | None = None,
+    partial_sums: bool = False,
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -40,6 +41,7 @@ def build_layer_blocks(
         overlap: Sums and fused attention over held rows run while received ones travel.
         chunk_rows: Received rows come in messages of so many at most, used and dropped one after the other; building is
             collective then. None: in one message.
+        partial_sums: Where that is fewer rows, sums that are trained are sent instead of their sources.
     """
     blocks = []
     for structure in sets.layers:
@@ -52,7 +54,9 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
-                split=_split(structure, communicator, device, chunk_rows) if overlap or chunk_rows else None,
+                split=_split(structure, communicator, device, chunk_rows, partial_sums)
+                if overlap or chunk_rows
+                else None,
                 approximation=None if approximation is None else ApproximateRows(approximation, seed=seed),
             )
         )
@@ -60,10 +64,14 @@ def build_layer_blocks(
 
 
 def _split(
-    structure: LayerStructure, communicator: Communicator, device: torch.device, chunk_rows: int | None
+    structure: LayerStructure,
+    communicator: Communicator,
+    device: torch.device,
+    chunk_rows: int | None,
+    partial_sums: bool,
 ) -> SplitBlock | None:
     plan = structure.exchange
     if plan.is_idle:
         return None
     messages = (whole_message(plan),) if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
-    return SplitBlock(structure, communicator, messages, device=device)
+    return SplitBlock(structure, communicator, messages, device=device, partial_sums=partial_sums)

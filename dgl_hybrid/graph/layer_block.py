@@ -355,13 +355,13 @@ class LayerBlock:
         assert self._split is not None
         x = self._source[name]
         if not is_product:
-            summed = self._split.sums(x)
+            summed = self._split.sum(x)
         else:
             ((_, weight_name),) = more
             weights = self._block.edata.get(weight_name)
             if weights is None or weights.requires_grad or weights.dtype != x.dtype:
                 return False
-            summed = self._split.weighted_sums(x, weights)
+            summed = self._split.plain_sums(x, weights)
         if reduce_func.name == "mean":
             degrees = self._block.in_degrees().clamp(min=1).to(summed)
             summed = summed / degrees.view(-1, *(1,) * (summed.dim() - 1))

@@ -145,9 +145,8 @@ class _CostMode(TorchDispatchMode):
                     return out
         return out
 
-
     def _note_split(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
-        """Notes whether the layer that an op of ours works on can be split: sums of rows as they are, fused attention."""
+        """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
         layers = [self.num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in self.num_edges]
         if func.namespace != "dgl_hybrid" or not layers:
             return

@@ -82,6 +82,8 @@ class FullGraphLoader:
         chunk_rows: Sums, means and fused attention receive rows in messages of so many at most, each used and dropped
             before the next but one leaves: for graphs whose received rows do not fit. Attention fetches them again for
             its backward. None: all of a layer's rows in one message.
+        partial_sums: Sums and means without weights may travel instead of their sources, whichever are fewer (a minimum
+            vertex cover, found when a layer first trains). None: where rows go over a network, not through memory.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter where it is
             possible) or "kvstore" (DistDGL's servers); None means "auto".
@@ -114,6 +116,7 @@ class FullGraphLoader:
         approximate: str | None = None,
         overlap: bool = True,
         chunk_rows: int | None = None,
+        partial_sums: bool | None = None,
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
@@ -139,6 +142,8 @@ class FullGraphLoader:
             raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
         self._keep_static, self._autotune, self._overlap = keep_static, autotune, overlap
         self._chunk_rows = chunk_rows
+        through_memory = self.communicator.backend == "shared_memory"
+        self._partial_sums = not through_memory if partial_sums is None else partial_sums
         self._check_alike(
             {
                 "layers": self.num_layers,
@@ -148,6 +153,7 @@ class FullGraphLoader:
                 "autotune": autotune,
                 "overlap": overlap,
                 "chunk_rows": chunk_rows or 0,
+                "partial_sums": self._partial_sums,
             }
         )
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
@@ -244,6 +250,7 @@ class FullGraphLoader:
             seed=self.seed,
             overlap=self._overlap,
             chunk_rows=self._chunk_rows,
+            partial_sums=self._partial_sums,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]

@@ -166,6 +166,7 @@ class Case:
     """Whether ranks run the model after `optimize`; the reference never does."""
     overlap: bool = True
     chunk_rows: int | None = None
+    partial_sums: bool | None = None
 
     def build(self, in_feats: int) -> Model:
         torch.manual_seed(self.seed)
@@ -260,6 +261,7 @@ def step_on(
         row_order=case.row_order,
         overlap=case.overlap,
         chunk_rows=case.chunk_rows,
+        partial_sums=case.partial_sums,
         transport=transport,
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)

@@ -61,6 +61,14 @@ def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: Part
     assert all(num_split(counts) == case.num_layers for _, counts in outcomes)
 
 
+@pytest.mark.parametrize("partial_sums", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("kind", [*SUMS, "gat"])
+def test_partial_sums(kind: str, world_size: int, partial_sums: bool, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, num_layers=3, epochs=2, partial_sums=partial_sums, optimized=True)
+    run_case(case, world_size, "power_law", partitions)
+
+
 @pytest.mark.parametrize("name", sorted(NAMED))
 @pytest.mark.parametrize("kind", ["sage_mean", "gat"])
 def test_every_graph_in_chunks(kind: str, name: str, partitions: PartitionStore) -> None:

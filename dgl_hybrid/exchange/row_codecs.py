@@ -142,7 +142,8 @@ class Int8Codec:
 
     def decode(self, wire: Tensor, width: int, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
         rows = wire.new_empty((len(wire), width), dtype=dtype) if out is None else out
-        header = wire[:, width:].contiguous().view(torch.bfloat16).to(torch.promote_types(dtype, torch.float32))
+        header = wire[:, width:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
+        header = header.to(torch.promote_types(dtype, torch.float32))
         least, step = header[:, :1], header[:, 1:]
         chunk_rows = max(1, _CHUNK_ELEMENTS // max(1, width))
         for begin in range(0, len(wire), chunk_rows):

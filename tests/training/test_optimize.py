@@ -24,6 +24,7 @@ from dgl_hybrid.training.models import build_model
 from tests.helpers.exactness import Case, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 KINDS = ("gat", "gatv2")
@@ -33,9 +34,7 @@ EPOCHS = 3
 # ------------------------------------------------------------------------------------------ the whole graph's results
 
 
-@pytest.mark.parametrize("plan", ["depcomm", "random:1:0.5", "planned:hybrid"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(kind=KINDS, world_size=[1, 2, 3, 4], plan=["depcomm", "random:1:0.5", "planned:hybrid"])
 def test_every_number_of_ranks(kind: str, world_size: int, plan: str, partitions: PartitionStore) -> None:
     case = Case(kind=kind, plan=plan, num_layers=3, epochs=2, optimized=True)
     folder = partitions.get("power_law", power_law(), world_size)

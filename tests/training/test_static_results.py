@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first layer makes of raw features is made once and kept, and stays what plain DGL computes every epoch."""
+"""What the first layer makes of raw features is made once and kept, and stays what plain DGL computes every epoch.
+
+The default run sees every kind of layer plain and optimised, and under either plan; the slow run all combinations.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import LAYERS, Case, assert_close, forced_plan
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 EPOCHS = 3
@@ -131,9 +135,7 @@ def assert_same(runs: list[Run], expected: Run) -> None:
                 assert_close(run.grads[epoch][name], grad, f"epoch {epoch}: gradient of {name}")
 
 
-@pytest.mark.parametrize("optimized", [False, True], ids=["plain", "optimized"])
-@pytest.mark.parametrize("plan", ["depcomm", "planned:hybrid"])
-@pytest.mark.parametrize("kind", sorted(LAYERS))
+@pairwise(kind=sorted(LAYERS), plan=["depcomm", "planned:hybrid"], optimized=[False, True])
 def test_every_layer(kind: str, plan: str, optimized: bool, partitions: PartitionStore) -> None:
     case = Case(kind=kind, plan=plan)
     runs = run_ranks(3, train, partitions.get("power_law", power_law(), 3), case, optimized=optimized)
@@ -151,9 +153,7 @@ def test_every_layer(kind: str, plan: str, optimized: bool, partitions: Partitio
             assert first > 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["gcn_both", "sage_mean", "sage_gcn", "gin_max"])
-@pytest.mark.parametrize("num_layers", [1, 3])
+@pairwise(kind=["gcn_both", "sage_mean", "sage_gcn", "gin_max"], num_layers=[1, 3], world_size=[1, 2, 4])
 def test_every_number_of_ranks(kind: str, num_layers: int, world_size: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, plan="random:2:0.5", num_layers=num_layers, residual=True)
     runs = run_ranks(world_size, train, partitions.get("power_law", power_law(), world_size), case, optimized=True)

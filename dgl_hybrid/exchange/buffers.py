@@ -98,6 +98,10 @@ class BufferPool:
         shelf.free.extend(free)
         return found
 
+    def drop_free(self) -> None:
+        """Gives back all that is in nobody's use, however short a time it has been so."""
+        self._shelf.free = []
+
     @property
     def free_bytes(self) -> int:
         """Bytes held for later requests, in nobody's use."""

@@ -78,9 +78,12 @@ class StaticResults:
     def __init__(self, is_static: IsStatic) -> None:
         self._is_static = is_static
         self._kept: dict[Hashable, _Kept] = {}
+        self._is_making = False
 
     def are_static(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""
+        if self._is_making:
+            return False  # what a kept result is made from in between would be kept beside it, for nothing
         if not operands or any(x.requires_grad or x.is_inference() for x in operands):
             return False
         if torch.is_autocast_enabled(operands[0].device.type):
@@ -106,8 +109,12 @@ class StaticResults:
         )
         if kept is None or not is_current:
             # An ordinary tensor even if an evaluation in inference mode comes first.
-            with torch.inference_mode(False), torch.no_grad():
-                result = make()
+            self._is_making = True
+            try:
+                with torch.inference_mode(False), torch.no_grad():
+                    result = make()
+            finally:
+                self._is_making = False
             kept = _Kept(tuple(_Operand.of(x) for x in operands), result, result._version)
             self._kept[key] = kept
         return kept.result

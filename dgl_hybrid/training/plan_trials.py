@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Collection
 
-WARM_UP_EPOCHS = 1
-"""Of each candidate, not counted: they fetch features, fill caches and buffers."""
+WARM_UP_EPOCHS = 2
+"""Of each candidate, not counted: the first fetches features and makes what is kept, the second faults in the memory
+that is used from then on."""
 TIMED_EPOCHS = 2
 """Of each candidate; the faster one counts, since whatever disturbs an epoch makes it slower."""
+TIE = 1.03
+"""Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
 DRIFT_WINDOW = 16
 """Epochs whose median is watched once the choice is made."""
 DRIFT_FACTOR = 1.5
@@ -22,16 +26,22 @@ DRIFT_FACTOR = 1.5
 class PlanTrials:
     """The state of the trials.
 
+    Args:
+        num_candidates: In the order of what is predicted, fastest first.
+        favourites: Positions of those that stay unless another one is clearly faster: the pure plans, so that noise
+            never makes a hybrid of theirs that is slower.
+
     Attributes:
         current: Position of the candidate whose turn it is, or of the one that was chosen.
         measured_s: Fastest epoch of each candidate so far; None before its first timed one.
     """
 
-    def __init__(self, num_candidates: int) -> None:
+    def __init__(self, num_candidates: int, favourites: Collection[int] = ()) -> None:
         if num_candidates < 1:
             raise ValueError(f"there must be at least one candidate (got {num_candidates})")
         self.measured_s: list[float | None] = [None] * num_candidates
         self.current = 0
+        self._favourites = frozenset(favourites)
         self._epochs_of_current = 0
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
@@ -55,7 +65,10 @@ class PlanTrials:
             self.current += 1
             return
         times = [float("inf") if t is None else t for t in self.measured_s]
-        self.current = times.index(min(times))
+        as_fast = [index for index, time_s in enumerate(times) if time_s <= TIE * min(times)]
+        favourites = [index for index in as_fast if index in self._favourites]
+        # Among favourites the fastest, since each is a plan of its own; among the rest what was predicted.
+        self.current = min(favourites, key=times.__getitem__) if favourites else as_fast[0]
         self._chosen_s = times[self.current]
         self.is_settled = True
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,16 +88,15 @@ def test_torchrun_gives_the_same_losses(folder: Path) -> None:
     )
 
 
-def test_damaged_partition(folder: Path) -> None:
-    done = run_command("partition", "--data", SMALL, "--ranks", "2", "--out", folder / "damaged")
-    assert done.returncode == 0, done.stderr
+def test_damaged_partition(partition: Path, folder: Path) -> None:
+    shutil.copytree(partition.parent, folder / "damaged")
     file = folder / "damaged" / "part1" / "graph.dgl"
     file.write_bytes(file.read_bytes()[:-100])
     start_s = time.monotonic()
     done = run_command("train", "--partition", folder / "damaged", *TRAIN)
     fails(done, "rank 1 of 2: ")
     assert "part1/graph.dgl is truncated" in done.stderr
-    assert time.monotonic() - start_s < 60
+    assert time.monotonic() - start_s < 180, "its peer waits for it"
 
 
 def start_endless(partition: Path) -> subprocess.Popen[str]:
@@ -121,7 +121,7 @@ def test_a_killed_rank_ends_the_job(partition: Path) -> None:
     ranks = rank_processes(process.pid)
     ranks[1].kill()
     start_s = time.monotonic()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
     assert time.monotonic() - start_s < 20
     assert process.returncode == 1
     assert errors.count("\n") == 1, errors
@@ -134,8 +134,8 @@ def test_ranks_do_not_outlive_their_launcher(partition: Path) -> None:
     process = start_endless(partition)
     ranks = rank_processes(process.pid)
     process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-    _, alive = psutil.wait_procs(ranks, timeout=15)
+    process.communicate(timeout=TIMEOUT_S)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, "a rank was left behind"
 
 

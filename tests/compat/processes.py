@@ -32,7 +32,7 @@ def run_python(
     variables = {k: v for k, v in (os.environ | environment).items() if v or k not in environment}
     variables["PYTHONPATH"] = os.pathsep.join(map(str, path))
     command = [python, *flags, "-c", code, *args]
-    return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=cwd, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=cwd, timeout=600, check=False)
 
 
 def folder_without(tmp_path: Path, module: str) -> Path:

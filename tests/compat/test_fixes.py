@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Each fix mends what it says: what fails with DGL as released (all other fixes applied) works with the fix.
 
-Every program runs in a process of its own that has imported nothing of DGL, ours, or what the programs hide; torch and
-what else takes seconds is there already, since all are forked from one process.
+Every program runs in a process of its own that has imported nothing of DGL or ours; torch and what else takes seconds
+is there already, since all are forked from one process.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from dgl_hybrid.compat.hook import FINDER
 FINDER.skip = set(filter(None, sys.argv[1].split(",")))
 
 class Absent:
-    def __init__(self, *names): self.names = names
+    def __init__(self, *names):
+        self.names = names
+        for name in [n for n in sys.modules if n.split(".")[0] in names]: del sys.modules[name]
     def find_spec(self, name, path=None, target=None):
         if name in self.names: raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 """
@@ -256,7 +258,7 @@ FIXES = {fix.name[:4]: fix for fix in load_fixes()}
 # Forks a child for each program of a line, and answers with their exit codes. A child ends as a script does.
 FORKS = """
 import json, os, sys
-import networkx, scipy.sparse, torch, torch.distributed, torch.utils.data
+import networkx, pandas, scipy.sparse, torch, torch.distributed, torch.utils.data
 for line in sys.stdin:
     children = []
     for job in json.loads(line):

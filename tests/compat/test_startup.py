@@ -98,8 +98,8 @@ def test_file_is_one_import_line_and_cheap() -> None:
     assert len(lines) == 1
     assert lines[0].startswith("import sys;")
     ran = run_python(
-        "import sys, time\nline = sys.argv[1]\nbefore = set(sys.modules)\nt = time.perf_counter()\nexec(line)\n"
-        "print(time.perf_counter() - t < 0.005, sorted(set(sys.modules) - before))",
+        "import sys, time\nline = sys.argv[1]\nbefore = set(sys.modules)\nt = time.process_time()\nexec(line)\n"
+        "print(time.process_time() - t < 0.005, sorted(set(sys.modules) - before))",
         lines[0],
         flags=("-S",),
     )

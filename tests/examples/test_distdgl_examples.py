@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DistDGL examples, each in two partitions: plain, and with the plugin that they know nothing of."""
+"""The DistDGL examples, each in two partitions: plain, and with the plugin that they know nothing of.
+
+By default each script runs once; that it also runs on DistDGL as it is, is left to the slow run.
+"""
 
 from __future__ import annotations
 
@@ -68,10 +71,14 @@ def counts_of(lines: list[str]) -> list[dict[str, int]]:
     return counts
 
 
+UNDER_RUN = ("-m", "dgl_hybrid.cli", "run")
 SAGE = ("--graph-name", "powerlaw", "--num-epochs", 8, "--batch-size", 40, "--lr", 0.01, "--fan-out", "5,10")
 
 
-@pytest.mark.parametrize("start", [(), ("-m", "dgl_hybrid.cli", "run")], ids=["plain", "dgl-hybrid run"])
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param((), id="plain", marks=pytest.mark.slow), pytest.param(UNDER_RUN, id="dgl-hybrid run")],
+)
 def test_sampled_sage(powerlaw: Path, start: tuple[str, ...]) -> None:
     """The very same script runs on DistDGL as it is and under `dgl-hybrid run`."""
     _, lines = run_job(powerlaw, *start, EXAMPLES / "distdgl_sage.py", *SAGE, "--part-config", powerlaw)

@@ -130,4 +130,4 @@ def test_the_missing_rank_is_named() -> None:
         message, elapsed_s = results[rank]
         assert f"on rank {rank} of 3: rank 1 did not take part" in message
         assert "same calls in the same order" in message
-        assert elapsed_s < 20.0
+        assert elapsed_s < 100.0

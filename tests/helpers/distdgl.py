@@ -88,7 +88,7 @@ def run_job(
     *command: object,
     plugin: HaloConfig | None = None,
     topology: Topology = Topology(),
-    timeout_s: float = 400.0,
+    timeout_s: float = 900.0,
 ) -> tuple[ClusterResult, list[str]]:
     """Runs what the interpreter is given (a script and its arguments) in servers and trainers on this host.
 

@@ -14,8 +14,8 @@ from tests.helpers.world import run_ranks
 
 
 def probe_rank(rank: int, world_size: int) -> tuple[Topology, float]:
-    start = time.perf_counter()
-    return probe(), time.perf_counter() - start
+    start = time.process_time()
+    return probe(), time.process_time() - start
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -31,8 +31,8 @@ def test_probe_is_the_same_on_every_rank(world_size: int) -> None:
         assert 0 < first.latency_s[0][1] < 1
         assert 1e5 < first.bandwidth_bytes_per_s[1][0] < 1e12
         assert first.latency_s[1][1] == 0
-    # 2 s is what it may take on cores of its own; a loaded machine gets more before this is called slow.
-    assert max(seconds for _, seconds in results) < 10
+    # 2 s is what it may take on cores of its own; computing time, since others may have the cores.
+    assert max(seconds for _, seconds in results) < 5
     assert Topology.from_json(first.to_json()) == first
     cost_model(synthetic_trace([8, 8, 8]), first, world_size - 1)
 

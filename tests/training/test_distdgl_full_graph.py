@@ -134,7 +134,7 @@ def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             num_trainers=setting.trainers,
             num_samplers=setting.samplers,
             threads=1,
-            timeout_s=280,
+            timeout_s=900,
         )
     )
     ranks = [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(setting.num_ranks)]

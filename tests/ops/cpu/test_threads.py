@@ -125,8 +125,8 @@ n = 20_000
 graph = SparseGraph.from_coo(torch.randint(n, (300_000,)), torch.randint(n, (300_000,)), n, n)
 x = torch.rand(n, 64) + 1.0
 spmm(graph, x)
-interrupts, overwritten, end = 0, 0, time.monotonic() + 4
-while time.monotonic() < end:
+interrupts, overwritten, end = 0, 0, time.monotonic() + 60
+while interrupts < 150 and time.monotonic() < end:
     try:
         signal.setitimer(signal.ITIMER_REAL, random.uniform(0.0005, 0.01))
         while True:
@@ -147,7 +147,7 @@ def test_who_breaks_off_a_call_gets_its_memory_back_unwritten(request: pytest.Fi
     """As Ctrl-C in a notebook: helpers must not go on writing to what the caller has freed."""
     whose = request.node.callspec.params["_threads"]
     command = [sys.executable, "-c", INTERRUPTED, whose]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr
     interrupts, overwritten = map(int, result.stdout.split())
     assert interrupts > 20

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, union
+from dgl_hybrid.exchange.segments import find_sorted, indptr_of, union
 from dgl_hybrid.planner import PlanProblem
 
 
@@ -22,44 +24,52 @@ def build_plan_problem(
     num_layers: int,
     *,
     dense_below: int = 0,
+    inputs_are_free: bool = False,
 ) -> PlanProblem:
     """Builds this rank's problem. Collective: two passes of one id exchange per layer.
 
     The first pass finds D_l, the rows of level l that some seed depends on, each owner learning of its own. The second
-    fetches the in-edges of the halo vertices that this rank could compute, level by level.
+    fetches the in-edges of the halo vertices that this rank could compute, level by level. Lists of vertices that could
+    be computed at level 1 alone tell which input rows they would bring here; where those cost nothing the number of
+    in-edges says all there is to know of them, and they, often most of the halo, are not fetched.
 
     Args:
         in_degrees: (N,) full-graph in-degrees of this rank's nodes.
         seeds: Sorted, from `settle_seeds`.
         dense_below: Levels below this one hold every owned node.
+        inputs_are_free: Input rows cost neither time (the first layer keeps what it aggregates) nor bytes that anybody
+            counts. Alike on every rank.
     """
-    reached, demanded = _find_reach(communicator, ownership, in_edges, seeds, num_layers, dense_below)
+    reached = _find_reach(communicator, ownership, in_edges, seeds, num_layers, dense_below)
+    demanded = [level.demanded for level in reached]
 
     # What this rank would read if it computed every halo vertex: level by level downwards from what it demands.
+    lowest = 1 if inputs_are_free else 0
     needed: list[Tensor] = [seeds[:0]] * num_layers
     for level in range(num_layers - 1, -1, -1):
         needed[level] = demanded[level]
         if level + 1 < num_layers:
             above = needed[level + 1]
-            in_edges.ensure(above)
-            _, src_global, _ = in_edges.lookup(above)
-            sources = torch.unique(src_global)
-            needed[level] = union(needed[level], above, sources[~ownership.is_owned(sources)])
+            needed[level] = union(needed[level], above)
+            if level >= lowest:
+                in_edges.ensure(above)
+                _, src_global, _ = in_edges.lookup(above)
+                sources = torch.unique(src_global)
+                needed[level] = union(needed[level], sources[~ownership.is_owned(sources)])
     halo = union(*needed)
     expandable = torch.zeros(len(halo), dtype=torch.bool)
-    computable = union(*needed[1:]) if num_layers > 1 else halo[:0]
-    expandable[find_sorted(halo, computable)[1]] = True
+    expandable[torch.searchsorted(halo, union(seeds[:0], *needed[1:]))] = True
 
-    counts, src_global, _ = in_edges.lookup(computable)
-    reader = torch.repeat_interleave(torch.searchsorted(halo, computable), counts)
+    listed = union(seeds[:0], *needed[lowest + 1 :])
+    counts, src_global, _ = in_edges.lookup(listed)
+    reader = torch.repeat_interleave(torch.searchsorted(halo, listed), counts)
     is_halo, position = find_sorted(halo, src_global)
     reader, position = reader[is_halo], position[is_halo]
-    demand = torch.zeros(num_layers, len(halo), dtype=torch.bool)
+    owned_reads = torch.zeros(num_layers, len(halo), dtype=torch.int32)
     reach = torch.zeros(num_layers, len(halo), dtype=torch.bool)
     for level in range(num_layers):
-        demand[level, torch.searchsorted(halo, demanded[level])] = True
+        owned_reads[level, torch.searchsorted(halo, demanded[level])] = reached[level].num_reads.to(torch.int32)
         reach[level, torch.searchsorted(halo, needed[level])] = True
-    owned_edges = [int(in_edges.lookup(reached[layer])[0].sum()) for layer in range(1, num_layers + 1)]
     return PlanProblem(
         rank=ownership.rank,
         world_size=ownership.world_size,
@@ -70,11 +80,26 @@ def build_plan_problem(
         expandable=expandable,
         in_indptr=indptr_of(torch.bincount(reader, minlength=len(halo))),
         in_halo=position,
-        demand=demand,
+        demand=owned_reads > 0,
         reach=reach,
-        owned_rows=torch.tensor([len(level) for level in reached]),
-        owned_edges=torch.tensor(owned_edges, dtype=torch.int64),
+        owned_rows=torch.tensor([*(level.num_rows for level in reached), len(seeds)]),
+        owned_edges=torch.tensor([level.num_edges for level in reached], dtype=torch.int64),
+        owned_reads=owned_reads,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Reached:
+    """What some seed depends on, at one of the levels 0..L-1, as this rank has to do with it."""
+
+    num_rows: int
+    """Owned rows of the level, those of D_l."""
+    num_edges: int
+    """In-edges of the owned rows of the level above."""
+    demanded: Tensor
+    """Sorted halo vertices at which such in-edges begin."""
+    num_reads: Tensor
+    """How many begin at each."""
 
 
 def _find_reach(
@@ -84,22 +109,29 @@ def _find_reach(
     seeds: Tensor,
     num_layers: int,
     dense_below: int,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Finds `reached[l]`, the owned rows of D_l, and `demanded[l]`, the halo rows of level l that those of l + 1 read.
+) -> list[_Reached]:
+    """Finds the owned rows of D_l and what those of D_(l+1) read, for the levels l = 0..L-1. Collective.
 
     A borrowed seed counts as its borrower's own, since that rank computes it whatever the plan.
     """
-    reached: list[Tensor] = [seeds] * (num_layers + 1)
-    demanded: list[Tensor] = [seeds[:0]] * num_layers
+    above = seeds
+    found: list[_Reached] = []
     for level in range(num_layers - 1, -1, -1):
-        above = reached[level + 1]
         in_edges.ensure(above)
         _, src_global, _ = in_edges.lookup(above)
-        sources = torch.unique(src_global)
+        sources, num_reads = torch.unique(src_global, return_counts=True)
         mine = ownership.is_owned(sources)
-        borrowed = above[~ownership.is_owned(above)]
-        demanded[level] = difference(sources[~mine], borrowed)
-        routing = request_ids(communicator, ownership, demanded[level])
+        is_borrowed, _ = find_sorted(above[~ownership.is_owned(above)], sources)
+        is_demanded = ~mine & ~is_borrowed
+        routing = request_ids(communicator, ownership, sources[is_demanded])
         own = ownership.owned() if level < dense_below else sources[mine]
-        reached[level] = union(above, own, routing.send_local + ownership.start)
-    return reached, demanded
+        above = union(above, own, routing.send_local + ownership.start)
+        found.append(
+            _Reached(
+                num_rows=len(above),
+                num_edges=len(src_global),
+                demanded=sources[is_demanded],
+                num_reads=num_reads[is_demanded],
+            )
+        )
+    return found[::-1]

@@ -85,9 +85,9 @@ def build_blocks_like(
     sizes = [0] * (num_layers + 1)
     for level in range(num_layers, -1, -1):
         sizes[level] = max(1, round(factor * sets.sizes[level]))
-        while sizes[level] in used or (level < num_layers and sizes[level] <= sizes[level + 1] + 1):
+        while sizes[level] in used or (level < num_layers and sizes[level] <= sizes[level + 1]):
             sizes[level] += 1
-        used.add(sizes[level])
+        used |= {sizes[level], sizes[level] + 1}  # the latter is what a CSC structure of that many rows begins with
     layers = []
     for structure in sets.layers:
         num_dst, num_held = sizes[structure.layer], sizes[structure.layer - 1]

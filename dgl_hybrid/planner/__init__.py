@@ -7,6 +7,7 @@ from .estimate import EpochEstimate, RankEstimate, choose_plan
 from .explain import explain_vertex
 from .forced import random_plan
 from .make import Candidate, make_plan, propose_plans
+from .model_times import ModelTimes
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .plan import DependencyPlan, check_plan, plan_objective
 from .plan_files import load_plan, save_plan
@@ -22,6 +23,7 @@ __all__ = [
     "ItemCosts",
     "LayerTrace",
     "LevelTrace",
+    "ModelTimes",
     "ModelTrace",
     "PlanProblem",
     "PlannerConfig",

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ..errors import PlanError
+from .model_times import ModelTimes
 from .model_trace import ModelTrace
 from .topology import Topology
 
@@ -39,12 +40,16 @@ class ItemCosts:
     """(L,) seconds per exchange of level l, whatever it carries; empty means 0."""
     widths: tuple[float, ...] = ()
     """(L,) elements per exchanged row, for NeutronStar's cost form; empty means 1."""
+    copy_s: tuple[float, ...] = ()
+    """(L,) seconds per row held here in layers that copy held and received rows together; empty means 0."""
+    overlaps: tuple[bool, ...] = ()
+    """(L,) whether edges from rows held here are aggregated while the others travel; empty means not."""
     output_row_s: float = 0.0
     """Seconds per row of level L (never an item; for the epoch estimate)."""
     output_edge_s: float = 0.0
     """Seconds per in-edge of layer L."""
     epoch_s: float = 0.0
-    """Seconds per epoch that no plan changes: the gradients' all-reduce."""
+    """Seconds per epoch that no plan changes: calls, the optimizer's step, the gradients' all-reduce."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.receive_s)
@@ -56,7 +61,8 @@ class ItemCosts:
         for name in ("row_s", "edge_s", "receive_bytes", "row_held_bytes", "edge_held_bytes"):
             if len(getattr(self, name)) != num_layers:
                 raise ValueError(f"{name} must have {num_layers} entries (got {len(getattr(self, name))})")
-        for name, default in (("pack_s", 0.0), ("latency_s", 0.0), ("widths", 1.0)):
+        defaults = (("pack_s", 0.0), ("latency_s", 0.0), ("widths", 1.0), ("copy_s", 0.0), ("overlaps", False))
+        for name, default in defaults:
             value = getattr(self, name)
             if not value:
                 object.__setattr__(self, name, (default,) * num_layers)
@@ -83,23 +89,28 @@ class ItemCosts:
         return len(self.receive_s[0])
 
 
-def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
+def cost_model(trace: ModelTrace, topology: Topology, rank: int, times: ModelTimes | None = None) -> ItemCosts:
     """Turns a model's trace and a cluster's rates into prices for the items of one rank. Pure.
 
     Args:
         trace: of the user's model.
         topology: measured or assumed.
         rank: the receiving rank.
+        times: of the model on this rank, if it was timed; None: from the trace's counts and the topology's rates.
 
     Raises:
-        PlanError: `rank` is not one of the topology's ranks.
+        PlanError: `rank` is not one of the topology's ranks, or the times are of another number of layers.
     """
+    if times is not None and times.num_layers != trace.num_layers:
+        raise PlanError(f"the trace is of {trace.num_layers} layers, the times of {times.num_layers}; time this model")
     if not 0 <= rank < topology.world_size:
         raise PlanError(f"rank must lie in 0..{topology.world_size - 1}, the probed ranks (got {rank}); probe again")
     row_s = [x.row_flops / topology.dense_flops_per_s + x.row_bytes / topology.row_bytes_per_s for x in trace.levels]
+    if times is not None:
+        row_s = list(times.row_s)
     edge_s = [0.0]
-    receive_s, pack_s, latency_s, receive_bytes = [], [], [], []
-    for layer in trace.layers:
+    receive_s, pack_s, latency_s, copy_s, receive_bytes = [], [], [], [], []
+    for index, layer in enumerate(trace.layers):
         fwd, bwd = layer.operand_bytes_fwd, layer.operand_bytes_bwd
         receive_bytes.append(fwd + bwd)
         if layer.keeps_result:
@@ -107,9 +118,11 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
             receive_s.append((0.0,) * topology.world_size)
             pack_s.append(0.0)
             latency_s.append(0.0)
+            copy_s.append(0.0)
             continue
         gather = topology.gather_rate(max(fwd, 1.0))
-        edge_s.append(layer.edge_bytes / gather + layer.edge_flops / topology.dense_flops_per_s)
+        counted_s = layer.edge_bytes / gather + layer.edge_flops / topology.dense_flops_per_s
+        edge_s.append(counted_s if times is None else times.edge_s[index])
         # Forward: gathered into the send buffer at the owner, written here. Backward: read here, added at the owner.
         pack = (fwd + bwd) / gather + (fwd + bwd) / topology.row_bytes_per_s
         receive_s.append(
@@ -123,6 +136,8 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
             )
         )
         pack_s.append(pack)
+        # Split by source, received rows are read where they lie; else held ones are copied beside them, and back.
+        copy_s.append(0.0 if layer.can_split else 2.0 * (fwd + bwd) / topology.row_bytes_per_s)
         exchanges = 2 if bwd else 1
         latency_s.append(exchanges * max(topology.latency_s[q][rank] for q in range(topology.world_size)))
     num_layers = trace.num_layers
@@ -144,7 +159,9 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int) -> ItemCosts:
         pack_s=tuple(pack_s),
         latency_s=tuple(latency_s),
         widths=tuple(float(layer.operand_width) for layer in trace.layers),
+        copy_s=tuple(copy_s),
+        overlaps=tuple(layer.can_split and not layer.keeps_result and topology.overlaps for layer in trace.layers),
         output_row_s=row_s[num_layers],
         output_edge_s=edge_s[num_layers],
-        epoch_s=reduce_s if topology.world_size > 1 else 0.0,
+        epoch_s=(reduce_s if topology.world_size > 1 else 0.0) + (times.fixed_s if times is not None else 0.0),
     )

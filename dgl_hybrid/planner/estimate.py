@@ -7,6 +7,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import numpy as np
+
 from ..errors import PlanError
 from .costs import ItemCosts
 from .items import Bools, Items
@@ -18,13 +20,14 @@ class RankEstimate:
     """Prediction for one rank; tuples are by layer 1..L, seconds per epoch, forward and backward together."""
 
     comm_s: tuple[float, ...]
-    """On the wire; hidden behind `interior_s`."""
-    interior_s: tuple[float, ...]
-    """Aggregation of rows that read no received row."""
-    boundary_s: tuple[float, ...]
-    """Everything else: remaining aggregation, all row work, packing."""
+    """On the wire."""
+    held_s: tuple[float, ...]
+    """What runs while rows are on the wire: aggregation along edges from rows held here, in layers that can be split by
+    source, on links that move rows in the background; 0 elsewhere."""
+    rest_s: tuple[float, ...]
+    """Everything else: aggregation along the other edges, all row work, packing."""
     fixed_s: float
-    """What no plan changes: the last level's rows, the all-reduce."""
+    """What no plan changes: the last level's rows, calls, the optimizer's step, the all-reduce."""
     objective_s: float
     """The plan's cost in the planner's own objective."""
     held_bytes: float
@@ -34,14 +37,14 @@ class RankEstimate:
 
     @property
     def epoch_s(self) -> float:
-        """Layers follow each other; within one the wire and the interior rows run side by side, the rest after both."""
-        layers = zip(self.comm_s, self.interior_s, self.boundary_s, strict=True)
-        return self.fixed_s + math.fsum(max(comm, interior) + boundary for comm, interior, boundary in layers)
+        """Layers follow each other; within one the wire and the edges held run side by side, the rest after both."""
+        layers = zip(self.comm_s, self.held_s, self.rest_s, strict=True)
+        return self.fixed_s + math.fsum(max(comm, held) + rest for comm, held, rest in layers)
 
     @property
     def compute_s(self) -> float:
         """Seconds the device works."""
-        return self.fixed_s + math.fsum(self.interior_s) + math.fsum(self.boundary_s)
+        return self.fixed_s + math.fsum(self.held_s) + math.fsum(self.rest_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +87,7 @@ def estimate_rank(
 ) -> RankEstimate:
     """Predicts one rank's epoch under the choice `computed` (L, H). Pure."""
     present = items.present(computed)
-    comm, interior, boundary = [], [], []
+    comm, held_s, rest = [], [], []
     objective = items.objective(costs, computed)
     held = items.held_bytes(costs, computed)
     row_s = [*costs.row_s, costs.output_row_s]
@@ -93,42 +96,42 @@ def estimate_rank(
         level = layer - 1
         received = present[level] & ~computed[level]
         wire = pack = 0.0
+        rows = int(problem.owned_rows[level]) + int(computed[level].sum())
         num_received = int(received.sum())
         if num_received:
             receive_s = items.receive_prices(costs)[level][received]
-            pack = costs.pack_s[level] * num_received
-            wire = max(float(math.fsum(receive_s)) - pack, 0.0) + costs.latency_s[level]
+            pack = costs.pack_s[level] * num_received + costs.copy_s[level] * rows
+            wire = max(float(math.fsum(receive_s)) - costs.pack_s[level] * num_received, 0.0) + costs.latency_s[level]
         edges = int(problem.owned_edges[level])
-        interior_edges = 0
-        if problem.owned_interior_edges is not None:
-            interior_edges = int(problem.owned_interior_edges[level])
-            num_read = int(items.demand[level].sum())
-            # Which owned rows become interior when some of their sources are computed here is not in the problem;
-            # scaling by the share of sources that still travels is right at both ends and close between.
-            share = int((received & items.demand[level]).sum()) / num_read if num_read else 0.0
-            interior_edges += round((edges - interior_edges) * (1.0 - share))
         if layer < problem.num_layers:
-            cached = computed[layer]
-            edges += int(items.in_degree[cached].sum())
-            if problem.owned_interior_edges is not None:
-                waits = cached.copy()
-                waits[:] = False
-                waits[items.reader[received[items.source] & cached[items.reader]]] = True
-                interior_edges += int(items.in_degree[cached & ~waits].sum())
-        rows = int(problem.owned_rows[level]) + int(computed[level].sum())
+            edges += int(items.in_degree[computed[layer]].sum())
+        held_edges = 0
+        if costs.overlaps[level] and num_received:
+            waiting = _waiting_edges(problem, items, computed, received, layer)
+            held_edges = 0 if waiting is None else max(edges - waiting, 0)
         comm.append(wire)
-        interior.append(interior_edges * edge_s[layer])
-        boundary.append((edges - interior_edges) * edge_s[layer] + rows * row_s[level] + pack)
+        held_s.append(held_edges * edge_s[layer])
+        rest.append((edges - held_edges) * edge_s[layer] + rows * row_s[level] + pack)
     fits = memory_budget_bytes is None or held <= memory_budget_bytes
     return RankEstimate(
         comm_s=tuple(comm),
-        interior_s=tuple(interior),
-        boundary_s=tuple(boundary),
+        held_s=tuple(held_s),
+        rest_s=tuple(rest),
         fixed_s=int(problem.owned_rows[-1]) * costs.output_row_s + costs.epoch_s,
         objective_s=objective,
         held_bytes=held,
         fits=fits,
     )
+
+
+def _waiting_edges(problem: PlanProblem, items: Items, computed: Bools, received: Bools, layer: int) -> int | None:
+    """Returns how many in-edges of the layer's rows here begin at received rows; None if the problem cannot tell."""
+    if problem.owned_reads is None:
+        return None
+    waiting = int(problem.owned_reads[layer - 1].numpy()[received].sum(dtype=np.int64))
+    if layer < problem.num_layers and computed[layer].any():
+        waiting += int(np.count_nonzero(computed[layer][items.reader] & received[items.source]))
+    return waiting
 
 
 def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:

@@ -49,6 +49,8 @@ class LayerTrace:
     """The layer couples all rows (batch norm): demand closure stops below it."""
     edge_held_bytes: float = 0.0
     """Bytes one in-edge keeps alive until backward (attention scores), structure not counted."""
+    can_split: bool = False
+    """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
     keeps_result: bool = False
     """What the layer aggregates is made in the first epoch and kept: its exchange and its in-edges cost no time later,
     only the bytes of what was brought here."""

@@ -42,9 +42,9 @@ class PlanProblem:
     """(L + 1,) int64: rows of each level this rank owns and computes."""
     owned_edges: Tensor
     """(L,) int64: in-edges of the rows of level l + 1 it owns."""
-    owned_interior_edges: Tensor | None = None
-    """(L,) int64: those of rows without any halo source, if the engine overlaps them with the exchange; None: it does
-    not."""
+    owned_reads: Tensor | None = None
+    """(L, H) int32: how many of those begin at each halo vertex: they wait for its row if it is received. None: not
+    known, and nothing is taken to run beside the exchange."""
 
     @property
     def num_halo(self) -> int:
@@ -79,8 +79,8 @@ class PlanProblem:
             "owned_rows": ((num_layers + 1,), torch.int64),
             "owned_edges": ((num_layers,), torch.int64),
         }
-        if self.owned_interior_edges is not None:
-            shapes["owned_interior_edges"] = ((num_layers,), torch.int64)
+        if self.owned_reads is not None:
+            shapes["owned_reads"] = ((num_layers, num_halo), torch.int32)
         for name, (shape, dtype) in shapes.items():
             value: Tensor = getattr(self, name)
             if tuple(value.shape) != shape or value.dtype != dtype or value.device.type != "cpu":
@@ -103,6 +103,8 @@ class PlanProblem:
             fail(f"in_halo must hold positions in 0..{num_halo - 1}")
         if bool((self.demand & ~self.reach).any()):
             fail("demand must lie within reach: a row that is read is a row the loss depends on")
+        if self.owned_reads is not None and not torch.equal(self.owned_reads > 0, self.demand):
+            fail("owned_reads must be positive where owned vertices read a row (demand), and 0 elsewhere")
         readers = torch.repeat_interleave(counts)
         for level in range(1, num_layers):
             row = self.reach[level]

@@ -30,6 +30,8 @@ class Topology:
     """(P, P): rate of each pair while all pairs transfer at once, as in training."""
     allreduce_latency_s: float = 0.0
     allreduce_bytes_per_s: float = 1e9
+    overlaps: bool = False
+    """Rows travel while the device computes; not where moving them is the processor's own work (shared memory)."""
     device: str = "cpu"
     date: str = ""
     machine: str = ""
@@ -101,6 +103,7 @@ def uniform_topology(
     dense_flops_per_s: float = 1e11,
     row_bytes_per_s: float = 8e9,
     gather_bytes_per_s: float = 1e10,
+    overlaps: bool = False,
     machine: str = "assumed",
 ) -> Topology:
     """Builds a topology with one rate for every pair: for planning a cluster that is not at hand, and for tests."""
@@ -113,5 +116,6 @@ def uniform_topology(
         bandwidth_bytes_per_s=tuple(tuple(bandwidth_bytes_per_s for _ in ranks) for _ in ranks),
         allreduce_latency_s=latency_s,
         allreduce_bytes_per_s=bandwidth_bytes_per_s,
+        overlaps=overlaps,
         machine=machine,
     )

@@ -10,14 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import HybridError, PlanError
+from dgl_hybrid.exchange.closure import LevelSets, close_levels
+from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.exchange.problem import build_plan_problem
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.graph.op_rates import InEdgeSum
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.planner import (
     DependencyPlan,
     EpochEstimate,
     ItemCosts,
+    ModelTimes,
     ModelTrace,
     PlannerConfig,
     PlanProblem,
@@ -65,8 +69,11 @@ class PlanMaker:
         seeds: From `settle_seeds`.
         num_layers: Of the model.
         config: Strategy and limits.
-        topology: Measured before; None probes the ranks now, once a process.
+        num_borrowed: How many of the seeds another rank owns.
+        topology: Measured before, or assumed: prices come from the trace and its rates. None probes the ranks now, once
+            a process, and times the model on them.
         keep_static: Whether blocks keep what they make of static tensors.
+        row_order: Of the rows of the blocks that are built later.
     """
 
     def __init__(
@@ -77,10 +84,14 @@ class PlanMaker:
         config: PlannerConfig,
         topology: Topology | None = None,
         *,
+        num_borrowed: int = 0,
         keep_static: bool = True,
+        row_order: RowOrder = "id",
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
+        self._num_borrowed, self._row_order = num_borrowed, row_order
         self._keep_static = keep_static
+        self._is_timed = topology is None
         if topology is not None:
             g.topology = topology
 
@@ -92,7 +103,8 @@ class PlanMaker:
             PlanError: On all ranks, if no plan fits the memory budget.
         """
         trace, dense_below = self.trace(model, template)
-        return self.make_from_trace(trace, dense_below=dense_below)
+        times = self.time(model, template, trace, dense_below=dense_below) if self._is_timed else None
+        return self.make_from_trace(trace, dense_below=dense_below, times=times)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
         """Traces the model on rank 0: its costs, and below which level every vertex is needed. Collective.
@@ -121,11 +133,38 @@ class PlanMaker:
         )
         return ModelTrace.from_json(shared["trace"]), int(shared["dense_below"])
 
-    def make_from_trace(self, trace: ModelTrace, *, dense_below: int) -> PlanOutcome:
-        """Plans for a trace that all ranks hold. Collective."""
+    def time(
+        self, model: nn.Module, template: CallTemplate, trace: ModelTrace, *, dense_below: int
+    ) -> ModelTimes | None:
+        """Times the model on every rank, all at once; None, on all, if it cannot be on one of them. Collective."""
+        communicator = self._graph.communicator
+        sets = self._sets_of_depcomm(dense_below)
+        communicator.barrier()
+        with communicator.agreed(), session.paused():
+            times = time_model(model, template, sets, trace, dropout=_example_dropout, keep_static=self._keep_static)
+        are_known = communicator.gather_ints([int(times is not None)])
+        return times if all(known for (known,) in are_known) else None
+
+    def _sets_of_depcomm(self, dense_below: int) -> LevelSets:
+        g = self._graph
+        return close_levels(
+            g.communicator,
+            g.nodes,
+            g.in_edges,
+            self._seeds,
+            self._num_borrowed,
+            [self._seeds[:0]] * self._num_layers,
+            dense_below=dense_below,
+            row_order=self._row_order,
+        )
+
+    def make_from_trace(self, trace: ModelTrace, *, dense_below: int, times: ModelTimes | None = None) -> PlanOutcome:
+        """Plans for a trace that all ranks hold, and for what each of them timed. Collective."""
         g, communicator = self._graph, self._graph.communicator
         if g.topology is None:
-            g.topology = probe(communicator.transport, aggregate=InEdgeSum())
+            measured = probe(communicator.transport, aggregate=InEdgeSum())
+            backend = "" if communicator.transport is None else communicator.transport.backend
+            g.topology = replace(measured, overlaps=backend in _BACKGROUND_BACKENDS)
         problem = build_plan_problem(
             communicator,
             g.nodes,
@@ -134,9 +173,10 @@ class PlanMaker:
             self._seeds,
             self._num_layers,
             dense_below=dense_below,
+            inputs_are_free=trace.layers[0].keeps_result and self._config.memory_budget_bytes is None,
         )
         with communicator.agreed():
-            costs = cost_model(trace, g.topology, communicator.rank)
+            costs = cost_model(trace, g.topology, communicator.rank, times)
             candidates = propose_plans(problem, costs, self._config)
         by_rank = [
             [_estimate_from_json(record) for record in records]
@@ -161,6 +201,8 @@ class PlanMaker:
         )
 
 
+_BACKGROUND_BACKENDS = ("gloo", "nccl")
+"""Whose transfers cost the computing thread next to nothing; elsewhere it copies or asks for the rows itself."""
 MAX_HYBRIDS = 2
 """Hybrid plans that are tried in real epochs, besides the pure ones."""
 
@@ -176,7 +218,7 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
     fitting = [i for i in range(num_candidates) if all(estimates[i].fits for estimates in by_rank)]
 
     def what_it_does(index: int) -> tuple[object, ...]:
-        return tuple((e.comm_s, e.interior_s, e.boundary_s, e.held_bytes) for e in (r[index] for r in by_rank))
+        return tuple((e.comm_s, e.held_s, e.rest_s, e.held_bytes) for e in (r[index] for r in by_rank))
 
     name_of = {what_it_does(i): i for i in fitting}  # a later one takes the place of an earlier one
     predicted = {i: max(estimates[i].epoch_s for estimates in by_rank) for i in fitting}

@@ -70,6 +70,20 @@ def test_an_optimised_model_does_not_seem_to_mix_rows(kind: str, width: int) -> 
         assert [layer.keeps_result for layer in layers] == [True, False]
 
 
+def test_sums_and_fused_attention_can_be_split_by_source() -> None:
+    def can_split(model: nn.Module) -> list[bool]:
+        return [layer.can_split for layer in trace(model).trace.layers]
+
+    def gat() -> Stack:
+        return Stack(dglnn.GATConv(IN, HIDDEN // 3, 3), dglnn.GATConv(HIDDEN, OUT, 1))
+
+    assert can_split(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT))) == [True, True]
+    assert can_split(Stack(dglnn.SAGEConv(IN, HIDDEN, "gcn"), dglnn.SAGEConv(HIDDEN, OUT, "mean")))[1]
+    assert not can_split(Stack(dglnn.SAGEConv(IN, HIDDEN, "gcn"), dglnn.SAGEConv(HIDDEN, OUT, "pool")))[1]
+    assert can_split(gat()) == [False, False]  # scores of all edges are normalised together
+    assert can_split(optimize(gat())) == [True, True]
+
+
 def test_raw_features_cost_nothing_to_hold() -> None:
     levels = trace(Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))).trace.levels
     assert levels[0].row_flops == 0

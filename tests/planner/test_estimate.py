@@ -23,15 +23,17 @@ from dgl_hybrid.planner import (
     report,
     summarize_plan,
 )
+from dgl_hybrid.planner.estimate import estimate_rank
+from dgl_hybrid.planner.items import build_items
 
 from .problems import make_problem, random_costs, random_problem
 
 
-def estimate(comm: float, interior: float, boundary: float, fits: bool = True, held: float = 1.0) -> RankEstimate:
+def estimate(comm: float, held_s: float, rest: float, fits: bool = True, held: float = 1.0) -> RankEstimate:
     return RankEstimate(
         comm_s=(comm,),
-        interior_s=(interior,),
-        boundary_s=(boundary,),
+        held_s=(held_s,),
+        rest_s=(rest,),
         fixed_s=0.0,
         objective_s=0.0,
         held_bytes=held,
@@ -54,7 +56,7 @@ COSTS = ItemCosts(
 )
 
 
-def hand_problem(interior: list[int] | None) -> PlanProblem:
+def hand_problem(owned_reads: list[list[int]] | None) -> PlanProblem:
     demand = np.array([[1, 1, 0], [1, 1, 0]], dtype=bool)
     problem = make_problem(
         in_neighbours=[[2], [2], []], demand=demand, owner=[1] * 3, world_size=2, in_degree=[4, 4, 0]
@@ -63,7 +65,7 @@ def hand_problem(interior: list[int] | None) -> PlanProblem:
         problem,
         owned_rows=torch.tensor([30, 20, 10]),
         owned_edges=torch.tensor([100, 60]),
-        owned_interior_edges=None if interior is None else torch.tensor(interior),
+        owned_reads=None if owned_reads is None else torch.tensor(owned_reads, dtype=torch.int32),
     )
 
 
@@ -72,27 +74,57 @@ def test_epoch_by_hand() -> None:
     assert plan.estimate is not None
     rank = plan.estimate.ranks[0]
     assert rank.comm_s == (2 * 4 + 0.125, 2 * 9 + 0.25)
-    assert rank.interior_s == (0, 0)
+    assert rank.held_s == (0, 0)
     # Layer 1: level-0 rows, edges into level 1, packing; layer 2 likewise.
-    assert rank.boundary_s == (30 * 0.5 + 100 * 0.25 + 2 * 1, 20 * 2.0 + 60 * 0.5 + 2 * 2)
+    assert rank.rest_s == (30 * 0.5 + 100 * 0.25 + 2 * 1, 20 * 2.0 + 60 * 0.5 + 2 * 2)
     assert rank.fixed_s == 10 * 3.0 + 7.0
     assert rank.epoch_s == pytest.approx(rank.fixed_s + 8.125 + 42 + 18.25 + 74)
     assert rank.held_bytes == 2 * 4 + 2 * 8
     assert rank.compute_s == pytest.approx(rank.fixed_s + 42 + 74)
 
 
-def test_interior_edges_hide_the_wire() -> None:
-    problem = hand_problem([40, 20])
-    plan = make_plan(problem, COSTS, PlannerConfig(strategy="depcomm"))
+def test_edges_from_held_rows_hide_the_wire() -> None:
+    problem = hand_problem([[30, 20, 0], [35, 5, 0]])
+    costs = dataclasses.replace(COSTS, overlaps=(True, True))
+    plan = make_plan(problem, costs, PlannerConfig(strategy="depcomm"))
     assert plan.estimate is not None
     rank = plan.estimate.ranks[0]
-    assert rank.interior_s == (40 * 0.25, 20 * 0.5)
-    assert rank.epoch_s == pytest.approx(rank.fixed_s + 10 + (42 - 10) + 18.25 + (74 - 10))
-    cached = make_plan(problem, COSTS, PlannerConfig(strategy="depcache"))
+    # Layer 1: 50 of 100 in-edges begin at received rows; layer 2: 40 of 60.
+    assert rank.held_s == (50 * 0.25, 20 * 0.5)
+    assert rank.rest_s == (30 * 0.5 + 50 * 0.25 + 2 * 1, 20 * 2.0 + 40 * 0.5 + 2 * 2)
+    assert rank.epoch_s == pytest.approx(rank.fixed_s + max(8.125, 12.5) + 29.5 + max(18.25, 10) + 64)
+    # The second layer cannot be split: all of it waits.
+    half = dataclasses.replace(costs, overlaps=(True, False))
+    plan = make_plan(problem, half, PlannerConfig(strategy="depcomm"))
+    assert plan.estimate is not None
+    assert plan.estimate.ranks[0].held_s == (12.5, 0)
+    # Nothing travels: there is nothing to hide.
+    cached = make_plan(problem, costs, PlannerConfig(strategy="depcache"))
     assert cached.estimate is not None
-    rank = cached.estimate.ranks[0]
-    assert rank.comm_s == (0, 0)
-    assert rank.interior_s == ((100 + 8) * 0.25, 60 * 0.5)
+    assert cached.estimate.ranks[0].comm_s == cached.estimate.ranks[0].held_s == (0, 0)
+
+
+def test_edges_of_cached_rows_wait_for_what_they_read() -> None:
+    """One row is computed here; of its 4 in-edges one begins at a vertex whose row is received."""
+    problem = hand_problem([[30, 20, 0], [35, 5, 0]])
+    items = build_items(problem)
+    computed = np.array([[1, 0, 0], [1, 0, 0]], dtype=bool)
+    costs = dataclasses.replace(COSTS, overlaps=(True, True))
+    rank = estimate_rank(problem, items, costs, computed)
+    # Received: at level 0 vertex 1 (20 reads) and vertex 2 (read by the cached one alone); at level 1 vertex 1 (5).
+    assert rank.held_s == ((100 + 4 - 20 - 1) * 0.25, (60 - 5) * 0.5)
+
+
+def test_rows_are_copied_together_where_a_layer_cannot_be_split() -> None:
+    problem = hand_problem(None)
+    costs = dataclasses.replace(COSTS, copy_s=(0.5, 0.0))
+    plain, copied = (make_plan(problem, c, PlannerConfig(strategy="depcomm")).estimate for c in (COSTS, costs))
+    assert plain is not None
+    assert copied is not None
+    assert copied.ranks[0].rest_s == (plain.ranks[0].rest_s[0] + 30 * 0.5, plain.ranks[0].rest_s[1])
+    cached = make_plan(problem, costs, PlannerConfig(strategy="depcache")).estimate
+    assert cached is not None
+    assert cached.ranks[0].rest_s == ((30 + 3) * 0.5 + (100 + 8) * 0.25, (20 + 2) * 2.0 + 60 * 0.5)
 
 
 def test_choice_is_the_fastest_slowest_rank() -> None:

@@ -41,7 +41,11 @@ GOOD = make_problem(
             r"reach of level 0 must hold what level 1 reads",
         ),
         ({"owned_rows": torch.tensor([1, -1, 1])}, r"owned_rows and owned_edges must not be negative"),
-        ({"owned_interior_edges": torch.tensor([1])}, r"owned_interior_edges must be \(2,\)"),
+        ({"owned_reads": torch.tensor([1])}, r"owned_reads must be \(2, 3\) torch.int32"),
+        (
+            {"owned_reads": torch.ones(2, 3, dtype=torch.int32)},
+            r"owned_reads must be positive where owned vertices read",
+        ),
     ],
 )
 def test_malformed_problems(changes: dict[str, object], match: str) -> None:

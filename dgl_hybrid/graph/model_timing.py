@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the user's model on a rank's own rows and edges, or part of them: seconds per row, per edge, and per epoch.
+
+Counts of FLOPs and bytes over measured rates miss much of an epoch: calls, the shapes of products, page faults, what
+rows of this graph share. So a copy of the model runs forward, loss, backward and optimizer step on blocks of real
+structure that need no other rank, with each operation timed by itself:
+
+    blocks of some 60 rows        ──▶  what calls cost, whatever they work on
+    blocks of thousands of rows   ──▶  the rest of each operation, charged to the level or layer whose size it has
+
+Operations timed one by one do not quite add up to an epoch (and kernels of DGL itself are not seen by PyTorch), so
+their sum is scaled to the time of an epoch that nobody watches.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError
+
+from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.graph.call_template import CallTemplate, flatten, shape_of
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.static_results import StaticResults
+from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks
+from dgl_hybrid.ops import EdgeDropout
+from dgl_hybrid.planner import ModelTimes, ModelTrace
+
+RowFunction = Callable[[Tensor], Tensor]
+
+BUDGET_S = 0.4
+"""An epoch on the larger blocks is to take so long at most; it runs a few times."""
+FIRST_EDGES = 1 << 16
+"""In the run that tells how large the larger blocks may be, and the least they have."""
+MAX_ELEMENTS = 1 << 25
+"""Of one level's input rows."""
+ROUNDS = 3
+
+
+def time_model(
+    model: nn.Module,
+    template: CallTemplate,
+    sets: LevelSets,
+    trace: ModelTrace,
+    *,
+    dropout: RowFunction = F.dropout,
+    keep_static: bool = True,
+    budget_s: float = BUDGET_S,
+) -> ModelTimes | None:
+    """Runs a copy of the model on blocks like this rank's and times it. Not collective; takes a few `budget_s`.
+
+    All ranks do it at once, as in training, where they share the memory of their hosts.
+
+    Args:
+        model: As traced; not changed.
+        template: How it is called.
+        sets: Of this rank, with everything communicated.
+        trace: Of the model: which layers keep what they aggregate.
+        dropout: What dropout will be in training.
+        keep_static: Whether blocks will keep what they make of static tensors.
+        budget_s: For one epoch on the larger blocks.
+
+    Returns:
+        The times; None if the model's operations cannot be told apart (it runs its forward again in backward), or it is
+        not on CPU, where an operation has ended when its call returns.
+    """
+    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+        return None
+    timer = _Timer(model, template, sets, trace, dropout=dropout, keep_static=keep_static)
+    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+        try:
+            calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
+            factor = FIRST_EDGES / max(timer.num_edges, 1)
+            first = timer.measure(*timer.blocks_of(factor), rounds=1)
+            scale = min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor) if factor < 1.0 else 1.0
+            large = first
+            if scale > 1.5:
+                del first
+                large = timer.measure(*timer.blocks_of(min(factor * scale, timer.largest_factor)))
+        except CheckpointError:
+            return None
+    return fit_times(calls, large, trace)
+
+
+@dataclass
+class Measured:
+    """One size: an epoch that is not watched, and the seconds of what was watched."""
+
+    rows: list[int]
+    edges: list[int]
+    elapsed_s: float = float("inf")
+    ops: list[float] = field(default_factory=list)
+    """Of each operation in program order."""
+    charged_to: list[int] = field(default_factory=list)
+    """For each: a level (0..L), a layer (L + 1..2L), or -1."""
+
+
+def fit_times(calls: Measured, large: Measured, trace: ModelTrace) -> ModelTimes:
+    """Finds what rows and edges cost from the same program's operations at two sizes. Pure.
+
+    What grows without belonging to any level or layer is spread over those; if nothing that was watched grows, over
+    edges and rows as the trace counts their bytes.
+    """
+    num_layers = trace.num_layers
+    counts = [*large.rows, *large.edges]
+    grown = [0.0] * len(counts)
+    if len(calls.ops) == len(large.ops):
+        for before_s, after_s, where in zip(calls.ops, large.ops, large.charged_to, strict=True):
+            if where >= 0:
+                grown[where] += max(after_s - before_s, 0.0)
+    else:
+        # Another program at another size (functions of the user's by degree): no operation corresponds to another.
+        for measured, sign in ((large, 1.0), (calls, -1.0)):
+            for seconds, where in zip(measured.ops, measured.charged_to, strict=True):
+                if where >= 0:
+                    grown[where] += sign * seconds
+        grown = [max(seconds, 0.0) for seconds in grown]
+    for index, layer in enumerate(trace.layers):
+        if layer.keeps_result:
+            grown[num_layers + 1 + index] = 0.0
+    if sum(grown) <= 0.0:
+        per_item = [level.row_bytes + level.row_flops for level in trace.levels]
+        per_item += [0.0 if layer.keeps_result else layer.edge_bytes for layer in trace.layers]
+        grown = [cost * count for cost, count in zip(per_item, counts, strict=True)]
+    growth_s = max(large.elapsed_s - calls.elapsed_s, 0.0)
+    scale = growth_s / sum(grown) if sum(grown) else 0.0
+    # The small blocks have rows and edges, too: few, but what they cost is not to be paid twice.
+    small = [*calls.rows, *calls.edges]
+    per_item = [scale * seconds / max(count - few, 1) for seconds, count, few in zip(grown, counts, small, strict=True)]
+    paid_s = sum(cost * few for cost, few in zip(per_item, small, strict=True))
+    return ModelTimes(
+        row_s=tuple(per_item[: num_layers + 1]),
+        edge_s=tuple(per_item[num_layers + 1 :]),
+        fixed_s=max(calls.elapsed_s - paid_s, 0.0),
+    )
+
+
+class _Timer:
+    def __init__(
+        self,
+        model: nn.Module,
+        template: CallTemplate,
+        sets: LevelSets,
+        trace: ModelTrace,
+        *,
+        dropout: RowFunction,
+        keep_static: bool,
+    ) -> None:
+        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        # A copy, so that weights, running statistics, gradients and hooks of the original stay as they are.
+        self._model = copy.deepcopy(inner).train()
+        self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        # What most scripts use; the parameters are few beside the rows.
+        self._optimizer = torch.optim.Adam(self._parameters) if self._parameters else None
+        self._template, self._sets, self._dropout, self._keep_static = template, sets, dropout, keep_static
+        self._kept = frozenset(index + 1 for index, layer in enumerate(trace.layers) if layer.keeps_result)
+        self.taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
+        shapes = [shape_of(value) for value in flatten((template.args, template.kwargs))]
+        self.taken |= {dimension for shape in shapes for dimension in shape}
+        self.num_edges = sum(len(layer.indices) for layer in sets.layers if layer.layer not in self._kept)
+        width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
+        self.largest_factor = MAX_ELEMENTS / max(width * sets.sizes[0], 1)
+
+    def blocks_of(self, factor: float) -> tuple[list[LayerBlock], list[int], list[int]]:
+        return build_blocks_like(self._sets, factor, self.taken, without_edges=self._kept)
+
+    def measure(self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int = ROUNDS) -> Measured:
+        """Takes the least seconds of a few epochs, watched and not: noise only ever adds."""
+        generator = torch.Generator().manual_seed(0)
+        args, kwargs, static = self._template.bind(blocks, generator)
+        for block in blocks:
+            block.on_edge_dropout = _draw_edge_dropout
+            if self._keep_static:
+                block.static_results = StaticResults(lambda x: any(x is known for known in static))
+        measured = Measured(rows, edges)
+        epoch = functools.partial(self._epoch, args, kwargs)
+        epoch()  # makes what is kept, structures, buffers
+        for _ in range(rounds):
+            start = time.perf_counter()
+            epoch()
+            measured.elapsed_s = min(measured.elapsed_s, time.perf_counter() - start)
+            watch = _Stopwatch(rows, edges)
+            with watch:
+                epoch()
+            is_first = len(measured.ops) != len(watch.ops)
+            measured.ops = watch.ops if is_first else [min(pair) for pair in zip(measured.ops, watch.ops, strict=True)]
+            measured.charged_to = watch.charged_to
+        return measured
+
+    def _epoch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        with _DropoutAs(self._dropout):
+            outputs = [x for x in flatten(self._model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+            losses = [_loss_of(x) for x in outputs]
+        if self._optimizer is not None:
+            self._optimizer.zero_grad()
+        if losses:
+            torch.autograd.backward(losses)
+        if self._optimizer is not None:
+            self._optimizer.step()
+
+
+def _loss_of(rows: Tensor) -> Tensor:
+    """Stands for the script's: cross-entropy over classes where there are any."""
+    if rows.dim() == 2 and rows.shape[1] > 1:
+        return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+    return rows.sum()
+
+
+def _draw_edge_dropout(block: LayerBlock, p: float) -> EdgeDropout | None:
+    return EdgeDropout.from_call(p, seed=0, step=0, call_index=0)
+
+
+class _DropoutAs(TorchFunctionMode):
+    def __init__(self, dropout: RowFunction) -> None:
+        super().__init__()
+        self._dropout = dropout
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.dropout:
+            return func(*args, **kwargs)
+        given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
+        is_at_work = given.get("training", True) and given.get("p", 0.5) > 0.0
+        return self._dropout(given["input"]) if is_at_work else given["input"]
+
+
+class _Stopwatch(TorchDispatchMode):
+    """Times every operation and tells by the sizes of its tensors what it works on."""
+
+    def __init__(self, rows: list[int], edges: list[int]) -> None:
+        super().__init__()
+        self._places = {size: place for place, size in enumerate([*rows, *edges])}
+        self._num_levels = len(rows)
+        self.ops: list[float] = []
+        self.charged_to: list[int] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        start = time.perf_counter()
+        out = func(*args, **(kwargs or {}))
+        self.ops.append(time.perf_counter() - start)
+        found = [
+            self._places[dimension]
+            for value in flatten((out, args, kwargs or {}))
+            if isinstance(value, Tensor)
+            for dimension in value.shape
+            if dimension in self._places
+        ]
+        # Whatever works along edges is charged to them, though it writes rows.
+        layers = [place for place in found if place >= self._num_levels]
+        self.charged_to.append(layers[0] if layers else found[0] if found else -1)
+        return out

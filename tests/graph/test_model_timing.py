@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times of rows and edges are found from operations at two sizes, on blocks with a rank's own structure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.graph import model_timing
+from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
+from dgl_hybrid.graph.model_timing import Measured, fit_times, time_model
+from dgl_hybrid.graph.tiny_blocks import _structure_of_one_rank, build_blocks_like
+from dgl_hybrid.planner import synthetic_trace
+
+IN, HIDDEN, OUT = 5, 9, 3
+
+
+class Field:
+    """Stands for a graph's field: the template asks for its row shape and dtype only."""
+
+    def __init__(self, width: int) -> None:
+        self.local = torch.zeros(1, width)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second = dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean")
+        self.dropout = dropout
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        h = F.relu(self.first(blocks[0], x))
+        return self.second(blocks[1], F.dropout(h, self.dropout))
+
+
+def hand_sets() -> LevelSets:
+    """Levels of 4, 3 and 2 rows; in layer 2 row 0 reads rows 1 and 2, row 1 reads the received row 3."""
+    none = torch.zeros(0, dtype=torch.int64)
+    first = _structure_of_one_rank(1, 4, torch.tensor([0, 1, 3, 4]), torch.tensor([3, 0, 1, 2]))
+    second = _structure_of_one_rank(2, 3, torch.tensor([0, 2, 3]), torch.tensor([1, 2, 3]))
+    return LevelSets(
+        rows_global=torch.arange(4),
+        sizes=(4, 3, 2),
+        owned=torch.ones(4, dtype=torch.bool),
+        layers=(first, second),
+        num_borrowed=len(none),
+    )
+
+
+def in_lists(block: object) -> list[list[int]]:
+    structure = block.structure  # type: ignore[attr-defined]
+    return [part.tolist() for part in structure.indices.tensor_split(structure.indptr[1:-1])]
+
+
+def test_blocks_read_what_the_rank_reads() -> None:
+    blocks, sizes, edges = build_blocks_like(hand_sets(), 100.0, set())
+    assert sizes == [400, 300, 200]
+    assert edges == [402, 302], "more, where their number would tell of rows"
+    lists = in_lists(blocks[1])
+    # Row 2k + 1 stands for row 1, whose received source 3 becomes a held one; the k-th copy reads the k-th rows.
+    assert lists[:4] == [[1, 2], [0], [4, 5], [3]]
+    assert lists[-1] == [297, 199, 199]
+    part, sizes, _ = build_blocks_like(hand_sets(), 0.1, {2, 4})
+    assert sizes == [5, 3, 1]
+    assert in_lists(part[1])[0][:2] == [1, 2]
+    alone, _, edges = build_blocks_like(hand_sets(), 100.0, set(), without_edges=frozenset([2]))
+    assert in_lists(alone[1])[:3] == [[0], [1], [2]]
+    assert edges[1] not in (200, 300, 400)
+
+
+def test_slopes_and_calls_by_hand() -> None:
+    """Level 1 has an operation of 1 s + 0.5 s per row, layer 2 one of 2 s + 0.25 s per edge; the rest is 3 s."""
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+
+    def measured(rows: list[int], edges: list[int], watched: float) -> Measured:
+        ops = [1.0 + 0.5 * rows[1], 2.0 + 0.25 * edges[1], 3.0]
+        return Measured(rows, edges, sum(ops), [watched * seconds for seconds in ops], [1, 4, -1])
+
+    calls, large = [9, 6, 3], [900, 600, 300]
+    times = fit_times(measured(calls, [20, 10], 1.0), measured(large, [2000, 1000], 1.0), trace)
+    assert times.row_s == pytest.approx((0.0, 0.5, 0.0))
+    assert times.edge_s == pytest.approx((0.0, 0.25))
+    assert times.fixed_s == pytest.approx(6.0)
+    assert times.epoch_s((9, 60, 3), (20, 100)) == pytest.approx(6.0 + 30 + 25)
+    # Watching makes operations slower; the epoch that nobody watched counts.
+    slower = fit_times(measured(calls, [20, 10], 1.5), measured(large, [2000, 1000], 1.5), trace)
+    assert slower.row_s == pytest.approx(times.row_s)
+    assert slower.edge_s == pytest.approx(times.edge_s)
+    assert slower.fixed_s == pytest.approx(times.fixed_s)
+
+
+def test_what_is_not_seen_is_spread_as_the_trace_counts() -> None:
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    calls, large = Measured([9, 6, 3], [20, 10], 1.0), Measured([900, 600, 300], [2000, 1000], 9.0)
+    times = fit_times(calls, large, trace)
+    assert times.epoch_s((900, 600, 300), (2000, 1000)) == pytest.approx(9.0)
+    per_byte = [seconds / layer.edge_bytes for seconds, layer in zip(times.edge_s, trace.layers, strict=True)]
+    assert per_byte[0] == pytest.approx(per_byte[1], rel=0.1)
+    kept = dataclasses.replace(trace, layers=(dataclasses.replace(trace.layers[0], keeps_result=True), trace.layers[1]))
+    assert fit_times(calls, large, kept).edge_s[0] == 0
+
+
+def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_timing, "FIRST_EDGES", 1 << 13)
+    monkeypatch.setattr(model_timing, "ROUNDS", 1)
+    model = TwoLayers(dropout=0.5).eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    dropped: list[int] = []
+    seen: list[Measured] = []
+    monkeypatch.setattr(model_timing, "fit_times", lambda *args: seen.extend(args[:2]) or fit_times(*args))
+
+    def dropout(x: Tensor) -> Tensor:
+        dropped.append(len(x))
+        return x * 2.0
+
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    times = time_model(model, template, hand_sets(), trace, dropout=dropout, keep_static=False, budget_s=0.01)
+    assert times is not None
+    for measured in seen:
+        # Levels 0 to 2 and layers 1 and 2; level 0 is not worked on, its rows are inputs.
+        assert {1, 2, 3, 4} <= set(measured.charged_to) <= {-1, 0, 1, 2, 3, 4}
+    assert sum(seen[1].edges) > 4 * sum(seen[0].edges)
+    assert dropped, "training drops"
+    assert not model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())

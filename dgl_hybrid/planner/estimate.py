@@ -38,8 +38,13 @@ class RankEstimate:
     @property
     def epoch_s(self) -> float:
         """Layers follow each other; within one the wire and the edges held run side by side, the rest after both."""
+        return self.fixed_s + math.fsum(self.layer_s)
+
+    @property
+    def layer_s(self) -> tuple[float, ...]:
+        """(L,) seconds of each layer, waiting for other ranks not counted."""
         layers = zip(self.comm_s, self.held_s, self.rest_s, strict=True)
-        return self.fixed_s + math.fsum(max(comm, held) + rest for comm, held, rest in layers)
+        return tuple(max(comm, held) + rest for comm, held, rest in layers)
 
     @property
     def compute_s(self) -> float:
@@ -55,12 +60,17 @@ class EpochEstimate:
 
     @property
     def epoch_s(self) -> float:
-        """The slowest rank's epoch: ranks wait for each other at every exchange and at the all-reduce."""
-        return max(rank.epoch_s for rank in self.ranks)
+        """The slowest rank of each stretch counts: ranks wait for each other at every exchange and at the end."""
+        total, since = 0.0, [rank.fixed_s for rank in self.ranks]
+        for layer in range(len(self.ranks[0].comm_s) - 1, -1, -1):
+            since = [seconds + rank.layer_s[layer] for seconds, rank in zip(since, self.ranks, strict=True)]
+            if any(rank.comm_s[layer] for rank in self.ranks):
+                total, since = total + max(since), [0.0] * len(self.ranks)
+        return total + max(since)
 
     @property
     def slowest_rank(self) -> int:
-        """Index, within `ranks`, of the rank the others wait for."""
+        """Index, within `ranks`, of the rank the others wait for longest."""
         return max(range(len(self.ranks)), key=lambda i: (self.ranks[i].epoch_s, -i))
 
     def to_json(self) -> dict[str, object]:
@@ -135,7 +145,7 @@ def _waiting_edges(problem: PlanProblem, items: Items, computed: Bools, received
 
 
 def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
-    """Returns the index of the candidate whose slowest rank is fastest; the first of equals. Pure, same on every rank.
+    """Returns the index of the candidate with the least epoch of all ranks, the first of equals. Pure, alike on ranks.
 
     Args:
         estimates_by_rank: one list per rank, all of the same length and order.
@@ -156,4 +166,5 @@ def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
             f"{least[worst]:.0f} bytes for its halo rows. Possible solutions: 1) raise memory_budget_bytes, "
             "2) use more partitions, 3) use a narrower model or fewer layers"
         )
-    return min(fitting, key=lambda i: (max(estimates[i].epoch_s for estimates in estimates_by_rank), i))
+    epochs = {i: EpochEstimate(ranks=tuple(estimates[i] for estimates in estimates_by_rank)) for i in fitting}
+    return min(fitting, key=lambda i: (epochs[i].epoch_s, i))

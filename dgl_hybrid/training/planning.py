@@ -221,7 +221,7 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
         return tuple((e.comm_s, e.held_s, e.rest_s, e.held_bytes) for e in (r[index] for r in by_rank))
 
     name_of = {what_it_does(i): i for i in fitting}  # a later one takes the place of an earlier one
-    predicted = {i: max(estimates[i].epoch_s for estimates in by_rank) for i in fitting}
+    predicted = {i: EpochEstimate(ranks=tuple(estimates[i] for estimates in by_rank)).epoch_s for i in fitting}
     selected = [name_of[what_it_does(chosen)]]
     for index in sorted((i for i in name_of.values() if i not in pure), key=lambda i: (predicted[i], i)):
         if index not in selected and sum(i not in pure for i in selected) < MAX_HYBRIDS:

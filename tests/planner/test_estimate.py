@@ -142,6 +142,22 @@ def test_choice_is_the_fastest_slowest_rank() -> None:
         choose_plan([[shown], [estimate(1, 1, 1, fits=False, held=9.0)]])
 
 
+def test_ranks_wait_at_every_exchange() -> None:
+    def of(comm: tuple[float, ...], rest: tuple[float, ...], fixed_s: float) -> RankEstimate:
+        return RankEstimate(
+            comm_s=comm, held_s=(0.0,) * len(comm), rest_s=rest, fixed_s=fixed_s, objective_s=0.0, held_bytes=0.0
+        )
+
+    # Only the second layer exchanges; the third and what follows come after it, the first before.
+    ranks = (of((0, 1, 0), (5, 1, 2), 1), of((0, 2, 0), (1, 3, 1), 2))
+    epoch = EpochEstimate(ranks=ranks)
+    assert epoch.epoch_s == max(1 + 2 + 2, 2 + 1 + 5) + max(5, 1)
+    assert epoch.epoch_s > max(rank.epoch_s for rank in ranks)
+    silent = EpochEstimate(ranks=(of((0, 0), (5, 1), 1), of((0, 0), (1, 6), 1)))
+    assert silent.epoch_s == max(7, 8)
+    assert silent.slowest_rank == 1
+
+
 def test_candidates_are_in_step_on_every_rank() -> None:
     names = []
     for seed in range(4):

@@ -39,7 +39,7 @@ _logger = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor, list[LayerBlock]]
 
-_MANY_EDGES = 1 << 20
+_MANY_EDGES = 1 << 18
 
 
 class FullGraphLoader:

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 from benchmarks.systems.adaptors.base import System
 from benchmarks.systems.job import Job
 
 
-def _load(module: str, name: str, job: Job, **options: str) -> System:
+def _load(module: str, name: str, job: Job, **options: Any) -> System:
     # Imported at first use: a peer's adaptor changes functions of DGL, which no other system may see.
     system: System = getattr(import_module(f"benchmarks.systems.adaptors.{module}"), name)(job, **options)
     return system
@@ -25,6 +26,10 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     **{
         name: partial(_load, "ours", "Ours", strategy=name) for name in ("hybrid", "depcache", "depcomm", "neutronstar")
     },
+    # How depcomm exchanges: after each other, while held rows are summed, and with partial sums instead of sources.
+    "depcomm_apart": partial(_load, "ours", "Ours", strategy="depcomm", overlap=False),
+    "depcomm_overlap": partial(_load, "ours", "Ours", strategy="depcomm", partial_sums=False),
+    "depcomm_sums": partial(_load, "ours", "Ours", strategy="depcomm", partial_sums=True),
     "sar": partial(_load, "sar", "SAR"),
     "sar_mfg": partial(_load, "sar", "SAR", blocks="mfg"),
     "sar_mfg_no_sr": partial(_load, "sar", "SAR", blocks="mfg", rematerialise="no"),

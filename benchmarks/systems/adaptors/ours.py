@@ -28,11 +28,11 @@ from dgl_hybrid.training.epoch_clock import EpochClock
 
 
 class Ours(System):
-    """One strategy of `FullGraphLoader`."""
+    """One strategy of `FullGraphLoader`, with further options of it."""
 
-    def __init__(self, job: Job, *, strategy: str) -> None:
+    def __init__(self, job: Job, *, strategy: str, **options: Any) -> None:
         super().__init__(job)
-        self._strategy = strategy
+        self._strategy, self._options = strategy, options
 
     def prepare(self) -> dict[str, Any]:
         job = self.job
@@ -49,6 +49,7 @@ class Ours(System):
                 model=self.model,
                 strategy=self._strategy,
                 seed=job.seed,
+                **self._options,
             )
         communicator = self.g.communicator
         self.wrapped = self.model if job.world_size == 1 else nn.parallel.DistributedDataParallel(self.model)

@@ -4,8 +4,9 @@
     python -m benchmarks.overlap [--scale 0.3] [--json] [--write]
 
 Everything is communicated ("depcomm"), three times on the same cell, in turns: exchange and aggregation apart;
-together, so that held rows are summed while others travel; and together with partial sums sent where they are fewer. The
-systems' own benchmark runs them (`benchmarks/systems`), so results are checked against plain DGL before anything is timed.
+together, so that held rows are summed while others travel; and together with partial sums sent where they are fewer.
+The systems' own benchmark runs them (`benchmarks/systems`): results are checked against plain DGL before anything is
+timed.
 """
 
 from __future__ import annotations

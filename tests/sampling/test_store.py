@@ -146,6 +146,7 @@ def test_a_heterograph(tmp_path: Path) -> None:
             assert epoch["wrong"] == 0
 
 
+@pytest.mark.slow  # sampler processes of two loaders, below, show by default that they draw from what is held
 def test_sampler_processes_draw_from_what_their_trainer_holds(tmp_path: Path) -> None:
     topology = Topology(num_samplers=1)
     for results in run_phases(tmp_path, homogeneous_graph(400, 6), 2, "sampler_processes", topology=topology):

@@ -7,6 +7,7 @@ from .estimate import EpochEstimate, RankEstimate, choose_plan
 from .explain import explain_vertex
 from .forced import random_plan
 from .make import Candidate, make_plan, propose_plans
+from .memory import chunk_rows_within
 from .model_times import ModelTimes
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .plan import DependencyPlan, check_plan, plan_objective
@@ -32,6 +33,7 @@ __all__ = [
     "Topology",
     "check_plan",
     "choose_plan",
+    "chunk_rows_within",
     "cost_model",
     "explain_vertex",
     "load_plan",

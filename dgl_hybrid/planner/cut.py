@@ -49,19 +49,32 @@ class CutNetwork:
         return int(self.tail.size + self.weight.size)
 
 
-def cut_choice(items: Items, prices: Prices, *, max_arcs: int) -> Bools | None:
+def settle_most(items: Items, prices: Prices) -> Bools:
+    """Returns an (L, H) choice that is part of every optimum: a few rounds of the greedy settle most of a real graph.
+
+    Past these the cut is faster.
+    """
+    nothing = np.zeros((items.num_layers, items.num_halo), dtype=np.bool_)
+    return grow(items, prices, nothing, max_rounds=WARM_ROUNDS, alone=True)
+
+
+def cut_choice(items: Items, prices: Prices, settled: Bools, *, max_arcs: int) -> Bools | None:
     """Returns the (L, H) choice of least cost, or None if the network would have more than `max_arcs` arcs.
+
+    Args:
+        items: of the problem.
+        prices: of the items.
+        settled: (L, H) part of every optimum, from `settle_most`; not modified.
+        max_arcs: at most so many arcs are solved.
 
     Raises:
         PlanError: the solver gave up.
     """
-    nothing = np.zeros((items.num_layers, items.num_halo), dtype=np.bool_)
-    # A few rounds settle most of a real graph; past that the cut is faster than the greedy.
-    computed = grow(items, prices, nothing, max_rounds=WARM_ROUNDS, alone=True)
-    network = build_network(items, prices, computed)
-    if network.num_arcs > max_arcs:
+    network = build_network(items, prices, settled, max_arcs=max_arcs)
+    if network is None or network.num_arcs > max_arcs:
         return None
     side = solve(network)
+    computed = settled.copy()
     chosen = np.zeros_like(computed)
     has_node = network.compute_node >= 0
     chosen[has_node] = side[network.compute_node[has_node]]
@@ -79,8 +92,11 @@ def settle_inputs(items: Items, prices: Prices, computed: Bools) -> Bools:
     return result
 
 
-def build_network(items: Items, prices: Prices, computed: Bools) -> CutNetwork:
-    """Builds the network of the items that `computed`, a part of every optimum, leaves undecided."""
+def build_network(items: Items, prices: Prices, computed: Bools, *, max_arcs: int | None = None) -> CutNetwork | None:
+    """Builds the network of the items that `computed`, a part of every optimum, leaves undecided.
+
+    None as soon as it is known to have more than `max_arcs` arcs.
+    """
     num_layers, num_halo = items.num_layers, items.num_halo
     gain = prices.receive - prices.compute
     # Holding an input row that would be cheaper received is the only cost of c(u, 0): charge it to c(u, 1), which asks.
@@ -92,6 +108,8 @@ def build_network(items: Items, prices: Prices, computed: Bools) -> CutNetwork:
     compute_node = np.full((num_layers, num_halo), -1, dtype=np.int64)
     compute_node[free] = np.arange(int(free.sum()))
     num_nodes = int(free.sum())
+    if max_arcs is not None and num_nodes > max_arcs:
+        return None
     present_node = np.full((num_layers, num_halo), -1, dtype=np.int64)
     tails: list[Ints] = []
     heads: list[Ints] = []
@@ -111,6 +129,8 @@ def build_network(items: Items, prices: Prices, computed: Bools) -> CutNetwork:
             tails.append(compute_node[level, arcs])
             heads.append(below[arcs])
         edges = np.flatnonzero(free[level][items.reader] & (present_node[level - 1] >= 0)[items.source])
+        if max_arcs is not None and edges.size + sum(part.size for part in tails) > max_arcs:
+            return None
         tails.append(compute_node[level, items.reader[edges]])
         heads.append(present_node[level - 1, items.source[edges]])
     weight = np.zeros(num_nodes)

@@ -93,13 +93,14 @@ def estimate_rank(
     costs: ItemCosts,
     computed: Bools,
     *,
+    present: Bools | None = None,
     memory_budget_bytes: float | None = None,
 ) -> RankEstimate:
-    """Predicts one rank's epoch under the choice `computed` (L, H). Pure."""
-    present = items.present(computed)
+    """Predicts one rank's epoch under the choice `computed` (L, H), `present` what follows from it if known. Pure."""
+    present = items.present(computed) if present is None else present
     comm, held_s, rest = [], [], []
-    objective = items.objective(costs, computed)
-    held = items.held_bytes(costs, computed)
+    objective = items.objective(costs, computed, present)
+    held = items.held_bytes(costs, computed, present)
     row_s = [*costs.row_s, costs.output_row_s]
     edge_s = [*costs.edge_s, costs.output_edge_s]
     for layer in range(1, problem.num_layers + 1):

@@ -28,6 +28,8 @@ from .costs import ItemCosts
 from .items import Bools, Floats, Ints, Items
 
 MAX_COALITION_ROUNDS = 40
+MAX_COALITION_EDGES = 10_000_000
+"""Past so many edges that still matter no coalitions are sought: up to 40 passes over them, for a per cent or so."""
 MAX_ROUNDS = 1000
 
 
@@ -68,7 +70,7 @@ def grow(items: Items, prices: Prices, computed: Bools, *, max_rounds: int = MAX
         target, gain = state.best_targets(state.gains(state.unpaid()))
         take = gain > prices.tolerance
         if not take.any():
-            if not alone:
+            if not alone and state.reader.size <= MAX_COALITION_EDGES:
                 take, target = _coalition(state)
             if not take.any():
                 break

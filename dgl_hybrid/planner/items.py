@@ -46,7 +46,8 @@ class Items:
     def reads(self, computed: Bools) -> Bools:
         """Returns (H,) bool: read, one level down, by the vertices in `computed` (H,)."""
         result = np.zeros(self.num_halo, dtype=np.bool_)
-        result[self.source[computed[self.reader]]] = True
+        if computed.any():
+            result[self.source[computed[self.reader]]] = True
         return result
 
     def present(self, computed: Bools) -> Bools:
@@ -82,27 +83,33 @@ class Items:
         edge_s = np.array(costs.edge_s, dtype=np.float64)[:, None]
         return np.array(costs.row_s, dtype=np.float64)[:, None] + edge_s * self.in_degree[None, :]
 
-    def objective(self, costs: ItemCosts, computed: Bools) -> float:
+    def objective(self, costs: ItemCosts, computed: Bools, present: Bools | None = None) -> float:
         """Returns the seconds a choice costs per epoch: received rows at r, computed rows at p.
 
         Counts are multiplied, not rows added, so that equal choices give equal floats in any order.
-        """
-        return math.fsum(self._terms(computed, costs.receive_s, costs.row_s, costs.edge_s))
 
-    def held_bytes(self, costs: ItemCosts, computed: Bools) -> float:
-        """Returns the bytes the halo rows of a choice hold on this rank."""
+        Args:
+            costs: of this rank.
+            computed: (L, H) the choice.
+            present: what `present` returns for it, where that is known: finding it takes a pass over the edges.
+        """
+        return math.fsum(self._terms(computed, present, costs.receive_s, costs.row_s, costs.edge_s))
+
+    def held_bytes(self, costs: ItemCosts, computed: Bools, present: Bools | None = None) -> float:
+        """Returns the bytes the halo rows of a choice hold on this rank; arguments as of `objective`."""
         receive = tuple((x,) * costs.world_size for x in costs.receive_bytes)
-        return math.fsum(self._terms(computed, receive, costs.row_held_bytes, costs.edge_held_bytes))
+        return math.fsum(self._terms(computed, present, receive, costs.row_held_bytes, costs.edge_held_bytes))
 
     def _terms(
         self,
         computed: Bools,
+        present: Bools | None,
         receive: tuple[tuple[float, ...], ...],
         row: tuple[float, ...],
         edge: tuple[float, ...],
     ) -> list[float]:
         terms = []
-        received = self.present(computed) & ~computed
+        received = (self.present(computed) if present is None else present) & ~computed
         for level in range(self.num_layers):
             counts = np.bincount(self.owner[received[level]], minlength=len(receive[level]))
             terms += [price * int(count) for price, count in zip(receive[level], counts, strict=True)]

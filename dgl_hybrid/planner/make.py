@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from .bound import lower_bound
 from .config import PlannerConfig
 from .costs import ItemCosts
-from .cut import cut_choice, settle_inputs
+from .cut import cut_choice, settle_inputs, settle_most
 from .estimate import EpochEstimate, RankEstimate, estimate_rank
 from .forced import depcache_choice, depcomm_choice, ratio_choice
 from .greedy import Prices, greedy_choice, grow
@@ -123,12 +123,12 @@ def _sweep(items: Items, costs: ItemCosts, config: PlannerConfig) -> list[tuple[
 
 
 def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
-    none = depcomm_choice(items)
     if config.strategy == "hybrid":
-        computed = cut_choice(items, prices, max_arcs=config.max_cut_arcs)
+        settled = settle_most(items, prices)
+        computed = cut_choice(items, prices, settled, max_arcs=config.max_cut_arcs)
         if computed is not None:
             return computed
-        computed = settle_inputs(items, prices, grow(items, prices, none))
+        computed = settle_inputs(items, prices, grow(items, prices, settled))
         gap = prices.objective(items, computed) / max(lower_bound(items, prices), 1e-30) - 1.0
         logger.warning(
             "the minimum cut would have more than %d arcs: using the greedy, whose plan costs at most %.1f %% more",
@@ -136,13 +136,14 @@ def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
             100.0 * gap,
         )
         return computed
-    return settle_inputs(items, prices, grow(items, prices, none))
+    return settle_inputs(items, prices, grow(items, prices, depcomm_choice(items)))
 
 
 def _candidate(
     problem: PlanProblem, items: Items, costs: ItemCosts, computed: Bools, strategy: str, budget: float | None
 ) -> Candidate:
-    estimate = estimate_rank(problem, items, costs, computed, memory_budget_bytes=budget)
+    present = items.present(computed)
+    estimate = estimate_rank(problem, items, costs, computed, present=present, memory_budget_bytes=budget)
     epoch = EpochEstimate(ranks=(estimate,))
-    plan = plan_from_choice(problem, items, costs, computed, strategy=strategy, estimate=epoch)
+    plan = plan_from_choice(problem, items, costs, computed, strategy=strategy, estimate=epoch, present=present)
     return Candidate(plan=plan, estimate=estimate)

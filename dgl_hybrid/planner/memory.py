@@ -15,6 +15,7 @@ from ..errors import PlanError
 from .costs import ItemCosts
 from .greedy import Prices, fill_budget
 from .items import Bools, Items
+from .model_trace import ModelTrace
 
 BISECTION_STEPS = 20
 
@@ -81,6 +82,22 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
         if high - low <= 1e-3 * high:
             break
     return fill_budget(items, costs, prices, fitting, budget_bytes)
+
+
+CHUNK_COPIES = 8
+"""How often a chunk's rows are here at once, at most: two that are received and two that are sent, with their
+gradients; attention has its own copies of the one it works on."""
+LEAST_CHUNK_ROWS = 64
+"""Smaller messages would carry little but their own cost."""
+
+
+def chunk_rows_within(trace: ModelTrace, budget_bytes: float) -> int | None:
+    """Returns how many received rows fit a budget at a time, if every layer can use and drop them; None if not."""
+    if not all(layer.can_split or layer.keeps_result for layer in trace.layers):
+        return None
+    row_bytes = max(layer.operand_bytes_fwd for layer in trace.layers)
+    rows = int(budget_bytes / (CHUNK_COPIES * max(row_bytes, 1.0)))
+    return rows if rows >= LEAST_CHUNK_ROWS else None
 
 
 def too_large(items: Items, costs: ItemCosts, held_bytes: float, budget_bytes: float) -> PlanError:

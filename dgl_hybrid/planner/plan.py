@@ -37,6 +37,9 @@ class DependencyPlan:
     topology: Topology | None = None
     partition_fingerprint: str = ""
     """Of the partition the global ids belong to; set by whoever knows it."""
+    chunk_rows: int | None = None
+    """Received rows come in messages of so many at most, used and dropped, since all of a layer's would not fit the
+    memory budget; None: in one message."""
 
     @property
     def num_cached(self) -> tuple[int, ...]:
@@ -52,9 +55,11 @@ def plan_from_choice(
     *,
     strategy: str,
     estimate: EpochEstimate | None = None,
+    present: Bools | None = None,
 ) -> DependencyPlan:
-    """Makes the plan that holds the choice `computed` (L, H)."""
-    received = items.present(computed) & ~computed
+    """Makes the plan that holds the choice `computed` (L, H), `present` being what follows from it, if known."""
+    present = items.present(computed) if present is None else present
+    received = present & ~computed
     return DependencyPlan(
         strategy=strategy,
         rank=problem.rank,
@@ -62,7 +67,7 @@ def plan_from_choice(
         num_layers=problem.num_layers,
         cached=tuple(problem.halo_global[torch.from_numpy(row)] for row in computed),
         communicated=tuple(int(row.sum()) for row in received),
-        objective_s=items.objective(costs, computed),
+        objective_s=items.objective(costs, computed, present),
         estimate=estimate,
     )
 

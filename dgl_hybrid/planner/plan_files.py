@@ -51,6 +51,7 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         "topology": plan.topology.to_json() if plan.topology else None,
         "topology_digest": plan.topology.digest() if plan.topology else None,
         "partition_fingerprint": plan.partition_fingerprint,
+        "chunk_rows": plan.chunk_rows,
         "ids_sha256": hashlib.sha256(blob).hexdigest(),
         "ids_bytes": len(blob),
     }
@@ -118,6 +119,7 @@ def load_plan(
             trace=ModelTrace.from_json(record["trace"]) if record["trace"] else None,
             topology=Topology.from_json(record["topology"]) if record["topology"] else None,
             partition_fingerprint=record["partition_fingerprint"],
+            chunk_rows=record.get("chunk_rows"),
         )
     except (KeyError, TypeError, SafetensorError) as error:
         raise PlanError(f"{json_path} cannot be read ({error}); plan again") from error

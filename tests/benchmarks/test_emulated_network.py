@@ -89,7 +89,7 @@ def test_namespaces_end_with_their_maker(number: signal.Signals) -> None:
     holders = [int(word) for word in maker.stdout.readline().split()]
     assert len(holders) == 2
     maker.send_signal(number)
-    maker.wait(timeout=30)
+    maker.wait(timeout=300)
     maker.stdout.close()
     deadline = time.monotonic() + 20
     while any(_is_running(pid) for pid in holders):

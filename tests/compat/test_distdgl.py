@@ -59,7 +59,7 @@ def test_unchanged_script_trains(tmp_path: Path, num_samplers: int) -> None:
                 processes[role] = subprocess.Popen(
                     command, env=environment | {"DGL_ROLE": role}, stdout=file, stderr=subprocess.STDOUT
                 )
-        codes = {role: process.wait(timeout=150) for role, process in processes.items()}
+        codes = {role: process.wait(timeout=600) for role, process in processes.items()}
     finally:
         for process in processes.values():
             process.kill()

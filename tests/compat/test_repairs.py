@@ -54,7 +54,7 @@ def run(part_config: Path, out: Path, *checks: str, switch: str = "on", **option
     job = ClusterJob(
         part_config=part_config,
         command=(str(SCRIPT), str(out), switch, *checks),
-        timeout_s=300,
+        timeout_s=900,
         **options,
     )
     lines: list[str] = []

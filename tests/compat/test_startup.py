@@ -143,7 +143,7 @@ def pip(environment: Path, *args: str) -> None:
         str(environment / "bin" / "python"),
         "--disable-pip-version-check",
     ]
-    done = subprocess.run([*command, *args], capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([*command, *args], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -314,7 +314,7 @@ def run_pool(tmp_path: Path, switch: str, case: str) -> list[str]:
     out = tmp_path / "out.txt"  # not a pipe: an orphan would keep it open
     with out.open("w") as file:
         command = [sys.executable, str(script), switch, case]
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=120, check=True)
+        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=600, check=True)
     return out.read_text().splitlines()
 
 

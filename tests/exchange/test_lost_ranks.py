@@ -41,7 +41,7 @@ def test_peers_of_a_killed_rank_are_told_at_once(way: str, tmp_path: Path) -> No
         for rank in range(WORLD_SIZE)
     ]
     try:
-        codes = [process.wait(timeout=100) for process in ranks]
+        codes = [process.wait(timeout=600) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
@@ -94,5 +94,5 @@ def test_hosts_of_an_emulated_network_do_not_share_memory(tmp_path: Path) -> Non
         ]
         for process in ranks:
             stack.callback(process.kill)
-        answers = [process.communicate(timeout=100)[0].split() for process in ranks]
+        answers = [process.communicate(timeout=600)[0].split() for process in ranks]
     assert answers == [["gloo", "0", "2"], ["gloo", "1", "3"]]

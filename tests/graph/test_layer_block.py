@@ -30,7 +30,7 @@ def isolated_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ["overwrite", "two_exchanges", "table_lookup", "dropped_messages", "edge_field", "max_of_edges", "direct_max"],
 )
 def test_a_rank_without_edges_takes_part(kind: str, isolated_folder: str) -> None:
-    results = run_ranks(3, run_user_reduce, isolated_folder, kind, timeout=30)
+    results = run_ranks(3, run_user_reduce, isolated_folder, kind, timeout=120)
     assert results[0]["edges"] == 0
     assert all(result["edges"] > 0 for result in results[1:])
     for result in results:

@@ -172,7 +172,7 @@ def test_workers_end_when_the_test_session_is_killed(tmp_path: Path) -> None:
         [sys.executable, str(script)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         env={**os.environ, "PYTHONPATH": path},
     )
     assert done.returncode == -signal.SIGKILL, done.stderr

@@ -69,7 +69,7 @@ def test_what_parts_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             graph_format="csr,csc",
             threads=3,
             environment={"MINE": "1"},
-            timeout_s=60,
+            timeout_s=600,
         ),
         on_line=lambda line: None,
     )

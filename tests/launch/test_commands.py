@@ -187,7 +187,7 @@ def test_run_becomes_the_script(tmp_path: Path) -> None:
     ) as process:
         assert process.stdout is not None
         told = json.loads(process.stdout.read())
-        assert process.wait(timeout=60) == 5
+        assert process.wait(timeout=600) == 5
         assert told["pid"] == process.pid
     assert told["argv"] == ["show.py", "--strategy", "mine", "--", "a b"]
     assert told["name"] == "__main__"
@@ -206,7 +206,7 @@ def test_run_switches_the_plugin_on(tmp_path: Path) -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         check=False,
     )
     assert done.stdout == "False\n", done.stderr

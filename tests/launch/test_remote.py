@@ -57,7 +57,7 @@ def test_parts_on_other_hosts_get_their_variables(tmp_path: Path, monkeypatch: p
             ip_config=job.ip_config,
             remote_shell=RELAY,
             environment={"MINE": "a 'b'"},
-            timeout_s=60,
+            timeout_s=600,
         ),
         on_line=lambda line: None,
     )
@@ -225,7 +225,7 @@ def test_machines_in_network_namespaces(
         ip_config=Path("ip_config.txt"),
         machine_prefixes=prefixes if way == "prefix" else (),
         remote_shell=RELAY,
-        timeout_s=60,
+        timeout_s=600,
     )
     result, _ = run_observed(job)
     for one in result.parts:

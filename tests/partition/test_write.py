@@ -354,7 +354,7 @@ partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="cont
 """
     root = Path(__file__).resolve().parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=60, check=False)
+    ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=600, check=False)
     assert ended.returncode == -signal.SIGKILL
     with pytest.raises(PartitionError, match=r"g\.json does not exist"):
         load_partition(tmp_path / "p" / "g.json", 0)

@@ -164,7 +164,7 @@ def test_standalone_mode(tmp_path: Path, partitions: PartitionStore) -> None:
     graph.ndata["id"] = torch.arange(graph.num_nodes())
     config = partitions.get("whole", graph, 1)
     command = [sys.executable, "-c", STANDALONE, config, str(tmp_path / "out.pt")]
-    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     ids, logits = torch.load(tmp_path / "out.pt")
     model = Case(kind="edge_weight_norm").build(graph.ndata["feat"].shape[1])

@@ -37,6 +37,6 @@ def build_fake_driver(folder: Path) -> FakeDriver:
     subprocess.run(
         ["g++", "-O1", "-std=c++17", "-Wall", "-Wextra", "-shared", "-fPIC", SOURCE, "-o", path, "-ldl"],
         check=True,
-        timeout=120,
+        timeout=600,
     )
     return FakeDriver(path)

@@ -158,4 +158,4 @@ def test_import_of_the_ops_needs_no_compiler_of_any_kind() -> None:
         "assert 'nvrtc' not in maps and 'libcuda.so' not in maps\n"
     )
     environment = {**os.environ, "PATH": "/nonexistent"}
-    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=600)

@@ -186,7 +186,8 @@ class FullGraphLoader:
         self.forced = forced is not None
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
-            self._build(forced, dense_below=_dense_below(plan, self.num_layers))
+            chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
+            self._build(forced, dense_below=_dense_below(plan, self.num_layers), chunk_rows=chunk_rows)
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
@@ -211,7 +212,7 @@ class FullGraphLoader:
 
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
-        self._build(list(outcome.plan.cached), dense_below=outcome.dense_below)
+        self._build(list(outcome.plan.cached), dense_below=outcome.dense_below, chunk_rows=outcome.plan.chunk_rows)
         if self._trials is None and self._autotune and len(outcome.candidates) > 1:
             pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
             self._trials = PlanTrials(len(outcome.candidates), pure)
@@ -221,7 +222,7 @@ class FullGraphLoader:
         """Whether the plan stays from now on: it is made, and no trials are under way."""
         return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
 
-    def _build(self, cached: list[Tensor], *, dense_below: int) -> None:
+    def _build(self, cached: list[Tensor], *, dense_below: int, chunk_rows: int | None = None) -> None:
         self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
@@ -249,7 +250,7 @@ class FullGraphLoader:
             approximation=self.approximation,
             seed=self.seed,
             overlap=self._overlap,
-            chunk_rows=self._chunk_rows,
+            chunk_rows=self._chunk_rows or chunk_rows,
             partial_sums=self._partial_sums,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]

@@ -28,6 +28,7 @@ from dgl_hybrid.planner import (
     RankEstimate,
     Topology,
     choose_plan,
+    chunk_rows_within,
     cost_model,
     propose_plans,
 )
@@ -182,15 +183,21 @@ class PlanMaker:
             [_estimate_from_json(record) for record in records]
             for records in communicator.gather_json([_estimate_to_json(c.estimate) for c in candidates])
         ]
-        with communicator.agreed():
-            chosen = choose_plan(by_rank)
-        worth_trying = _select(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
+        chunk_rows = self._chunk_rows(trace, by_rank)
+        if chunk_rows is not None:
+            chosen, worth_trying = len(candidates) - 1, [len(candidates) - 1]  # depcomm
+            _logger.info("no plan fits the memory budget: rows are received in messages of %d", chunk_rows)
+        else:
+            with communicator.agreed():
+                chosen = choose_plan(by_rank)
+            worth_trying = _select(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
         plans = [
             replace(
                 candidates[index].plan,
                 estimate=EpochEstimate(ranks=tuple(estimates[index] for estimates in by_rank)),
                 trace=trace,
                 topology=g.topology,
+                chunk_rows=chunk_rows,
             )
             for index in worth_trying
         ]
@@ -199,6 +206,19 @@ class PlanMaker:
         return PlanOutcome(
             plan=plans[0], candidates=tuple(plans), problem=problem, costs=costs, dense_below=dense_below
         )
+
+    def _chunk_rows(self, trace: ModelTrace, by_rank: list[list[RankEstimate]]) -> int | None:
+        """Returns in messages of how many rows everything is communicated, if no plan fits otherwise. Collective.
+
+        None: some plan fits, or none would in chunks either, as a rank's budget is too small or a layer needs all rows.
+        """
+        budget = self._config.memory_budget_bytes
+        rows = None
+        if budget is not None and self._config.strategy in ("hybrid", "depcomm"):
+            rows = chunk_rows_within(trace, budget)
+        least = min(row[0] for row in self._graph.communicator.gather_ints([rows or 0]))
+        fitting = [all(of_rank[i].fits for of_rank in by_rank) for i in range(len(by_rank[0]))]
+        return least if least and not any(fitting) else None
 
 
 _BACKGROUND_BACKENDS = ("gloo", "nccl")

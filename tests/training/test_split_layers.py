@@ -3,15 +3,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
+from dgl import function as fn
 
-from dgl_hybrid import PartitionedGraph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
-from tests.helpers.exactness import Case, StepResult, assert_same_step, reference_step, run_step
+from dgl_hybrid.planner import PlannerConfig, uniform_topology
+from dgl_hybrid.training.gradients import average_gradients
+from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 SUMS = ("gcn_both", "sage_mean", "gin", "edge_weight_norm")
 ATTENTION = ("gat", "gatv2")
@@ -99,10 +106,6 @@ def test_dropout_of_attention_is_that_of_one_rank(chunk_rows: int | None, partit
 
 def run_double_backward(rank: int, world_size: int, folder: str, chunk_rows: int | None) -> dict[str, bool]:
     """Second derivatives of a split sum against those of the sum over complete rows."""
-    from dgl import function as fn
-
-    from dgl_hybrid import FullGraphLoader
-
     g = PartitionedGraph.open(folder)
     found = {}
     for overlap in (True, False):
@@ -130,3 +133,61 @@ def test_double_backward(chunk_rows: int | None, partitions: PartitionStore) -> 
     folder = partitions.get("power_law", power_law(), 3)
     for checks in run_ranks(3, run_double_backward, folder, chunk_rows):
         assert all(checks.values()), checks
+
+
+def train_within(rank: int, world_size: int, folder: str, kind: str, budget: float | None) -> dict[str, Any]:
+    """Two epochs under a memory budget, planned."""
+    g = PartitionedGraph.open(folder)
+    case = Case(kind=kind, num_layers=2)
+    model = optimize(case.build(g.ndata["feat"].shape[1]))
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        2,
+        model=model,
+        planner=PlannerConfig(memory_budget_bytes=budget),
+        topology=uniform_topology(world_size),
+        autotune=False,
+    )
+    assert loader.outcome is not None
+    losses = []
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+            loss.backward()
+            losses.append(loss.item() * loader.loss_weight)
+    average_gradients(model, loader)
+    gradients = [parameter.grad for parameter in model.parameters()]
+    estimate = loader.outcome.plan.estimate
+    assert estimate is not None
+    held_bytes = estimate.ranks[rank].held_bytes
+    return {
+        "held_bytes": held_bytes,
+        "chunk_rows": loader.outcome.plan.chunk_rows,
+        "losses": losses,
+        "gradients": gradients,
+    }
+
+
+@pytest.mark.parametrize("kind", ["sage_mean", "gat"])
+def test_what_does_not_fit_a_budget_is_received_in_chunks(kind: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law_4000", power_law(4000, 16000), 3)
+    free = run_ranks(3, train_within, folder, kind, None)
+    tight = run_ranks(3, train_within, folder, kind, 60_000.0)
+    assert all(result["chunk_rows"] is None for result in free)
+    assert len({result["chunk_rows"] for result in tight}) == 1
+    assert tight[0]["chunk_rows"] is not None, [result["held_bytes"] for result in free]
+    for one, other in zip(tight, free, strict=True):
+        assert one["losses"] == pytest.approx(other["losses"], rel=1e-9)
+        for gradient, expected in zip(one["gradients"], other["gradients"], strict=True):
+            assert_close(gradient, expected, "gradient")
+
+
+@pytest.mark.parametrize("kind", ["sage_pool", "sage_mean"])
+def test_a_budget_that_nothing_fits_is_an_error_on_all_ranks(kind: str, partitions: PartitionStore) -> None:
+    # A maximum needs all its sources; sums could do with a few at a time, but not with none.
+    budget = 60_000.0 if kind == "sage_pool" else 100.0
+    folder = partitions.get("power_law_4000", power_law(4000, 16000), 3)
+    for error in run_ranks_expect_errors(3, train_within, folder, kind, budget):
+        assert "no plan fits the memory budget" in error.message

@@ -24,15 +24,18 @@ from benchmarks.systems.adaptors.base import (
     sample_ids,
 )
 from benchmarks.systems.job import Job
+from dgl_hybrid.planner import PlannerConfig
 from dgl_hybrid.training.epoch_clock import EpochClock
 
 
 class Ours(System):
-    """One strategy of `FullGraphLoader`, with further options of it."""
+    """One strategy of `FullGraphLoader`, with further options of it, or a memory budget."""
 
     def __init__(self, job: Job, *, strategy: str, **options: Any) -> None:
         super().__init__(job)
-        self._strategy, self._options = strategy, options
+        budget = options.pop("memory_budget_bytes", None)
+        self._planner = PlannerConfig(strategy=strategy, memory_budget_bytes=budget)
+        self._options = options
 
     def prepare(self) -> dict[str, Any]:
         job = self.job
@@ -47,7 +50,7 @@ class Ours(System):
                 self.g.owned_nodes("train_mask"),
                 job.num_layers,
                 model=self.model,
-                strategy=self._strategy,
+                planner=self._planner,
                 seed=job.seed,
                 **self._options,
             )

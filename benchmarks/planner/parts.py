@@ -69,12 +69,16 @@ def build_problem(graph: GeneratedGraph, rank: int, num_layers: int) -> PlanProb
     """Makes one rank's problem, every vertex being a seed: what `build_plan_problem` would find by asking all ranks."""
     first, stop = int(graph.offsets[rank]), int(graph.offsets[rank + 1])
 
+    def foreign_of(sources: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        return sources[(sources < first) | (sources >= stop)]
+
     def halo_of(sources: npt.NDArray[np.int32]) -> Ints:
-        return np.unique(sources[(sources < first) | (sources >= stop)]).astype(np.int64)
+        return np.unique(foreign_of(sources)).astype(np.int64)
 
     counts, sources = graph.in_edges(np.arange(first, stop))
     num_owned_edges = int(counts.sum())
-    demanded = halo_of(sources)
+    demanded, num_reads = np.unique(foreign_of(sources), return_counts=True)
+    demanded = demanded.astype(np.int64)
     needed = [demanded] * num_layers
     for level in range(num_layers - 2, -1, -1):
         further = halo_of(graph.in_edges(needed[level + 1])[1])
@@ -88,10 +92,10 @@ def build_problem(graph: GeneratedGraph, rank: int, num_layers: int) -> PlanProb
     del sources, foreign
     expandable = np.zeros(len(halo), dtype=np.bool_)
     expandable[np.searchsorted(halo, computable)] = True
-    demand = np.zeros((num_layers, len(halo)), dtype=np.bool_)
-    reach = demand.copy()
+    owned_reads = np.zeros((num_layers, len(halo)), dtype=np.int32)
+    reach = np.zeros((num_layers, len(halo)), dtype=np.bool_)
     for level in range(num_layers):
-        demand[level, np.searchsorted(halo, demanded)] = True
+        owned_reads[level, np.searchsorted(halo, demanded)] = num_reads
         reach[level, np.searchsorted(halo, needed[level])] = True
     indptr = np.zeros(len(halo) + 1, dtype=np.int64)
     np.cumsum(np.bincount(reader, minlength=len(halo)), out=indptr[1:])
@@ -105,8 +109,9 @@ def build_problem(graph: GeneratedGraph, rank: int, num_layers: int) -> PlanProb
         expandable=torch.from_numpy(expandable),
         in_indptr=torch.from_numpy(indptr),
         in_halo=torch.from_numpy(position),
-        demand=torch.from_numpy(demand),
+        demand=torch.from_numpy(owned_reads > 0),
         reach=torch.from_numpy(reach),
         owned_rows=torch.full((num_layers + 1,), stop - first),
         owned_edges=torch.full((num_layers,), num_owned_edges),
+        owned_reads=torch.from_numpy(owned_reads),
     )

@@ -161,6 +161,7 @@ def synthetic_trace(dims: Sequence[int], dtype: str = "float32") -> ModelTrace:
                 operand_bytes_bwd=float(width * size) if grad else 0.0,
                 operand_width=width,
                 static_operand=not grad,
+                can_split=True,
             )
         )
     return ModelTrace(

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dgl_hybrid.errors import PlanError
+from dgl_hybrid.planner.items import build_items
 
-from .problems import make_problem
+from .problems import make_problem, random_problem
 
 GOOD = make_problem(
     in_neighbours=[[1], [2], [0, 2]],
@@ -20,6 +21,15 @@ GOOD = make_problem(
     world_size=3,
     expandable=np.array([True, True, False]),
 )
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_edges_between_halo_vertices_come_sorted_and_once(seed: int) -> None:
+    problem = random_problem(seed, num_layers=2, num_halo=12 * seed, world_size=3)
+    items = build_items(problem)
+    lists = [part.tolist() for part in problem.in_halo.tensor_split(problem.in_indptr[1:-1])] if seed else []
+    expected = [(v, w) for v, sources in enumerate(lists) for w in sorted(set(sources)) if w != v]
+    assert list(zip(items.reader.tolist(), items.source.tolist(), strict=True)) == expected
 
 
 @pytest.mark.parametrize(

@@ -42,8 +42,8 @@ class RowsPart:
     edges: SparseGraph
     """B x wire rows received: added to the rows `dst_rows`."""
     edge_positions: Tensor | None
-    """(entries of `edges`,) int64 positions among the layer's edges; None: entries are not edges of the graph (partial
-    sums)."""
+    """(entries of `edges`,) int32 or int64 positions among the layer's edges; None: entries are not edges of the graph
+    (partial sums)."""
 
     @property
     def send_index(self) -> Tensor | None:
@@ -58,7 +58,7 @@ class SplitLayer:
     held: SparseGraph
     """num_dst x C: edges from rows held here."""
     held_edge_positions: Tensor
-    """(entries of `held`,) int64 positions among the layer's edges."""
+    """(entries of `held`,) int32 or int64 positions among the layer's edges."""
     parts: tuple[RowsPart, ...]
     """One; or several if rows are received in chunks (ring)."""
 
@@ -132,7 +132,7 @@ def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> Split
     rows = torch.repeat_interleave(structure.indptr.diff())[positions]
     sources = structure.indices[positions] - num_held
     parts = tuple(_part(structure, message, rows, sources, positions) for message in messages)
-    return SplitLayer(held=held, held_edge_positions=held_positions, parts=parts)
+    return SplitLayer(held=held, held_edge_positions=_narrow(held_positions, len(is_held)), parts=parts)
 
 
 def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Tensor, positions: Tensor) -> RowsPart:
@@ -155,5 +155,10 @@ def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Te
         pack=SparseGraph.from_csc(torch.arange(len(sent) + 1), sent, num_src=structure.num_held),
         dst_rows=dst_rows,
         edges=SparseGraph.from_csc(indptr, sources, num_src=num_received),
-        edge_positions=positions,
+        edge_positions=_narrow(positions, len(structure.indices)),
     )
+
+
+def _narrow(positions: Tensor, count: int) -> Tensor:
+    """Half the bytes where that suffices: there is one for each edge."""
+    return positions.to(torch.int32) if count < 2**31 else positions

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Exchanges in two halves: what comes is what one whole exchange brings, and halves are not mixed up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from tests.helpers.world import run_ranks
+
+
+def plan_of(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Rows that ranks send each other: nothing to oneself, nothing at all to rank 0 from the last one."""
+    table = [[0 if a == b else 2 + a + 3 * b for b in range(world_size)] for a in range(world_size)]
+    table[world_size - 1][0] = 0
+    return table[rank], [row[rank] for row in table]
+
+
+def run_halves(rank: int, world_size: int, transport: Any) -> dict[str, bool]:
+    communicator = create_communicator(transport=transport, timeout_s=20)
+    sent, expected = plan_of(rank, world_size)
+    checks = {}
+    for dtype in (torch.float32, torch.float64, torch.bool):
+        rows = (torch.arange(5 * sum(sent)).view(-1, 5) * (rank + 1)).to(dtype)
+        whole = communicator.exchange(rows, sent, expected)
+        placed = communicator.send_buffer(rows.shape, dtype, rows.device)
+        placed.copy_(rows)
+        pending = communicator.start_exchange(placed, sent, expected)
+        checks[f"{dtype} where it arrived"] = torch.equal(torch.cat(pending.wait()), whole)
+        out = torch.empty_like(whole)
+        for source in (rows, placed.copy_(rows)):
+            pending = communicator.start_exchange(source, sent, expected, out=out.zero_())
+            parts = pending.wait()
+            checks[f"{dtype} in its place"] = torch.equal(out, whole) and torch.equal(torch.cat(parts), whole)
+    events = communicator.clock.drain()
+    checks["each counted once"] = len(events) == 12
+    return checks
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_two_halves_are_one_exchange(world_size: int, transport: str) -> None:
+    for checks in run_ranks(world_size, run_halves, transport):
+        assert all(checks.values()), checks
+
+
+def run_disorder(rank: int, world_size: int, transport: Any) -> list[str]:
+    communicator = create_communicator(transport=transport, timeout_s=20)
+    rows, counts = torch.ones(world_size, 1), [1] * world_size
+    found = []
+    pending = communicator.start_exchange(rows, counts, counts)
+    for mistake in (
+        lambda: communicator.start_exchange(rows, counts, counts),
+        lambda: communicator.borrow(rows, counts, counts),
+    ):
+        try:
+            mistake()
+        except ExchangeError as error:
+            found.append(str(error))
+    pending.wait()
+    try:
+        pending.wait()
+    except ExchangeError as error:
+        found.append(str(error))
+    communicator.exchange(rows, counts, counts)  # all is well again
+    return found
+
+
+@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
+def test_halves_are_not_mixed_up(transport: str) -> None:
+    for first, second, third in run_ranks(2, run_disorder, transport):
+        assert "is under way" in first
+        assert "is under way" in second
+        assert "handed out once" in third
+
+
+def test_one_rank_needs_no_transport() -> None:
+    communicator = Communicator(None)
+    rows = torch.arange(6.0).view(3, 2)
+    assert torch.equal(communicator.start_exchange(rows, [3], [3]).wait()[0], rows)
+    out = torch.empty(3, 2)
+    communicator.start_exchange(rows, [3], [3], out=out).wait()
+    assert torch.equal(out, rows)

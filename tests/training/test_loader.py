@@ -84,7 +84,8 @@ def train_and_validate(rank: int, world_size: int, part_config: str) -> tuple[li
     ddp = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     train = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(world_size))
-    valid = FullGraphLoader(g, ~g.ndata["train_mask"].local, 2, model=model, strategy="depcache")
+    seeds, topology = ~g.ndata["train_mask"].local, uniform_topology(world_size)
+    valid = FullGraphLoader(g, seeds, 2, model=model, strategy="depcache", topology=topology)
     losses = []
     for _ in range(3):
         for input_nodes, seeds, blocks in train:
@@ -170,7 +171,8 @@ def train_checkpointed(rank: int, world_size: int, part_config: str, use_reentra
     g = PartitionedGraph.open(part_config)
     torch.manual_seed(0)
     model = Checkpointed(g.ndata["feat"].shape[1], use_reentrant).double()
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, strategy="depcomm", seed=1)
+    topology = uniform_topology(world_size)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, strategy="depcomm", topology=topology, seed=1)
     grads = []
     for _ in range(2):
         for input_nodes, seeds, blocks in loader:

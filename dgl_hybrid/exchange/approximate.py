@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Approximate exchanges of rows, for those who ask for them: narrower rows, or rows that are one epoch old.
 
-Only what a training step exchanges is approximated: rows that need a gradient, and these gradients on their way home.
-Without gradients (evaluation, inference, results that are kept), and for ids and other integers, the exchange is exact
-whatever is asked for here, and what is kept for the next epoch is not touched.
+Only what a training step exchanges is approximated: rows that are read while gradients are recorded, and gradients on
+their way home. Under `torch.no_grad` (evaluation, inference, results that are made once and kept), and for ids and
+other integers, the exchange is exact whatever is asked for here, and what is kept for the next epoch is not touched.
 
 [Note: stale rows]
 With "stale" an epoch computes with the rows that were sent in the epoch before: activations forward, gradients
-backward. The first epoch is exact. So nobody waits for rows of this epoch, which arrive while the next things are done
-(PipeGCN, Wan et al., ICLR 2022, shows the convergence of such training and measures it).
+backward. The first epoch is exact. So nobody waits for rows of this epoch: they travel while the layer is computed,
+until the next exchange begins (PipeGCN, Wan et al., ICLR 2022, shows that such training converges, and measures it).
 
     epoch          1      2      3
     sent           x₁     x₂     x₃        each after its epoch's last optimizer step
@@ -105,7 +105,7 @@ class ApproximateRows:
 
     def applies_to(self, fields: list[Tensor]) -> bool:
         """Whether fields of one dtype that travel together are approximated. Alike on all ranks."""
-        if not (torch.is_grad_enabled() and fields[0].requires_grad and fields[0].dtype.is_floating_point):
+        if not (torch.is_grad_enabled() and fields[0].dtype.is_floating_point):
             return False
         codec = self.approximation.codec
         return self.approximation.is_stale or any(is_encoded(codec, field.shape[1], field.dtype) for field in fields)
@@ -135,12 +135,16 @@ class ApproximateRows:
         if not self.approximation.is_stale:
             return communicator.borrow(send, send_counts, recv_counts, layer=plan.layer, backward=backward)
         fresh = communicator.buffers.take((sum(recv_counts), send.shape[1]), send.dtype, send.device)
-        communicator.exchange(send, send_counts, recv_counts, layer=plan.layer, backward=backward, out=fresh)
+        pending = communicator.start_exchange(
+            send, send_counts, recv_counts, layer=plan.layer, backward=backward, out=fresh
+        )
         older = self._received.get((use, backward))
         self._received[use, backward] = fresh
-        is_usable = older is not None and older.shape == fresh.shape and older.dtype == fresh.dtype
-        used = older if older is not None and is_usable else fresh
-        return list(used.split(list(recv_counts)))
+        if older is None or older.shape != fresh.shape or older.dtype != fresh.dtype:
+            pending.wait()
+            return list(fresh.split(list(recv_counts)))
+        pending.leave()
+        return list(older.split(list(recv_counts)))
 
 
 class _Wire:

@@ -60,6 +60,7 @@ class Communicator:
         self.buffers = BufferPool()
         self.num_calls = 0
         self._pending: PendingRows | None = None
+        self._left: PendingRows | None = None
         self.cross_check = False
         """Compare what every rank is about to exchange, before each exchange. Costs one small gather each; loaders turn
         it on for their first step."""
@@ -135,8 +136,9 @@ class Communicator:
                 exchange begins.
 
         Raises:
-            ExchangeError: Also if the one before was not waited for.
+            ExchangeError: Also if the one before was neither waited for nor left.
         """
+        self.settle()
         if self._pending is not None:
             raise ExchangeError(
                 f"an exchange for layer {self._pending.layer} is under way on rank {self.rank} of {self.world_size}: "
@@ -172,6 +174,15 @@ class Communicator:
         )
         self._pending = pending
         return pending
+
+    def settle(self) -> None:
+        """Waits for the exchange that was left under way, if there is one. Collective then.
+
+        Whatever else is exchanged does so first.
+        """
+        if self._left is not None:
+            left, self._left = self._left, None
+            left.wait()
 
     def _start_into(
         self,
@@ -211,6 +222,7 @@ class Communicator:
 
         It is not to be used after that exchange.
         """
+        self.settle()  # its rows may still leave from that memory
         if self.transport is not None and self.transport.can_lend and device == self.transport.device:
             num_bytes = math.prod(shape) * dtype.itemsize
             return self.transport.send_buffer(num_bytes).view(dtype).view(tuple(shape))
@@ -242,6 +254,7 @@ class Communicator:
         """Tells every peer how many rows it will get from this rank. Collective."""
         if self.transport is None:
             return list(send_counts)
+        self.settle()
         sent = self._tensor(list(send_counts))
         received = torch.empty_like(sent)
         ones = [1] * self.world_size
@@ -257,6 +270,7 @@ class Communicator:
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduces `tensor` by sum, in place. Collective."""
         if self.transport is not None:
+            self.settle()
             with self._named("sum over ranks"):
                 if tensor.is_cuda and self.transport.device.type == "cpu":
                     host = tensor.cpu()
@@ -279,6 +293,7 @@ class Communicator:
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         if self.transport is None:
             return [tensor]
+        self.settle()
         with self._named("gather"):
             return self.transport.all_gather(tensor)
 
@@ -395,6 +410,10 @@ class PendingRows:
     @property
     def layer(self) -> int:
         return self._tag.layer
+
+    def leave(self) -> None:
+        """Lets the rows travel on into `out`: they are there once anything else is exchanged, or at `settle`."""
+        self._communicator._left = self
 
     def wait(self) -> list[Tensor]:
         """Returns (recv_counts[q], ...) from each rank q, once; blocks until they are there. Collective.

@@ -102,7 +102,7 @@ def extend_rows(
         fields: Each (C, ...) on the plan's device: the rows computed on this rank, highest level first.
         plan: This layer's plan.
         communicator: Whose ranks take part.
-        approximation: What becomes of rows that need a gradient; None exchanges them exactly.
+        approximation: What becomes of rows read while gradients are recorded; None exchanges them exactly.
 
     Returns:
         Each (C + R, ...), same dtype, contiguous: the rows given, then the received ones by owner rank, then by global

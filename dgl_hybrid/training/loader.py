@@ -339,6 +339,7 @@ class FullGraphLoader:
         self._epoch_ns = 0
         start_ns = time.perf_counter_ns()
         yield self.input_nodes, self.seeds, self.blocks
+        self.communicator.settle()  # stale rows of this epoch travelled until here
         if torch.is_grad_enabled():  # an evaluation says nothing of an epoch
             self._epoch_ns = time.perf_counter_ns() - start_ns
         if is_first:

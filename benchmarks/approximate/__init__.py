@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Approximate exchanges: bytes, time and accuracy."""

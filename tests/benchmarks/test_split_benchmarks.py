@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`benchmarks.overlap` and `benchmarks.memory_budget`: what becomes of lines, failed ones too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_budget import run as memory_budget
+from benchmarks.overlap import run as overlap
+from benchmarks.systems.adaptors import SYSTEMS
+
+
+def line(variant: str, **figures: Any) -> dict[str, Any]:
+    return {"cell": "powerlaw/sage-2x128/2/1gbit", "variant": variant, "status": "ok", "wait_s": 0.0} | figures
+
+
+def test_every_variant_is_a_system() -> None:
+    assert set(overlap.SYSTEMS) | set(memory_budget.SYSTEMS) <= set(SYSTEMS)
+
+
+def test_overlap_compares_blocked_times_and_epochs() -> None:
+    lines = [
+        line(overlap.APART, p50=0.4, exchange_s=0.15, wait_s=0.05, sent_bytes=1000),
+        line(overlap.TOGETHER, p50=0.25, exchange_s=0.05, sent_bytes=1000),
+        line(overlap.SUMS, p50=0.2, exchange_s=0.04, sent_bytes=600),
+    ]
+    found = overlap.compare(lines)
+    assert found["gain"] == pytest.approx(1.6)
+    assert found["hidden"] == pytest.approx(0.75)
+    assert found["gain_of_sums"] == pytest.approx(1.25)
+    assert found["bytes_saved"] == pytest.approx(0.4)
+    (row,) = overlap.rows_of([found])
+    assert len(row) == len(overlap.HEAD)
+    assert row[1:] == ("400", "250", "1.60", "200", "50", "75%", "200", "40%")
+
+
+def test_memory_is_compared_with_that_of_few_rows() -> None:
+    mib = 2**20
+    lines = [
+        line(memory_budget.RESIDENT, p50=0.1, peak_rss_bytes=[300 * mib, 400 * mib]),
+        line(memory_budget.BUDGET, p50=0.2, peak_rss_bytes=[230 * mib, 216 * mib]),
+        line(memory_budget.FEW, p50=0.3, peak_rss_bytes=[200 * mib, 190 * mib]),
+    ]
+    found = memory_budget.compare(lines)
+    assert (found["resident_mib"], found["budget_mib"]) == (200.0, 30.0)
+    assert found["share_of_budget"] == pytest.approx(30 / 32)
+    (row,) = memory_budget.rows_of([found])
+    assert len(row) == len(memory_budget.HEAD)
+
+
+@pytest.mark.parametrize("bench", [overlap, memory_budget])
+def test_a_failure_is_in_the_table(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = {"cell": "a cell", "variant": bench.SYSTEMS[0], "status": "failed", "error": "no memory"}
+    (row,) = bench.rows_of([bench.compare([failed])])
+    assert len(row) == len(bench.HEAD)
+    assert "no memory" in row[1]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{bench.MARK}\nan old table\n")
+    monkeypatch.setattr(bench, "README", readme)
+    bench.write([bench.compare([failed])])
+    text = readme.read_text()
+    assert text.startswith(f"before\n{bench.MARK}\n")
+    assert "no memory" in text
+    assert "an old table" not in text

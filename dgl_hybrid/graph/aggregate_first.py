@@ -6,6 +6,8 @@ first layer of a loader's blocks, what is gathered are raw features: their (norm
 Aggregated first it is made once, and from then on the layer is one product: no exchange, no pass over the edges. Sums
 and means are linear, so the order makes no difference but in rounding.
 
+Mean layers of `SAGEConv` that narrow their rows keep DGL's order and do its products in fewer passes.
+
 Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 """
 
@@ -19,6 +21,7 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products
 from dgl_hybrid.ops.op_counts import count
 
 
@@ -59,6 +62,8 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     if self._aggre_type in ("mean", "gcn") and is_plain:
         operands = _static_operands(graph, feat, edge_weight)
     if not operands:
+        if _narrows(self, graph, feat, edge_weight):
+            return _forward_narrowing(self, graph, feat)
         return dglnn.SAGEConv.forward(self, graph, feat, edge_weight)
     num_dst = graph.num_dst_nodes()
 
@@ -71,11 +76,40 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
 
     kept = graph.keep(("sageconv", self._aggre_type, edge_weight is not None), operands, aggregate)
     count("sageconv", "ours: kept aggregate")
-    rst = self.fc_neigh(kept)
-    if self._aggre_type == "mean":
-        rst = self.fc_self(feat[:num_dst]) + rst
-    elif self.bias is not None:
-        rst = rst + self.bias
+    is_mean = self._aggre_type == "mean"
+    if is_mean and self.fc_neigh.bias is None and are_plain((self.fc_self, self.fc_neigh), feat):
+        rst = sum_of_products(feat[:num_dst], self.fc_self, kept, self.fc_neigh)
+    elif is_mean:
+        rst = self.fc_self(feat[:num_dst]) + self.fc_neigh(kept)
+    else:
+        rst = self.fc_neigh(kept)
+        rst = rst + self.bias if self.bias is not None else rst
+    return _finish(self, rst)
+
+
+def _narrows(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
+    """Whether this is a mean layer on a loader's block that multiplies first, in a way that we can."""
+    return (
+        self._aggre_type == "mean"
+        and isinstance(graph, LayerBlock)
+        and isinstance(feat, Tensor)
+        and edge_weight is None
+        and self._in_src_feats > self._out_feats
+        and self.fc_neigh.bias is None
+        and are_plain((self.fc_self, self.fc_neigh), feat)
+    )
+
+
+def _forward_narrowing(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
+    with graph.local_scope():
+        rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
+        graph.srcdata["h"] = rows
+        graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
+        count("sageconv", "ours: fewer passes")
+        return _finish(self, own + graph.dstdata["neigh"][:, : self._out_feats])
+
+
+def _finish(self: Any, rst: Tensor) -> Any:
     if self.activation is not None:
         rst = self.activation(rst)
     return self.norm(rst) if self.norm is not None else rst

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import pytest
 import dgl_hybrid  # noqa: F401  before anything imports DGL
 
 DATA_VARIABLE = "DGL_HYBRID_DATA"
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background: processes that tests start would ignore it too, and some are sent it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def data_folder() -> Path | None:

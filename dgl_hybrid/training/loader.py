@@ -156,6 +156,11 @@ class FullGraphLoader:
                 "partial_sums": self._partial_sums,
             }
         )
+        if self.approximation is not None and chunk_rows is not None:
+            raise ValueError(
+                f"chunk_rows={chunk_rows} is not possible with approximate={approximate!r}: approximate rows are "
+                f"received all at once. Give one of the two."
+            )
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self.num_seeds = len(seeds) - num_borrowed
@@ -226,6 +231,13 @@ class FullGraphLoader:
         self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
+        if self.approximation is not None and chunk_rows is not None and communicator.rank == 0:
+            _logger.warning(
+                "the plan fits the memory budget with rows received %d at a time, but those that are %s are received "
+                "all at once",
+                chunk_rows,
+                self.approximation,
+            )
         sets = close_levels(
             communicator,
             g.nodes,

@@ -319,9 +319,9 @@ def test_results_say_that_they_are_approximate(folders: dict[int, str], capsys: 
 # -------------------------------------------------------------------- names
 
 
-def make_loader(rank: int, world_size: int, part_config: str, names: list[Any]) -> str:
+def make_loader(rank: int, world_size: int, part_config: str, names: list[Any], **options: Any) -> str:
     g = PartitionedGraph.open(part_config)
-    return repr(FullGraphLoader(g, g.owned_nodes("train_mask"), 2, approximate=names[rank]))
+    return repr(FullGraphLoader(g, g.owned_nodes("train_mask"), 2, approximate=names[rank], **options))
 
 
 def test_a_loader_says_what_it_is(partitions: PartitionStore) -> None:
@@ -347,6 +347,12 @@ def test_wrong_names_and_disagreement_raise_on_all_ranks(
     for error in run_ranks_expect_errors(2, make_loader, partitions.get("power_law", power_law(), 2), names):
         assert error.type_name == "ValueError"
         assert message in error.message
+
+
+def test_not_with_rows_in_chunks(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    for error in run_ranks_expect_errors(2, make_loader, folder, ["bf16", "bf16"], chunk_rows=4):
+        assert "chunk_rows=4 is not possible with approximate='bf16'" in error.message
 
 
 def test_the_config_knows_the_names() -> None:

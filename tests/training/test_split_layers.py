@@ -18,6 +18,7 @@ from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 SUMS = ("gcn_both", "sage_mean", "gin", "edge_weight_norm")
@@ -53,9 +54,7 @@ def test_in_one_message(kind: str, world_size: int, partitions: PartitionStore) 
         assert result.forward_exchanges == case.num_layers * case.epochs
 
 
-@pytest.mark.parametrize("chunk_rows", [1, 7])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", [*SUMS, *ATTENTION])
+@pairwise(kind=[*SUMS, *ATTENTION], world_size=[2, 3, 4], chunk_rows=[1, 7])
 def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, num_layers=2, plan="depcomm", epochs=1, optimized=True, chunk_rows=chunk_rows)
     outcomes = run_case(case, world_size, "power_law", partitions)
@@ -68,9 +67,7 @@ def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: Part
     assert all(num_split(counts) == case.num_layers for _, counts in outcomes)
 
 
-@pytest.mark.parametrize("partial_sums", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", [*SUMS, "gat"])
+@pairwise(kind=[*SUMS, "gat"], world_size=[2, 3, 4], partial_sums=[True, False])
 def test_partial_sums(kind: str, world_size: int, partial_sums: bool, partitions: PartitionStore) -> None:
     case = Case(kind=kind, num_layers=3, epochs=2, partial_sums=partial_sums, optimized=True)
     run_case(case, world_size, "power_law", partitions)

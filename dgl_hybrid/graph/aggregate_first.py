@@ -6,7 +6,7 @@ first layer of a loader's blocks, what is gathered are raw features: their (norm
 Aggregated first it is made once, and from then on the layer is one product: no exchange, no pass over the edges. Sums
 and means are linear, so the order makes no difference but in rounding.
 
-Mean layers of `SAGEConv` that narrow their rows keep DGL's order and do its products in fewer passes.
+Layers of both that narrow their rows keep DGL's order and do its products in fewer passes.
 
 Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 """
@@ -17,11 +17,12 @@ from typing import Any
 
 import dgl.nn as dglnn
 import torch
+import torch.nn.functional as F
 from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products
+from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products, vector_columns
 from dgl_hybrid.ops.op_counts import count
 
 
@@ -31,9 +32,13 @@ def forward_graphconv(
     """`dgl.nn.GraphConv.forward`: same arguments, same result."""
     operands = _static_operands(graph, feat, edge_weight)
     both_weights = weight is not None and self.weight is not None
-    zero_degree = operands and not self._allow_zero_in_degree and bool((graph.in_degrees() == 0).any())
-    if not operands or both_weights or zero_degree:
+    narrowing = self.weight if weight is None else weight
+    narrows = not operands and _narrows_with(narrowing, graph, feat, edge_weight)
+    is_ours = (operands or narrows) and not both_weights
+    if not is_ours or (not self._allow_zero_in_degree and bool((graph.in_degrees() == 0).any())):
         return dglnn.GraphConv.forward(self, graph, feat, weight, edge_weight)
+    if narrows:
+        return _forward_narrowing_graphconv(self, graph, feat, narrowing)
 
     def aggregate() -> Tensor:
         x = feat
@@ -47,10 +52,42 @@ def forward_graphconv(
     rst = graph.keep(("graphconv", self._norm, edge_weight is not None), operands, aggregate)
     count("graphconv", "ours: kept aggregate")
     weight = self.weight if weight is None else weight
-    if weight is not None:
-        rst = torch.matmul(rst, weight)
-    if self.bias is not None:
-        rst = rst + self.bias
+    if weight is not None and self.bias is not None and rst.dim() == 2:
+        rst = torch.addmm(self.bias, rst, weight)
+    else:
+        rst = rst if weight is None else torch.matmul(rst, weight)
+        rst = rst if self.bias is None else rst + self.bias
+    return self._activation(rst) if self._activation is not None else rst
+
+
+def _narrows_with(weight: Tensor | None, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
+    """Whether these are rows of a loader's block that become narrower when they are multiplied first."""
+    return (
+        isinstance(graph, LayerBlock)
+        and isinstance(feat, Tensor)
+        and weight is not None
+        and edge_weight is None
+        and feat.dim() == weight.dim() == 2
+        and weight.shape[0] > weight.shape[1]
+        and weight.dtype == feat.dtype
+        and not torch.is_autocast_enabled(feat.device.type)
+    )
+
+
+def _forward_narrowing_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight: Tensor) -> Any:
+    num_columns = weight.shape[1]
+    with graph.local_scope():
+        rows = feat @ F.pad(weight, (0, vector_columns(num_columns, feat.device) - num_columns))
+        if self._norm in ("left", "both"):
+            # DGL scales the wide rows, before the product.
+            rows = rows * _degree_factors(graph.out_degrees(), rows, self._norm)
+        graph.srcdata["h"] = rows
+        graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
+        rst: Tensor = graph.dstdata["h"][:, :num_columns]
+    if self._norm in ("right", "both"):
+        rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
+    count("graphconv", "ours: fewer passes")
+    rst = rst + self.bias if self.bias is not None else rst
     return self._activation(rst) if self._activation is not None else rst
 
 

@@ -88,12 +88,15 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
     Args:
         x: (C, A), where `are_plain((of_all, of_own), x)` holds and `of_all` has no bias.
     """
-    width = len(of_all.weight)
-    missing = -width % _COLUMNS
-    if x.device.type == "cpu" and _COLUMNS * missing <= width:
-        width += missing
+    width = vector_columns(len(of_all.weight), x.device)
     both: tuple[Tensor, Tensor] = _NarrowedRows.apply(x, of_all.weight, of_own.weight, of_own.bias, num_own, width)
     return both
+
+
+def vector_columns(num_columns: int, device: torch.device) -> int:
+    """Returns how many columns a product is better given, the rest zeros: whole vectors where that is cheap, on CPU."""
+    missing = -num_columns % _COLUMNS
+    return num_columns + missing if device.type == "cpu" and _COLUMNS * missing <= num_columns else num_columns
 
 
 def are_plain(layers: tuple[Any, ...], x: Tensor) -> bool:

@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +41,36 @@ from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig,
 from dgl_hybrid.training.report import TrainReport
 
 ROOT = Path(__file__).resolve().parents[2]
-GRAPHS = {"products": 0.04, "debian-deps": 1.0}
-"""Graph -> share of the vertices that `benchmarks/systems/graphs.py` generates."""
-MODEL = ModelConfig(model="sage", num_layers=3, hidden=128, dropout=0.5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A graph and what is trained on it."""
+
+    graph: str
+    scale: float
+    """Share of the vertices that `benchmarks/systems/graphs.py` generates."""
+    model: ModelConfig
+    epochs: int
+
+
+CASES = (
+    Case(graph="products", scale=0.02, model=ModelConfig(model="sage", num_layers=3, hidden=128), epochs=50),
+    Case(graph="debian-deps", scale=1.0, model=ModelConfig(model="sage", num_layers=2, hidden=64), epochs=20),
+)
+QUICK = (replace(CASES[0], scale=0.01, epochs=12),)
 BEGIN, END = "<!-- written by --write, do not edit below -->", "<!-- end -->"
 RUN_TIMEOUT_S = 600.0
 
 
-def make_jobs(graph: str, prepared: PreparedGraph, seeds: int, epochs: int) -> list[TrainJob]:
+def make_jobs(case: Case, prepared: PreparedGraph, seeds: int, epochs: int) -> list[TrainJob]:
     """All runs on one graph, approximations in turns within each seed."""
     return [
         TrainJob(
             part_config=prepared.part_config,
-            dataset=graph,
+            dataset=case.graph,
             num_classes=prepared.num_classes or None,
-            model=MODEL,
+            model=case.model,
             strategy=StrategyConfig(strategy="depcomm"),
             training=TrainConfig(epochs=epochs, eval_every=max(1, epochs // 6), seed=seed, approximate=name),
         )
@@ -119,7 +134,7 @@ def check(reports: Sequence[TrainReport]) -> None:
 
 
 def record_of(
-    report: TrainReport, graph: str, prepared: PreparedGraph, seed: int, network: str, rate: float | None
+    report: TrainReport, case: Case, prepared: PreparedGraph, seed: int, network: str, rate: float | None
 ) -> dict[str, Any]:
     times_ms = sorted(1e3 * epoch.time_s for epoch in report.steady_epochs())
     fifths = statistics.quantiles(times_ms, n=5)
@@ -127,7 +142,7 @@ def record_of(
         "bench": "approximate",
         "variant": report.approximate,
         "exactness": report.exactness,
-        "dataset": graph,
+        "dataset": case.graph,
         "num_nodes": prepared.num_nodes,
         "num_edges": prepared.num_edges,
         "feat_dim": prepared.feat_dim,
@@ -150,14 +165,14 @@ def record_of(
         "final_loss": report.epochs[-1].loss,
         "test_accuracy_final": report.final.test,
         "test_accuracy_best_val": report.best.test,
-        "config": asdict(MODEL),
+        "config": asdict(case.model),
         "load": os.getloadavg()[0],
         "versions": {"dgl_hybrid": dgl_hybrid.__version__, "torch": torch.__version__},
         "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
     }
 
 
-HEAD = ("graph", "rows", "sent per epoch", "of exact", "epoch", "faster", "exchanging", "loss", "test accuracy")
+HEAD = ("graph, epochs", "rows", "sent per epoch", "of exact", "epoch", "faster", "exchanging", "loss", "test accuracy")
 
 
 def rows_of(records: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -171,7 +186,7 @@ def rows_of(records: Sequence[dict[str, Any]]) -> list[list[str]]:
             accuracies = [100 * r["test_accuracy_final"] for r in chosen]
             rows.append(
                 [
-                    graph,
+                    f"{graph}, {chosen[0]['epochs']}",
                     describe_approximation(name),
                     f"{chosen[0]['bytes_per_epoch'] / 1e6:.2f} MB",
                     f"{chosen[0]['bytes_per_epoch'] / exact[0]['bytes_per_epoch']:.0%}",
@@ -194,7 +209,7 @@ def write(records: Sequence[dict[str, Any]]) -> None:
     head, tail = text.split(BEGIN)[0], text.split(END)[1]
     first = records[0]
     lines = [
-        f"{first['world_size']} ranks, one thread each, {first['network']}, {first['epochs']} epochs, "
+        f"{first['world_size']} ranks, one thread each, {first['network']}, "
         f"{len({r['seed'] for r in records})} seeds, PyTorch {first['versions']['torch']}, {first['time'][:10]}, load "
         f"{max(r['load'] for r in records):.0f}.",
         "",
@@ -208,25 +223,25 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a smaller generated graph, few epochs, one seed")
     parser.add_argument("--ranks", type=int, default=2, metavar="P", help="number of ranks [2]")
     parser.add_argument("--mbit", type=float, default=200.0, metavar="RATE", help="Mb/s of every link [200]")
-    parser.add_argument("--epochs", type=int, metavar="N", help="epochs of every run [60]")
-    parser.add_argument("--seeds", type=int, metavar="K", help="runs of everything, from different weights [2]")
+    parser.add_argument("--epochs", type=int, metavar="N", help="epochs of every run [50 and 20]")
+    parser.add_argument("--seeds", type=int, metavar="K", help="runs of everything, from different weights [1]")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--write", action="store_true", help="append to results.jsonl, put the table into the README")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the ranks
-    epochs, seeds = args.epochs or (12 if args.quick else 60), args.seeds or (1 if args.quick else 2)
-    graphs = {"products": 0.01} if args.quick else GRAPHS
+    seeds = args.seeds or 1
     console = Console(file=sys.stderr if args.json else sys.stdout, width=180)
     records: list[dict[str, Any]] = []
     reason = why_unavailable()
     with tempfile.TemporaryDirectory(prefix="approximate_") as name:
-        for graph, scale in graphs.items():
+        for case in QUICK if args.quick else CASES:
+            graph, epochs = case.graph, args.epochs or case.epochs
             try:
-                prepared = prepare(graph, scale, args.ranks, Path(name))
+                prepared = prepare(graph, case.scale, args.ranks, Path(name))
             except GraphError as error:
                 console.print(f"{graph} is left out: {error}")
                 continue
-            jobs = make_jobs(graph, prepared, seeds, epochs)
+            jobs = make_jobs(case, prepared, seeds, epochs)
             if reason is None:
                 with EmulatedNetwork(num_hosts=args.ranks) as network:
                     network.shape(round(args.mbit * 1e6))
@@ -241,7 +256,7 @@ def main() -> None:
             for position, report in enumerate(reports):
                 if position % per_seed == 0:
                     check(reports[position : position + per_seed])
-                records.append(record_of(report, graph, prepared, position // per_seed, label, rate))
+                records.append(record_of(report, case, prepared, position // per_seed, label, rate))
     table = Table(*HEAD)
     for row in rows_of(records):
         table.add_row(*row)

@@ -178,6 +178,7 @@ class FullGraphLoader:
             num_borrowed=num_borrowed,
             keep_static=keep_static,
             row_order=self._row_order,
+            overlap=overlap,
         )
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None

@@ -75,6 +75,7 @@ class PlanMaker:
             a process, and times the model on them.
         keep_static: Whether blocks keep what they make of static tensors.
         row_order: Of the rows of the blocks that are built later.
+        overlap: Whether blocks will split layers by source, where that can be done.
     """
 
     def __init__(
@@ -88,10 +89,11 @@ class PlanMaker:
         num_borrowed: int = 0,
         keep_static: bool = True,
         row_order: RowOrder = "id",
+        overlap: bool = True,
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
-        self._keep_static = keep_static
+        self._keep_static, self._overlap = keep_static, overlap
         self._is_timed = topology is None
         if topology is not None:
             g.topology = topology
@@ -141,8 +143,14 @@ class PlanMaker:
         communicator = self._graph.communicator
         sets = self._sets_of_depcomm(dense_below)
         communicator.barrier()
-        with communicator.agreed(), session.paused():
-            times = time_model(model, template, sets, trace, dropout=_example_dropout, keep_static=self._keep_static)
+        times: ModelTimes | None = None
+        with session.paused():
+            try:
+                times = time_model(
+                    model, template, sets, trace, dropout=_example_dropout, keep_static=self._keep_static
+                )
+            except Exception as error:  # it could be traced, so there are prices, only less good ones
+                _logger.warning("%s could not be timed (%s: %s)", type(model).__name__, type(error).__name__, error)
         are_known = communicator.gather_ints([int(times is not None)])
         return times if all(known for (known,) in are_known) else None
 
@@ -162,10 +170,11 @@ class PlanMaker:
     def make_from_trace(self, trace: ModelTrace, *, dense_below: int, times: ModelTimes | None = None) -> PlanOutcome:
         """Plans for a trace that all ranks hold, and for what each of them timed. Collective."""
         g, communicator = self._graph, self._graph.communicator
+        if not self._overlap:
+            trace = replace(trace, layers=tuple(replace(layer, can_split=False) for layer in trace.layers))
         if g.topology is None:
             measured = probe(communicator.transport, aggregate=InEdgeSum())
-            backend = "" if communicator.transport is None else communicator.transport.backend
-            g.topology = replace(measured, overlaps=backend in _BACKGROUND_BACKENDS)
+            g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         problem = build_plan_problem(
             communicator,
             g.nodes,

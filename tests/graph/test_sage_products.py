@@ -3,11 +3,20 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
+import dgl.nn as dglnn
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgl_hybrid import optimize
 from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from tests.graph.blocks import one_layer
+from tests.helpers.world import run_ranks
 
 
 def linears(
@@ -85,3 +94,38 @@ def test_layers_that_do_more_than_multiply_are_left_alone() -> None:
     handle.remove()
     other.forward = lambda x: 2 * x  # type: ignore[method-assign]
     assert not are_plain((plain, other), x)
+
+
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "sage_mean": lambda: dglnn.SAGEConv(64, 47, "mean"),
+    "sage_no_bias": lambda: dglnn.SAGEConv(64, 5, "mean", bias=False, activation=F.elu),
+    "gcn_both": lambda: dglnn.GraphConv(64, 47, norm="both", allow_zero_in_degree=True),
+    "gcn_left": lambda: dglnn.GraphConv(64, 47, norm="left", allow_zero_in_degree=True, activation=F.elu),
+    "gcn_right": lambda: dglnn.GraphConv(64, 31, norm="right", allow_zero_in_degree=True, bias=False),
+    "gcn_none": lambda: dglnn.GraphConv(64, 7, norm="none", allow_zero_in_degree=True),
+}
+
+
+def run_on_block(rank: int, world_size: int, part_config: str) -> dict[str, tuple[list[Tensor], list[Tensor], int]]:
+    """Returns output and gradients of every layer, of DGL's forward and of ours, and how often ours ran."""
+    _, x, (block, _loader) = one_layer(part_config)
+    torch.manual_seed(5)
+    rows = (x.detach().double() @ torch.randn(x.shape[1], 64, dtype=torch.float64)).requires_grad_()
+    compared = {}
+    for kind, make in LAYERS.items():
+        layer = make().double()
+        found = []
+        for model in (layer, optimize(copy.deepcopy(layer))):
+            reset_op_counts()
+            result = model(block, rows)
+            found.append([result.detach(), *gradients([result], [rows, *model.parameters()])])
+        op = "graphconv" if "gcn" in kind else "sageconv"
+        compared[kind] = (found[0], found[1], op_counts().get(f"{op}/ours: fewer passes", 0))
+    return compared
+
+
+def test_layers_on_blocks(folder: str) -> None:
+    for compared in run_ranks(3, run_on_block, folder):
+        for kind, (expected, ours, count) in compared.items():
+            assert count == 1, kind
+            torch.testing.assert_close(ours, expected, msg=lambda text, kind=kind: f"{kind}: {text}")

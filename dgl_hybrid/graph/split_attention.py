@@ -51,12 +51,14 @@ class _Sources:
         return flat if self.el is None else torch.cat([self.el, flat], dim=1)
 
     def unpacked(self, wire: Tensor) -> _Sources:
-        """Rows that came, as copies: of the same heads and widths."""
+        """Rows that came, as copies: of the same heads and widths.
+
+        Not by `contiguous`, which copies nothing of a single row: messages are written over by later ones.
+        """
         heads, width = self.x.shape[1:]
         if self.el is None:
-            return _Sources(wire.clone().view(-1, heads, width), None)
-        x = wire[:, heads:].contiguous().view(-1, heads, width)
-        return _Sources(x, wire[:, :heads].contiguous())
+            return _Sources(_copy_of(wire).view(-1, heads, width), None)
+        return _Sources(_copy_of(wire[:, heads:]).view(-1, heads, width), _copy_of(wire[:, :heads]))
 
 
 class SplitAttention:
@@ -211,6 +213,10 @@ class SplitAttention:
             received.clear()
             self.exchange.return_gradients(position, gradients, total)
         return total
+
+
+def _copy_of(rows: Tensor) -> Tensor:
+    return rows.clone(memory_format=torch.contiguous_format)
 
 
 def _do_nothing() -> None:

@@ -134,12 +134,12 @@ class FullGraphLoader:
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             local_seeds = _as_ids(nids, g)
             self._row_order = check_row_order(row_order)
+            if chunk_rows is not None and chunk_rows < 1:
+                raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
         self.approximation = agree_on_approximation(approximate, self.communicator)
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
         if self.approximation is not None and self.communicator.rank == 0:
             _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
-        if chunk_rows is not None and chunk_rows < 1:
-            raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
         self._keep_static, self._autotune, self._overlap = keep_static, autotune, overlap
         self._chunk_rows = chunk_rows
         through_memory = self.communicator.backend == "shared_memory"

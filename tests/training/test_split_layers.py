@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dgl
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, run_step
-from tests.helpers.graphs import NAMED, power_law
+from tests.helpers.graphs import NAMED, NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
@@ -188,3 +189,24 @@ def test_a_budget_that_nothing_fits_is_an_error_on_all_ranks(kind: str, partitio
     folder = partitions.get("power_law_4000", power_law(4000, 16000), 3)
     for error in run_ranks_expect_errors(3, train_within, folder, kind, budget):
         assert "no plan fits the memory budget" in error.message
+
+
+def two_clusters() -> dgl.DGLGraph:
+    """Two cliques; one node of each is read by four of the other: with a part each, one row goes either way."""
+    pairs = [(base + u, base + v) for base in (0, 20) for u in range(20) for v in range(20) if u != v]
+    pairs += [(0, 20 + k) for k in range(4)] + [(20, k) for k in range(4)]
+    graph = dgl.graph(pairs, num_nodes=40)
+    generator = torch.Generator().manual_seed(0)
+    graph.ndata["feat"] = torch.randn(40, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    graph.ndata["label"] = torch.randint(NUM_CLASSES, (40,), generator=generator)
+    graph.ndata["train_mask"] = torch.arange(40) % 3 > 0
+    graph.edata["w"] = torch.rand(graph.num_edges(), generator=generator, dtype=torch.float64) + 0.5
+    return graph
+
+
+@pytest.mark.parametrize("kind", [*ATTENTION, "gcn_both"])
+def test_a_single_row_is_received(kind: str, partitions: PartitionStore) -> None:
+    graph = two_clusters()
+    case = Case(kind=kind, num_layers=3, optimized=True)
+    results = run_ranks(2, run_step, partitions.get("two_clusters", graph, 2, method="metis"), case)
+    assert_same_step(results, reference_step(graph, case))

@@ -88,8 +88,11 @@ def test_dropout_does_not_depend_on_ranks_or_strategy(folder: Path) -> None:
 
 def test_report_counts_bytes_and_dependencies(folder: Path) -> None:
     caching = run(make_job(folder, 3, strategy="depcache"), 3)
-    assert all(epoch.bytes_sent == 0 for epoch in caching.epochs)
-    assert all(layer.communicated == 0 and layer.cached > 0 for layer in caching.layers)
+    # Raw features travel once, since the first layer keeps what it makes of them; nothing travels after that.
+    assert caching.epochs[0].bytes_sent == caching.layers[0].communicated * 12 * 8
+    assert all(epoch.bytes_sent == 0 for epoch in caching.epochs[1:])
+    assert all(layer.forward_bytes == layer.backward_bytes == 0 for layer in caching.layers)
+    assert all(layer.communicated == 0 and layer.cached > 0 for layer in caching.layers[1:])
     communicating = run(make_job(folder, 3, strategy="depcomm"), 3)
     assert all(layer.cached == 0 and layer.communicated > 0 for layer in communicating.layers)
     # Layer 1 exchanges its 12 raw features in the first epoch, and keeps their sum; layer 2 exchanges 8; float64.

@@ -131,30 +131,42 @@ def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> Split
     positions = (~is_held).nonzero().flatten()
     rows = torch.repeat_interleave(structure.indptr.diff())[positions]
     sources = structure.indices[positions] - num_held
-    parts = tuple(_part(structure, message, rows, sources, positions) for message in messages)
+    message_of, place = _places(structure.exchange, messages)
+    which = message_of[sources]
+    # Stable: entries keep the order of the edges, so those of a row stay together.
+    order = which.argsort(stable=True)
+    counts = torch.bincount(which, minlength=len(messages)).tolist()
+    parts = tuple(
+        _part(structure, message, rows[chosen], place[sources[chosen]], positions[chosen])
+        for message, chosen in zip(messages, order.split(counts), strict=True)
+    )
     return SplitLayer(held=held, held_edge_positions=_narrow(held_positions, len(is_held)), parts=parts)
 
 
+def _places(plan: ExchangePlan, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
+    """Returns, for each received row, which message brings it and at which place of that message."""
+    message_of = torch.zeros(plan.num_received, dtype=torch.int64)
+    place = torch.zeros(plan.num_received, dtype=torch.int64)
+    for number, message in enumerate(messages):
+        before = 0
+        for begin, end in message.received:
+            message_of[begin:end] = number
+            place[begin:end] = torch.arange(before, before + end - begin)
+            before += end - begin
+    return message_of, place
+
+
 def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Tensor, positions: Tensor) -> RowsPart:
-    """Args: `rows`, `sources` (among the received) and `positions` of all edges from received rows, by row."""
-    plan = structure.exchange
-    num_received = sum(message.recv_counts)
-    if num_received < plan.num_received:
-        place = torch.full((plan.num_received,), -1)
-        arrivals = torch.cat([torch.arange(*piece) for piece in message.received])
-        place[arrivals] = torch.arange(num_received)
-        sources = place[sources]
-        chosen = (sources >= 0).nonzero().flatten()
-        rows, sources, positions = rows[chosen], sources[chosen], positions[chosen]
+    """Args: `rows`, `sources` (among the message's) and `positions` of the edges from its rows, by row."""
     dst_rows, counts = torch.unique_consecutive(rows, return_counts=True)
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    sent = torch.cat([plan.send_index.cpu()[begin:end] for begin, end in message.sent])
+    sent = torch.cat([structure.exchange.send_index[begin:end] for begin, end in message.sent])
     return RowsPart(
         send_counts=message.send_counts,
         recv_counts=message.recv_counts,
         pack=SparseGraph.from_csc(torch.arange(len(sent) + 1), sent, num_src=structure.num_held),
         dst_rows=dst_rows,
-        edges=SparseGraph.from_csc(indptr, sources, num_src=num_received),
+        edges=SparseGraph.from_csc(indptr, sources, num_src=sum(message.recv_counts)),
         edge_positions=_narrow(positions, len(structure.indices)),
     )
 

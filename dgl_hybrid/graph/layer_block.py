@@ -248,7 +248,7 @@ class LayerBlock:
             weighted_out_degrees=self._weighted_out_degrees,
             static_results=self.static_results,
             approximation=self.approximation,
-            split=self._split,
+            split=None if self._split is None else self._split.on(torch.device(block.device)),
             _block=block,
         )
         copy.observer, copy.on_use = self.observer, self.on_use
@@ -309,7 +309,14 @@ class LayerBlock:
             make: Called without gradients; may use this block.
         """
         self._used()
-        result = self.static_results.get(key, operands, make)
+
+        def make_and_release() -> Tensor:
+            result = make()
+            if self._split is not None:
+                self._split.release()
+            return result
+
+        result = self.static_results.get(key, operands, make_and_release)
         if self.observer is not None:
             self.observer.on_kept_result(self.layer, operands)
         return result

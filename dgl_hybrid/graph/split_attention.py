@@ -73,6 +73,7 @@ class SplitAttention:
         self.layer = layer
         self.exchange = SplitExchange(layer, communicator, number=number)
         self.fetches_again = len(layer.parts) > 1
+        self._split_keys: tuple[Tensor, list[Tensor]] | None = None
         self._without_held = (layer.held.in_edges.indptr.diff() == 0).nonzero().flatten()
 
     def gat(self, x: Tensor, el: Tensor, er: Tensor, *, negative_slope: float, dropout: EdgeDropout | None) -> Tensor:
@@ -90,8 +91,8 @@ class SplitAttention:
         heads = x.shape[1]
         flat = x.reshape(len(x), heads, x.shape[2:].numel())
         call = _Call("gat", negative_slope, self._dropouts(dropout))
-        out: Tensor = _Attention.apply(self, call, flat, el.reshape(-1, heads), er.reshape(-1, heads), None)
-        return out.reshape(-1, heads, *x.shape[2:])
+        out: Tensor = _Attention.apply(self, call, flat, el.reshape(len(x), heads), er.reshape(len(er), heads), None)
+        return out.reshape(len(er), heads, *x.shape[2:])
 
     def gatv2(
         self, x_src: Tensor, x_dst: Tensor, attention: Tensor, *, negative_slope: float, dropout: EdgeDropout | None
@@ -115,8 +116,10 @@ class SplitAttention:
         if dropout is None:
             return (None,) * (1 + len(self.layer.parts))
         assert dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
-        positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
-        return tuple(replace(dropout, edge_keys=dropout.edge_keys[where]) for where in positions)
+        if self._split_keys is None or self._split_keys[0] is not dropout.edge_keys:
+            positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
+            self._split_keys = dropout.edge_keys, [dropout.edge_keys[where] for where in positions]
+        return tuple(replace(dropout, edge_keys=keys) for keys in self._split_keys[1])
 
     def forward(
         self, call: _Call, sources: _Sources, dst: Tensor, attention: Tensor | None
@@ -171,7 +174,10 @@ class SplitAttention:
             read_by = part.dst_rows
             some = [value.index_select(0, read_by) for value in (dst, out, lse, grad)]
             d_rows, d_some, found = _attend_backward(call, 1 + position, part.edges, rows, attention, *some)
-            waiting.append((read_by, d_some))
+            if self.fetches_again:  # held rows were first
+                d_dst.index_add_(0, read_by, d_some)
+            else:
+                waiting.append((read_by, d_some))
             note_attention(found)
             return d_rows
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -12,10 +12,19 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.partial_sums import build_partial_sums
+from dgl_hybrid.exchange.partial_sums import PartialSums, build_partial_sums
 from dgl_hybrid.exchange.parts import Message, RowsPart, SplitLayer, split_layer
 from dgl_hybrid.graph.split_attention import SplitAttention
 from dgl_hybrid.graph.split_sum import SplitSum
+
+
+@dataclass
+class _Shared:
+    """What the blocks of one layer on several devices have in common."""
+
+    by_device: dict[torch.device, SplitBlock] = field(default_factory=dict)
+    partial_sums: PartialSums | None = None
+    """None: not searched for yet."""
 
 
 class SplitBlock:
@@ -34,9 +43,31 @@ class SplitBlock:
         *,
         device: torch.device,
         partial_sums: bool = False,
+        _shared: _Shared | None = None,
     ) -> None:
         self._structure, self._communicator, self._device = structure, communicator, device
         self._messages, self._may_send_sums = tuple(messages), partial_sums
+        self._shared = _Shared() if _shared is None else _shared
+        self._shared.by_device[device] = self
+
+    def on(self, device: torch.device) -> SplitBlock:
+        """Returns the same for rows on another device; the same object at every call. Not collective."""
+        known = self._shared.by_device.get(device)
+        if known is not None:
+            return known
+        return SplitBlock(
+            self._structure,
+            self._communicator,
+            self._messages,
+            device=device,
+            partial_sums=self._may_send_sums,
+            _shared=self._shared,
+        )
+
+    def release(self) -> None:
+        """Lets go of the structure, which is made anew where it is needed again."""
+        for name in ("_layer", "trained_sums", "plain_sums", "attention"):
+            self.__dict__.pop(name, None)
 
     @cached_property
     def _layer(self) -> SplitLayer:
@@ -55,7 +86,9 @@ class SplitBlock:
     def trained_sums(self) -> SplitSum:
         """Sums that are worth a search for the fewest rows to send. Collective at its first use."""
         if self._may_send_sums and len(self._messages) == 1:
-            found = build_partial_sums(self._communicator, self._structure)
+            found = self._shared.partial_sums
+            if found is None:
+                found = self._shared.partial_sums = build_partial_sums(self._communicator, self._structure)
             if found.part is not None:
                 layer = replace(self._layer, parts=(_part_on(found.part, self._device),))
                 return SplitSum(layer, self._communicator, number=self._structure.layer)

@@ -11,12 +11,14 @@ while the rest is done.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator, PendingRows
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.ops.sparse_graph import Adjacency
@@ -45,13 +47,13 @@ class SplitExchange:
         """
         parts = self.layer.parts
         pending = self._send_rows(parts[0], x_CF) if parts else None
-        held()
+        with _ended_in_any_case(pending):
+            held()
         for position, part in enumerate(parts):
             assert pending is not None
             rows = pending.wait(part.recv_counts)
-            if position + 1 < len(parts):
-                pending = self._send_rows(parts[position + 1], x_CF)
-            with record_function("dgl_hybrid::use_received"):
+            pending = self._send_rows(parts[position + 1], x_CF) if position + 1 < len(parts) else None
+            with _ended_in_any_case(pending), record_function("dgl_hybrid::use_received"):
                 use(position, rows)
 
     def backward(self, make: Callable[[int], Tensor], held: Callable[[], Tensor]) -> Tensor:
@@ -67,10 +69,12 @@ class SplitExchange:
         """
         parts = self.layer.parts
         pending = self._send_gradients(parts[0], make(0)) if parts else None
-        total = held()
+        with _ended_in_any_case(pending):
+            total = held()
         for position, part in enumerate(parts):
             assert pending is not None
-            following = make(position + 1) if position + 1 < len(parts) else None
+            with _ended_in_any_case(pending):
+                following = make(position + 1) if position + 1 < len(parts) else None
             rows = pending.wait(part.send_counts)
             if following is not None:
                 pending = self._send_gradients(parts[position + 1], following)
@@ -88,7 +92,8 @@ class SplitExchange:
         """
         part = self.layer.parts[position]
         pending = self._send_rows(part, x_CF)
-        meanwhile()
+        with _ended_in_any_case(pending):
+            meanwhile()
         return pending.wait(part.recv_counts)
 
     def return_gradients(self, position: int, grads_RF: Tensor, total_CF: Tensor) -> None:
@@ -133,10 +138,26 @@ class _Pending:
     def __init__(self, rows: PendingRows, out: Tensor | None) -> None:
         self._rows, self._out = rows, out
 
+    def end(self) -> None:
+        """Waits for the rows and drops them."""
+        self._rows.wait()
+
     def wait(self, counts: tuple[int, ...]) -> Tensor:
         """Returns the rows of all ranks; `counts` says how many came from each."""
         by_rank = self._rows.wait()
         return by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
+
+
+@contextlib.contextmanager
+def _ended_in_any_case(pending: _Pending | None) -> Iterator[None]:
+    """Ends a message if the work beside it fails, so that who survives the failure can exchange again."""
+    try:
+        yield
+    except Exception:
+        if pending is not None:
+            with contextlib.suppress(ExchangeError):
+                pending.end()
+        raise
 
 
 def _add_returned(part: RowsPart, grads_SF: Tensor, total_CF: Tensor) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.parts import SplitLayer
+from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
 from dgl_hybrid.ops.operands import plan_weighted
 
@@ -46,25 +46,16 @@ class SplitSum:
         """
         if weights is None:
             summed: Tensor = _Sum.apply(self, None, x.reshape(len(x), 1, x.shape[1:].numel()))
-            return summed.reshape(-1, *x.shape[1:])
+            return summed.reshape(len(summed), *x.shape[1:])
         plan = plan_weighted(tuple(x.shape[1:]), tuple(weights.shape[1:]))
         if plan is None:
             raise ValueError(
                 f"features of sources and edge weights must broadcast after the rows (got {tuple(x.shape)} and "
                 f"{tuple(weights.shape)})"
             )
-        by_edge = plan.weights(weights.detach())
-        split = tuple(by_edge.index_select(0, positions) for positions in self._edge_positions())
-        return plan.result(_Sum.apply(self, split, plan.sources(x)))
+        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), plan.sources(x)))
 
-    def _edge_positions(self) -> list[Tensor]:
-        positions = [self.layer.held_edge_positions]
-        for part in self.layer.parts:
-            assert part.edge_positions is not None, "partial sums are sums without weights"
-            positions.append(part.edge_positions)
-        return positions
-
-    def forward(self, x_CHD: Tensor, weights: tuple[Tensor, ...] | None) -> Tensor:
+    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None) -> Tensor:
         """(C, H, D) to (N, H, D)."""
         x_CHD = x_CHD.contiguous()
         shape = x_CHD.shape[1:]
@@ -72,12 +63,12 @@ class SplitSum:
 
         def held() -> None:
             nonlocal out
-            out = sum_rows(self.layer.held.in_edges, x_CHD, _weights_of(weights, 0))
+            out = sum_rows(self.layer.held.in_edges, x_CHD, self._weights_of_held(weights_EH))
 
         def use(position: int, rows_RF: Tensor) -> None:
             part = self.layer.parts[position]
             rows = rows_RF.view(len(rows_RF), *shape)
-            summed = sum_rows(part.edges.in_edges, rows, _weights_of(weights, 1 + position))
+            summed = sum_rows(part.edges.in_edges, rows, _weights_of(part, weights_EH))
             if len(part.dst_rows) == len(out):
                 out.add_(summed)
             else:
@@ -86,42 +77,54 @@ class SplitSum:
         self.exchange.forward(x_CHD.flatten(1), held, use)
         return out
 
-    def backward(self, grad_NHD: Tensor, weights: tuple[Tensor, ...] | None) -> Tensor:
+    def backward(self, grad_NHD: Tensor, weights_EH: Tensor | None) -> Tensor:
         """(N, H, D) to (C, H, D)."""
         grad_NHD = grad_NHD.contiguous()
 
         def make(position: int) -> Tensor:
             if self._by_source[position] is None:
                 self._by_source[position] = by_source(self.layer.parts[position])
-            return sum_rows(self._by_source[position], grad_NHD, _weights_of(weights, 1 + position)).flatten(1)
+            weights = _weights_of(self.layer.parts[position], weights_EH)
+            return sum_rows(self._by_source[position], grad_NHD, weights).flatten(1)
 
         def held() -> Tensor:
-            return sum_rows(self.layer.held.out_edges, grad_NHD, _weights_of(weights, 0)).flatten(1)
+            return sum_rows(self.layer.held.out_edges, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)
 
-        return self.exchange.backward(make, held).view(-1, *grad_NHD.shape[1:])
+        total = self.exchange.backward(make, held)
+        return total.view(len(total), *grad_NHD.shape[1:])
+
+    def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
+        return None if weights_EH is None else weights_EH.index_select(0, self.layer.held_edge_positions)
 
 
-def _weights_of(weights: tuple[Tensor, ...] | None, position: int) -> Tensor | None:
-    return None if weights is None else weights[position]
+def _weights_of(part: RowsPart, weights_EH: Tensor | None) -> Tensor | None:
+    if weights_EH is None:
+        return None
+    assert part.edge_positions is not None, "partial sums are sums without weights"
+    return weights_EH.index_select(0, part.edge_positions)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitSum, weights: tuple[Tensor, ...] | None, x_CHD: Tensor) -> Tensor:
-        ctx.split, ctx.weights = split, weights
-        return split.forward(x_CHD, weights)
+    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, x_CHD: Tensor) -> Tensor:
+        ctx.split = split
+        ctx.save_for_backward(weights_EH)
+        return split.forward(x_CHD, weights_EH)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _Adjoint.apply(ctx.split, ctx.weights, *grads)
+        (weights_EH,) = ctx.saved_tensors
+        return None, None, _Adjoint.apply(ctx.split, weights_EH, *grads)
 
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitSum, weights: tuple[Tensor, ...] | None, grad_NHD: Tensor) -> Tensor:
-        ctx.split, ctx.weights = split, weights
-        return split.backward(grad_NHD, weights)
+    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, grad_NHD: Tensor) -> Tensor:
+        ctx.split = split
+        ctx.save_for_backward(weights_EH)
+        return split.backward(grad_NHD, weights_EH)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, _Sum.apply(ctx.split, ctx.weights, *grads)
+        (weights_EH,) = ctx.saved_tensors
+        return None, None, _Sum.apply(ctx.split, weights_EH, *grads)

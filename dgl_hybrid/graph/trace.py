@@ -151,7 +151,8 @@ class _CostMode(TorchDispatchMode):
         if func.namespace != "dgl_hybrid" or not layers:
             return
         is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
-        can_be_split = is_plain_sum or func._opname in ("gat", "gatv2")
+        is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
+        can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))
         (self.record.summed if can_be_split else self.record.unsplit).add(layers[0])
 
 

@@ -24,6 +24,7 @@ def infer(
     device: torch.device | str | None = None,
     loader: FullGraphLoader | None = None,
     transport: TransportName | None = None,
+    chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs `model(blocks, x)` in evaluation mode for some nodes. Collective; no gradients.
 
@@ -35,6 +36,7 @@ def infer(
         feature: The node field that is the model's input.
         loader: One made before for the same nodes, to save building it.
         transport: Of a `DistGraph`, as for `FullGraphLoader`.
+        chunk_rows: As for `FullGraphLoader`, where not all received rows fit.
 
     Returns:
         `(nids, output)`: the ids this rank owns among all those asked for, ascending, and their output rows.
@@ -43,7 +45,7 @@ def infer(
     if loader is None:
         graph = as_partitioned(g, transport)
         wanted = graph.owned_nodes() if nids is None else nids
-        loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm")
+        loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)
     was_training = inner.training
     inner.eval()
     try:

@@ -154,6 +154,7 @@ class FullGraphLoader:
                 "overlap": overlap,
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
+                "chunk_rows of the plan": (plan.chunk_rows or 0) if isinstance(plan, DependencyPlan) else 0,
             }
         )
         if self.approximation is not None and chunk_rows is not None:

@@ -47,7 +47,8 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     g = open_graph(job)
     model = build(job, g)
     loader, plan = make_loader(job, g, model)
-    evaluator = Evaluator(g, job.model.num_layers)
+    chunk_rows = None if loader.outcome is None else loader.outcome.plan.chunk_rows
+    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=chunk_rows)
     config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
     if communicator.transport is not None:
@@ -189,15 +190,21 @@ def partition_fingerprint(part_config: str | Path) -> str:
 class Evaluator:
     """Measures the accuracy on all labelled nodes, exactly, whatever the train loader's plan.
 
-    Its loader lives beside the train loader; everything is communicated in it.
+    Its loader lives beside the train loader; everything is communicated in it, in messages of `chunk_rows` if the train
+    loader's memory budget asks for it.
     """
 
-    def __init__(self, g: PartitionedGraph, num_layers: int) -> None:
+    def __init__(self, g: PartitionedGraph, num_layers: int, *, chunk_rows: int | None = None) -> None:
         self._graph = g
         masks = torch.stack([g.ndata[split].local.bool() for split in SPLITS])
         nothing = torch.empty(0, dtype=torch.int64)
         self._loader = FullGraphLoader(
-            g, g.nodes.owned()[masks.any(0)], num_layers, plan=[nothing] * num_layers, seed=0
+            g,
+            g.nodes.owned()[masks.any(0)],
+            num_layers,
+            plan=[nothing] * num_layers,
+            seed=0,
+            chunk_rows=chunk_rows,
         )
         own = self._loader.num_seeds
         self._labels = g.ndata["label"][self._loader.seeds][:own]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import dgl
@@ -210,3 +211,38 @@ def test_a_single_row_is_received(kind: str, partitions: PartitionStore) -> None
     case = Case(kind=kind, num_layers=3, optimized=True)
     results = run_ranks(2, run_step, partitions.get("two_clusters", graph, 2, method="metis"), case)
     assert_same_step(results, reference_step(graph, case))
+
+
+def run_corners(rank: int, world_size: int, folder: str, chunk_rows: int | None) -> dict[str, bool]:
+    """Rows without columns, copies on another device, and a failure beside a message in flight."""
+    g = PartitionedGraph.open(folder)
+    nothing = [torch.empty(0, dtype=torch.int64)]
+    loader = FullGraphLoader(g, g.nodes.owned(), 1, plan=nothing, chunk_rows=chunk_rows)
+    checks = {}
+    for input_nodes, _, (block,) in loader:
+        for shape in ((), (0,), (3, 0), (2, 3)):
+            with block.local_scope():
+                block.srcdata["h"] = torch.ones(len(input_nodes), *shape)
+                block.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
+                checks[f"shape {shape}"] = block.dstdata["h"].shape == (block.num_dst_nodes(), *shape)
+        split = block._split
+        assert split is not None
+        meta = split.on(torch.device("meta"))
+        checks["one for each device"] = (
+            split.on(torch.device("cpu")) is split and split.on(torch.device("meta")) is meta
+        )
+        x = torch.ones(len(input_nodes), 2)
+        held = split.plain_sums.layer.held
+        split.plain_sums.layer.__dict__["held"] = None  # what is done beside the first message fails
+        with contextlib.suppress(AttributeError):
+            split.sum(x)
+        split.plain_sums.layer.__dict__["held"] = held
+        # The other messages of the failed call were never begun on any rank: the next call is a whole one again.
+        checks["goes on after a failure"] = torch.equal(split.sum(x)[:, 0], block.in_degrees().float())
+    return checks
+
+
+@pytest.mark.parametrize("chunk_rows", [None, 4])
+def test_corners(chunk_rows: int | None, partitions: PartitionStore) -> None:
+    for checks in run_ranks(3, run_corners, partitions.get("power_law", power_law(), 3), chunk_rows):
+        assert all(checks.values()), checks

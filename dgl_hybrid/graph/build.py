@@ -54,7 +54,7 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
-                split=_split(structure, communicator, device, chunk_rows, partial_sums)
+                split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
                 if overlap or chunk_rows
                 else None,
                 approximation=None if approximation is None else ApproximateRows(approximation, seed=seed),
@@ -69,9 +69,14 @@ def _split(
     device: torch.device,
     chunk_rows: int | None,
     partial_sums: bool,
+    approximation: Approximation | None,
+    seed: int,
 ) -> SplitBlock | None:
     plan = structure.exchange
     if plan.is_idle:
         return None
     messages = (whole_message(plan),) if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
-    return SplitBlock(structure, communicator, messages, device=device, partial_sums=partial_sums)
+    codec = None if approximation is None else approximation.codec
+    return SplitBlock(
+        structure, communicator, messages, device=device, partial_sums=partial_sums, codec=codec, seed=seed
+    )

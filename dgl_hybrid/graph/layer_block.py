@@ -357,7 +357,7 @@ class LayerBlock:
         is_product = message_func.name == "u_mul_e"
         if reduce_func.name not in ("sum", "mean") or not (is_product or message_func.name == "copy_u"):
             return False
-        if target != fn.TargetCode.SRC or self.split_of((name,)) is None:
+        if target != fn.TargetCode.SRC or self.split_of((name,), is_sum=True) is None:
             return False
         assert self._split is not None
         x = self._source[name]
@@ -376,13 +376,15 @@ class LayerBlock:
         self._block.dstdata[reduce_func.out_field] = summed
         return True
 
-    def split_of(self, names: Sequence[str]) -> SplitBlock | None:
+    def split_of(self, names: Sequence[str], *, is_sum: bool = False) -> SplitBlock | None:
         """Returns what runs an operation that reads these source fields with their exchange inside; None: not possible.
 
         Not where rows are at hand already, are not float32 or float64, would travel with other fields, or are
-        approximated.
+        approximated (but for narrower rows of sums).
         """
-        if self._split is None or self.observer is not None or self.approximation is not None:
+        if self._split is None or self.observer is not None:
+            return None
+        if self.approximation is not None and (not is_sum or self.approximation.approximation.is_stale):
             return None
         fields = [self._source[name] for name in names if name in self._source]
         dtypes = {x.dtype for x in fields}

@@ -14,6 +14,7 @@ from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.partial_sums import PartialSums, build_partial_sums
 from dgl_hybrid.exchange.parts import Message, RowsPart, SplitLayer, split_layer
+from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.graph.split_attention import SplitAttention
 from dgl_hybrid.graph.split_sum import SplitSum
 
@@ -33,6 +34,8 @@ class SplitBlock:
     Args:
         messages: In which received rows come; as many on every rank.
         partial_sums: Whether sums without weights, that are trained, may be sent instead of their sources.
+        codec: What rows of sums that are trained travel as, approximately; None: as they are.
+        seed: Of its random rounding.
     """
 
     def __init__(
@@ -43,10 +46,13 @@ class SplitBlock:
         *,
         device: torch.device,
         partial_sums: bool = False,
+        codec: RowCodec | None = None,
+        seed: int = 0,
         _shared: _Shared | None = None,
     ) -> None:
         self._structure, self._communicator, self._device = structure, communicator, device
         self._messages, self._may_send_sums = tuple(messages), partial_sums
+        self._codec, self._seed = codec, seed
         self._shared = _Shared() if _shared is None else _shared
         self._shared.by_device[device] = self
 
@@ -61,6 +67,8 @@ class SplitBlock:
             self._messages,
             device=device,
             partial_sums=self._may_send_sums,
+            codec=self._codec,
+            seed=self._seed,
             _shared=self._shared,
         )
 
@@ -91,13 +99,16 @@ class SplitBlock:
                 found = self._shared.partial_sums = build_partial_sums(self._communicator, self._structure)
             if found.part is not None:
                 layer = replace(self._layer, parts=(_part_on(found.part, self._device),))
-                return SplitSum(layer, self._communicator, number=self._structure.layer)
+                return self._sums_of(layer)
         return self.plain_sums
 
     @cached_property
     def plain_sums(self) -> SplitSum:
         """Sums of sources, times constant weights of edges or not."""
-        return SplitSum(self._layer, self._communicator, number=self._structure.layer)
+        return self._sums_of(self._layer)
+
+    def _sums_of(self, layer: SplitLayer) -> SplitSum:
+        return SplitSum(layer, self._communicator, number=self._structure.layer, codec=self._codec, seed=self._seed)
 
     @cached_property
     def attention(self) -> SplitAttention:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.autograd.profiler import record_function
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator, PendingRows
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
+from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
 
@@ -32,11 +34,17 @@ class SplitExchange:
         number: Of the layer, from 1.
     """
 
-    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int) -> None:
+    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int, seed: int = 0) -> None:
         self.layer, self.number = layer, number
-        self._communicator = communicator
+        self._communicator, self._seed = communicator, seed
 
-    def forward(self, x_CF: Tensor, held: Callable[[], None], use: Callable[[int, Tensor], None]) -> None:
+    def forward(
+        self,
+        x_CF: Tensor,
+        held: Callable[[], None],
+        use: Callable[[int, Tensor], None],
+        codec: RowCodec | None = None,
+    ) -> None:
         """Sends rows of `x_CF`, and hands over what arrives. Collective.
 
         Args:
@@ -44,31 +52,35 @@ class SplitExchange:
             held: Called while the first message is in flight.
             use: Called with a part's position and its (rows received, F) rows, which it may only read, and only until
                 it returns.
+            codec: What rows travel as, approximately; None: as they are.
         """
         parts = self.layer.parts
-        pending = self._send_rows(parts[0], x_CF) if parts else None
+        pending = self._send_rows(parts[0], x_CF, codec) if parts else None
         with _ended_in_any_case(pending):
             held()
         for position, part in enumerate(parts):
             assert pending is not None
             rows = pending.wait(part.recv_counts)
-            pending = self._send_rows(parts[position + 1], x_CF) if position + 1 < len(parts) else None
+            pending = self._send_rows(parts[position + 1], x_CF, codec) if position + 1 < len(parts) else None
             with _ended_in_any_case(pending), record_function("dgl_hybrid::use_received"):
                 use(position, rows)
 
-    def backward(self, make: Callable[[int], Tensor], held: Callable[[], Tensor]) -> Tensor:
+    def backward(
+        self, make: Callable[[int], Tensor], held: Callable[[], Tensor], codec: RowCodec | None = None
+    ) -> Tensor:
         """Sends gradients of received rows home and adds up what comes home. Collective.
 
         Args:
             make: Returns the (rows received, F) gradients of a part's rows.
             held: Returns the (C, F) gradients of held rows as far as they come from here; changed in place. Called
                 while the first message is in flight.
+            codec: What gradients travel as, approximately; None: as they are.
 
         Returns:
             (C, F) gradients of held rows.
         """
         parts = self.layer.parts
-        pending = self._send_gradients(parts[0], make(0)) if parts else None
+        pending = self._send_gradients(parts[0], make(0), codec) if parts else None
         with _ended_in_any_case(pending):
             total = held()
         for position, part in enumerate(parts):
@@ -77,7 +89,7 @@ class SplitExchange:
                 following = make(position + 1) if position + 1 < len(parts) else None
             rows = pending.wait(part.send_counts)
             if following is not None:
-                pending = self._send_gradients(parts[position + 1], following)
+                pending = self._send_gradients(parts[position + 1], following, codec)
             _add_returned(part, rows, total)
         return total
 
@@ -103,40 +115,59 @@ class SplitExchange:
 
     # ---------------------------------------------------------------- messages
 
-    def _send_rows(self, part: RowsPart, x_CF: Tensor) -> _Pending:
-        communicator = self._communicator
+    def _send_rows(self, part: RowsPart, x_CF: Tensor, codec: RowCodec | None = None) -> _Pending:
         with record_function("dgl_hybrid::pack"):
-            send = communicator.send_buffer((sum(part.send_counts), x_CF.shape[1]), x_CF.dtype, x_CF.device)
+            send = self._take_rows(sum(part.send_counts), x_CF, codec)
             if part.send_index is not None:
                 torch.index_select(x_CF, 0, part.send_index, out=send)
             else:
                 send.copy_(sum_rows(part.pack.in_edges, x_CF))
-        return self._start(part.send_counts, part.recv_counts, send, backward=False)
+        return self._start(part.send_counts, part.recv_counts, send, codec, backward=False)
 
-    def _send_gradients(self, part: RowsPart, grads_RF: Tensor) -> _Pending:
-        send = self._communicator.send_buffer(tuple(grads_RF.shape), grads_RF.dtype, grads_RF.device)
-        send.copy_(grads_RF)
-        return self._start(part.recv_counts, part.send_counts, send, backward=True)
+    def _send_gradients(self, part: RowsPart, grads_RF: Tensor, codec: RowCodec | None = None) -> _Pending:
+        send = grads_RF if codec is not None else self._take_rows(len(grads_RF), grads_RF, None).copy_(grads_RF)
+        return self._start(part.recv_counts, part.send_counts, send, codec, backward=True)
+
+    def _take_rows(self, count: int, like_F: Tensor, codec: RowCodec | None) -> Tensor:
+        """Memory for rows that are sent as they are, or encoded first."""
+        take = self._communicator.send_buffer if codec is None else self._communicator.buffers.take
+        return take((count, like_F.shape[1]), like_F.dtype, like_F.device)
 
     def _start(
-        self, send_counts: tuple[int, ...], recv_counts: tuple[int, ...], send: Tensor, *, backward: bool
+        self,
+        send_counts: tuple[int, ...],
+        recv_counts: tuple[int, ...],
+        rows: Tensor,
+        codec: RowCodec | None,
+        *,
+        backward: bool,
     ) -> _Pending:
-        communicator = self._communicator
-        out = None
+        communicator, send, out = self._communicator, rows, None
+        if codec is not None:
+            send = communicator.send_buffer((len(rows), codec.row_bytes(rows.shape[1])), torch.uint8, rows.device)
+            key = (self._seed, communicator.num_calls, communicator.rank, int(backward))
+            with record_function("dgl_hybrid::encode"):
+                codec.encode(rows, key=key, out=send)
         # Rows of one other rank can be read where they lie, if no message follows while they are.
         if communicator.world_size > 2 or len(self.layer.parts) > 1:
             out = communicator.buffers.take((sum(recv_counts), send.shape[1]), send.dtype, send.device)
         pending = communicator.start_exchange(
             send, send_counts, recv_counts, layer=self.number, backward=backward, out=out
         )
-        return _Pending(pending, out)
+        decode = None if codec is None else partial(self._decode, codec, width=rows.shape[1], dtype=rows.dtype)
+        return _Pending(pending, out, decode)
+
+    def _decode(self, codec: RowCodec, wire: Tensor, *, width: int, dtype: torch.dtype) -> Tensor:
+        rows = self._communicator.buffers.take((len(wire), width), dtype, wire.device)
+        with record_function("dgl_hybrid::decode"):
+            return codec.decode(wire, width, dtype, out=rows)
 
 
 class _Pending:
-    """A message under way, and where its rows are to lie if not where they arrive."""
+    """A message under way, where its rows are to lie if not where they arrive, and what they are made of it."""
 
-    def __init__(self, rows: PendingRows, out: Tensor | None) -> None:
-        self._rows, self._out = rows, out
+    def __init__(self, rows: PendingRows, out: Tensor | None, decode: Callable[[Tensor], Tensor] | None) -> None:
+        self._rows, self._out, self._decode = rows, out, decode
 
     def end(self) -> None:
         """Waits for the rows and drops them."""
@@ -145,7 +176,8 @@ class _Pending:
     def wait(self, counts: tuple[int, ...]) -> Tensor:
         """Returns the rows of all ranks; `counts` says how many came from each."""
         by_rank = self._rows.wait()
-        return by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
+        rows = by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
+        return rows if self._decode is None else self._decode(rows)
 
 
 @contextlib.contextmanager

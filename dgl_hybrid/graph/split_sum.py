@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
+from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded
 from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
 from dgl_hybrid.ops.operands import plan_weighted
 
@@ -27,11 +28,21 @@ class SplitSum:
     Args:
         layer: The structure, on the device of the rows.
         number: Of the layer, from 1.
+        codec: What rows and gradients of training travel as, approximately; None: everything is exact.
+        seed: Of its random rounding.
     """
 
-    def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int) -> None:
-        self.layer = layer
-        self.exchange = SplitExchange(layer, communicator, number=number)
+    def __init__(
+        self,
+        layer: SplitLayer,
+        communicator: Communicator,
+        *,
+        number: int,
+        codec: RowCodec | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.layer, self._codec = layer, codec
+        self.exchange = SplitExchange(layer, communicator, number=number, seed=seed)
         self._by_source: list[Any] = [None] * len(layer.parts)
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -45,7 +56,8 @@ class SplitSum:
             (N, *f), with weights the broadcast features.
         """
         if weights is None:
-            summed: Tensor = _Sum.apply(self, None, x.reshape(len(x), 1, x.shape[1:].numel()))
+            flat = x.reshape(len(x), 1, x.shape[1:].numel())
+            summed: Tensor = _Sum.apply(self, None, self._codec_for(flat), flat)
             return summed.reshape(len(summed), *x.shape[1:])
         plan = plan_weighted(tuple(x.shape[1:]), tuple(weights.shape[1:]))
         if plan is None:
@@ -53,9 +65,15 @@ class SplitSum:
                 f"features of sources and edge weights must broadcast after the rows (got {tuple(x.shape)} and "
                 f"{tuple(weights.shape)})"
             )
-        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), plan.sources(x)))
+        sources = plan.sources(x)
+        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), self._codec_for(sources), sources))
 
-    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None) -> Tensor:
+    def _codec_for(self, x_CHD: Tensor) -> RowCodec | None:
+        """Only what is trained is approximated."""
+        is_approximate = torch.is_grad_enabled() and is_encoded(self._codec, x_CHD.shape[1:].numel(), x_CHD.dtype)
+        return self._codec if is_approximate else None
+
+    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None, codec: RowCodec | None) -> Tensor:
         """(C, H, D) to (N, H, D)."""
         x_CHD = x_CHD.contiguous()
         shape = x_CHD.shape[1:]
@@ -74,10 +92,10 @@ class SplitSum:
             else:
                 out.index_add_(0, part.dst_rows, summed)
 
-        self.exchange.forward(x_CHD.flatten(1), held, use)
+        self.exchange.forward(x_CHD.flatten(1), held, use, codec)
         return out
 
-    def backward(self, grad_NHD: Tensor, weights_EH: Tensor | None) -> Tensor:
+    def backward(self, grad_NHD: Tensor, weights_EH: Tensor | None, codec: RowCodec | None) -> Tensor:
         """(N, H, D) to (C, H, D)."""
         grad_NHD = grad_NHD.contiguous()
 
@@ -90,7 +108,7 @@ class SplitSum:
         def held() -> Tensor:
             return sum_rows(self.layer.held.out_edges, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)
 
-        total = self.exchange.backward(make, held)
+        total = self.exchange.backward(make, held, codec)
         return total.view(len(total), *grad_NHD.shape[1:])
 
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
@@ -106,25 +124,27 @@ def _weights_of(part: RowsPart, weights_EH: Tensor | None) -> Tensor | None:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, x_CHD: Tensor) -> Tensor:
-        ctx.split = split
+    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, codec: RowCodec | None, x_CHD: Tensor) -> Tensor:
+        ctx.split, ctx.codec = split, codec
         ctx.save_for_backward(weights_EH)
-        return split.forward(x_CHD, weights_EH)
+        return split.forward(x_CHD, weights_EH, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights_EH,) = ctx.saved_tensors
-        return None, None, _Adjoint.apply(ctx.split, weights_EH, *grads)
+        return None, None, None, _Adjoint.apply(ctx.split, weights_EH, ctx.codec, *grads)
 
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, grad_NHD: Tensor) -> Tensor:
-        ctx.split = split
+    def forward(
+        ctx: Any, split: SplitSum, weights_EH: Tensor | None, codec: RowCodec | None, grad_NHD: Tensor
+    ) -> Tensor:
+        ctx.split, ctx.codec = split, codec
         ctx.save_for_backward(weights_EH)
-        return split.backward(grad_NHD, weights_EH)
+        return split.backward(grad_NHD, weights_EH, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights_EH,) = ctx.saved_tensors
-        return None, None, _Sum.apply(ctx.split, weights_EH, *grads)
+        return None, None, None, _Sum.apply(ctx.split, weights_EH, ctx.codec, *grads)

@@ -10,6 +10,8 @@ import sys
 
 import psutil
 
+from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap
+
 
 def current_rss_bytes() -> int:
     """Returns the resident memory now."""
@@ -33,3 +35,4 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc
         trim(0)
+    ask_for_huge_heap()

@@ -29,6 +29,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -320,6 +321,9 @@ def _serve(connection: Connection, stack_file: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     importlib.import_module("dgl_hybrid")  # before a test module imports dgl
+    # What is imported by now stays for good: collections need not look at it, and take a moment only.
+    gc.collect()
+    gc.freeze()
     connection.send_bytes(pickle.dumps(None))
     while True:
         try:
@@ -343,6 +347,9 @@ def _serve(connection: Connection, stack_file: str) -> None:
 
 
 def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: float, payload: bytes) -> object:
+    # Loaders, their blocks and what a test kept of them refer to each other; with them go their process groups, whose
+    # threads would add up, and their memory.
+    gc.collect()
     if dist.is_initialized():
         # Ended now rather than after its call: only now is it certain that no peer is still using it.
         dist.destroy_process_group()

@@ -33,6 +33,24 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return tensor
 
 
+def ask_for_huge_heap() -> None:
+    """Asks for huge pages in the C library's heap, where tensors lie that PyTorch makes.
+
+    Memory that was given back and is taken again comes page by page else; an epoch over rows in small pages took 15 to
+    20 % longer.
+    """
+    advise = _madvise()
+    if advise is None:
+        return
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
+            heaps = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]
+    except OSError:
+        return
+    for begin, end in heaps:
+        advise(int(begin, 16), int(end, 16) - int(begin, 16))
+
+
 @functools.cache
 def _madvise() -> Callable[[int, int], None] | None:
     """Asks for huge pages in (address, bytes); whether they come is the system's choice, so no answer is looked at."""

@@ -194,6 +194,7 @@ def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
         f"* fastest of ours here. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
         f"Loss: worst of the float64 epochs. Time: float32, plain DGL on {cores} threads, ranks share the same cores "
         f"over loopback,\nwhere sending costs little: a real network favours caching more. Memory: peak of the largest "
-        f"rank above interpreter and libraries.",
+        f"rank above interpreter and libraries.\nLayer 1 reads raw features: its rows travel in the first epoch, what "
+        f"is made of them is kept.",
         markup=False,
     )

@@ -3,10 +3,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dgl_hybrid.cli import plots
 from dgl_hybrid.cli.demo import DemoConfig, DemoRow, agreeing_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_training
@@ -84,6 +87,25 @@ def test_pictures_are_drawn_from_lines_alone(tmp_path: Path) -> None:
         *("demo_results.png", "demo_results.svg", "demo_plan.png", "demo_plan.svg")
     ]
     assert all(path.stat().st_size > 1000 for path in written)
+
+
+def test_bars_are_of_the_epochs_that_the_table_is_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials ran other plans in five of nine epochs; the first of the plan that stayed fetches features."""
+    times = (0.9, 0.07, 0.06, 0.08, 0.05, 0.2, 0.03, 0.01, 0.02)
+    (epoch, *_) = report("hybrid").epochs
+    tried = replace(report("hybrid"), epochs=tuple(replace(epoch, time_s=time_s) for time_s in times), trial_epochs=5)
+    runs = [*(row.measured for row in rows()[:-1]), tried]
+    lines = tmp_path / "results.jsonl"
+    lines.write_text("\n".join(json.dumps(run.to_json()) for run in runs) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, folder, name: figures.append(figure))
+    draw_results(lines, tmp_path)
+    times_axis = figures[0].axes[0]
+    assert tried.epoch_time_s == 0.02
+    assert [bar.get_height() for bar in times_axis.patches] == [1e3 * run.epoch_time_s for run in runs]
+    assert times_axis.texts[-1].get_text() == "20 ms"
+    (error_bars,) = times_axis.collections
+    assert error_bars.get_segments()[-1][:, 1] == pytest.approx([14.0, 26.0]), "quantiles are of the same epochs"
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from dgl.distributed import role, rpc
@@ -65,18 +65,19 @@ class KVStoreTransport(Transport):
 
     # ---------------------------------------------------------------- operations
 
-    def all_to_all(
+    def start_all_to_all(
         self,
         received: Tensor,
         send: Tensor,
         recv_counts: list[int],
         send_counts: list[int],
         tag: ExchangeTag = NO_TAG,
-    ) -> None:
+    ) -> Callable[[], None]:
         row_bytes = bytes_of_row(send)
         outgoing = as_bytes(send).split([count * row_bytes for count in send_counts])
         incoming = as_bytes(received).split([count * row_bytes for count in recv_counts])
         self._swap(outgoing, incoming)
+        return lambda: None
 
     def all_reduce(self, tensor: Tensor) -> None:
         summands = tensor.detach().reshape(-1)

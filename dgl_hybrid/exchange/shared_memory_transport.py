@@ -131,16 +131,6 @@ class SharedMemoryTransport(Transport):
 
     # ---------------------------------------------------------------- operations
 
-    def all_to_all(
-        self,
-        received: Tensor,
-        send: Tensor,
-        recv_counts: list[int],
-        send_counts: list[int],
-        tag: ExchangeTag = NO_TAG,
-    ) -> None:
-        self.start_all_to_all(received, send, recv_counts, send_counts, tag)()
-
     def start_all_to_all(
         self,
         received: Tensor,

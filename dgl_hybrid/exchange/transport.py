@@ -51,26 +51,6 @@ class Transport(ABC):
         return torch.device("cpu")
 
     @abstractmethod
-    def all_to_all(
-        self,
-        received: Tensor,
-        send: Tensor,
-        recv_counts: list[int],
-        send_counts: list[int],
-        tag: ExchangeTag = NO_TAG,
-    ) -> None:
-        """Sends `send_counts[q]` consecutive rows of `send` to every rank q and fills `received`, by sending rank.
-
-        Both tensors are contiguous and on `device`; `send` may be written to again as soon as this returns.
-
-        Args:
-            tag: What for; transports that can tell ranks apart by it do.
-        """
-
-    def send_buffer(self, num_bytes: int) -> Tensor:
-        """Returns memory, (num_bytes,) uint8, out of which the next operation sends without a copy. If `can_lend`."""
-        raise NotImplementedError(f"{type(self).__name__} lends no memory")
-
     def start_all_to_all(
         self,
         received: Tensor,
@@ -79,13 +59,27 @@ class Transport(ABC):
         send_counts: list[int],
         tag: ExchangeTag = NO_TAG,
     ) -> Callable[[], None]:
-        """Begins an `all_to_all` and returns what ends it; no other operation comes between the two.
+        """Begins to send `send_counts[q]` consecutive rows of `send` to every rank q; returns what ends that.
 
-        Until then `send` is not to be written to, and `received` not to be read. Transports that cannot move rows in
-        the background do everything at once.
+        When it has ended, `received` is filled, by sending rank. No other operation comes between the two, and until
+        then `send` is not to be written to and `received` not to be read. A transport that cannot move rows in the
+        background has done everything when this returns.
+
+        Both tensors are contiguous and on `device`.
+
+        Args:
+            tag: What for; transports that can tell ranks apart by it do.
         """
-        self.all_to_all(received, send, recv_counts, send_counts, tag)
-        return lambda: None
+
+    def all_to_all(
+        self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
+    ) -> None:
+        """Both halves of `start_all_to_all`."""
+        self.start_all_to_all(received, send, recv_counts, send_counts, tag)()
+
+    def send_buffer(self, num_bytes: int) -> Tensor:
+        """Returns memory, (num_bytes,) uint8, out of which the next operation sends without a copy. If `can_lend`."""
+        raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
     def start_borrowing(
         self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
@@ -130,16 +124,6 @@ class CollectiveTransport(Transport):
     @property
     def device(self) -> torch.device:
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
-
-    def all_to_all(
-        self,
-        received: Tensor,
-        send: Tensor,
-        recv_counts: list[int],
-        send_counts: list[int],
-        tag: ExchangeTag = NO_TAG,
-    ) -> None:
-        dist.all_to_all_single(received, send, recv_counts, send_counts, group=self.group)
 
     def start_all_to_all(
         self,

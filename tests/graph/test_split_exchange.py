@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One layer split by source, on hand-made structures: what runs while a message travels, and exactness at the corners.
+
+Kernels and messages are watched where they are: methods of the backend, and the two halves of a transport's operation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.closure import LayerStructure
+from dgl_hybrid.exchange.communicator import Communicator, RankTransport, create_communicator
+from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.graph.split_block import SplitBlock
+from dgl_hybrid.ops.backend import choose_backend
+from tests.exchange.test_partial_sums import World, make_world, random_world
+from tests.helpers.thinning import pairwise
+from tests.helpers.world import run_ranks
+
+HEADS, WIDTH, SLOPE = 2, 3, 0.2
+SUMS = ("sum", "weighted sum", "partial sums")
+ATTENTION = ("gat", "gatv2")
+KERNELS = ("spmm", "gat", "gat_backward", "gatv2", "gatv2_backward")
+
+
+def crossing(world_size: int, *, reads: Callable[[int, int], bool], seed: int = 5) -> World:
+    """Ten nodes a rank, no replicas; edges, at random, from rank p to rank q only where `reads(q, p)`."""
+    num_nodes = 10 * world_size
+    owner = torch.arange(num_nodes) // 10
+    ends = torch.randint(num_nodes, (2, 30 * num_nodes), generator=torch.Generator().manual_seed(seed))
+    kept = [reads(int(owner[v]), int(owner[u])) for u, v in zip(*ends.tolist(), strict=True)]
+    edges = ends[:, torch.tensor(kept)][:, : 6 * num_nodes]
+    return make_world(world_size, num_nodes, edges, owner=owner, replica_chance=0.0, seed=seed)
+
+
+WORLDS: dict[str, Callable[[int], World]] = {
+    "replicas": lambda ranks: random_world(ranks, 11),
+    "rows without edges": lambda ranks: random_world(ranks, 12, num_nodes=60, num_edges=70),
+    "rank 0 receives nothing": lambda ranks: crossing(ranks, reads=lambda q, p: q != 0 or p == 0),
+    "only the last rank receives": lambda ranks: crossing(ranks, reads=lambda q, p: q == p or q == ranks - 1),
+    "rank 0 reads none of its rows": lambda ranks: crossing(ranks, reads=lambda q, p: q != 0 or p != 0),
+    "the last rank holds nothing": lambda ranks: random_world(ranks, 13, owner=torch.arange(40) % (ranks - 1)),
+}
+
+
+# -------------------------------------------------------------------- operands, and what they give on one process
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operands:
+    """Of all ranks, one after the other."""
+
+    x: Tensor
+    """(held rows, H, D)."""
+    el: Tensor
+    """(held rows, H)."""
+    er: Tensor
+    """(destinations, H), or (destinations, H, D) for gatv2."""
+    attention: Tensor
+    """(1, H, D)."""
+    weights: Tensor
+    """(destinations, held rows): of an edge between the two."""
+    y: Tensor
+    """(destinations, H, D): what comes in from behind."""
+
+
+def operands_of(world: World, op: str) -> Operands:
+    num_dst, num_held = world.matrix.shape
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return Operands(
+        x=draw(num_held, HEADS, WIDTH),
+        el=draw(num_held, HEADS),
+        er=draw(num_dst, HEADS, WIDTH) if op == "gatv2" else draw(num_dst, HEADS),
+        attention=draw(1, HEADS, WIDTH),
+        weights=draw(num_dst, num_held),
+        y=draw(num_dst, HEADS, WIDTH),
+    )
+
+
+def inputs_of(op: str, x: Tensor, el: Tensor, er: Tensor, attention: Tensor) -> list[Tensor]:
+    chosen = {"gat": [x, el, er], "gatv2": [x, er, attention]}.get(op, [x])
+    return [tensor.clone().requires_grad_() for tensor in chosen]
+
+
+def dense_layer(world: World, op: str) -> tuple[Tensor, list[Tensor]]:
+    """Result and gradients by matrices over all rows: (destinations, sources) entries count multiple edges."""
+    given = operands_of(world, op)
+    inputs = inputs_of(op, given.x, given.el, given.er, given.attention)
+    x = inputs[0]
+    if op in ATTENTION:
+        if op == "gat":
+            logits = torch.nn.functional.leaky_relu(inputs[1][None] + inputs[2][:, None], SLOPE)
+        else:
+            pairs = torch.nn.functional.leaky_relu(x[None] + inputs[1][:, None], SLOPE)
+            logits = (inputs[2][:, None] * pairs).sum(-1)
+        terms = world.matrix.unsqueeze(-1) * logits.exp()
+        total = terms.sum(1, keepdim=True)
+        out = torch.einsum("vuh,uhd->vhd", terms / torch.where(total > 0, total, 1.0), x)
+    else:
+        matrix = world.matrix * given.weights if op == "weighted sum" else world.matrix
+        out = torch.einsum("vu,uhd->vhd", matrix, x)
+    return out.detach(), list(torch.autograd.grad(out, inputs, given.y))
+
+
+def columns_of(world: World, rank: int) -> Tensor:
+    """(held rows of the rank + received ones,) where each of its sources stands among the held rows of all ranks."""
+    structures = world.structures
+    begins = [0, *torch.tensor([structure.num_held for structure in structures]).cumsum(0).tolist()]
+    held = torch.arange(begins[rank], begins[rank + 1])
+    received = [
+        begins[owner] + structure.exchange.send_index.split(structure.exchange.send_counts)[rank]
+        for owner, structure in enumerate(structures)
+    ]
+    return torch.cat([held, *received])
+
+
+def edge_weights(world: World, rank: int, weights: Tensor) -> Tensor:
+    """(edges of the rank, 1, 1)."""
+    structure = world.structures[rank]
+    first = sum(other.num_dst for other in world.structures[:rank])
+    dst = first + torch.repeat_interleave(torch.arange(structure.num_dst), structure.indptr.diff())
+    return weights[dst, columns_of(world, rank)[structure.indices]].view(-1, 1, 1)
+
+
+# -------------------------------------------------------------------- one rank
+
+
+@dataclass
+class Watched:
+    """What a rank did."""
+
+    result: Tensor = field(default_factory=lambda: torch.empty(0))
+    gradients: list[Tensor] = field(default_factory=list)
+    held: list[tuple[str, bool]] = field(default_factory=list)
+    """Kernels on edges from held rows: of which direction, and whether a message was under way all the while."""
+    used: list[tuple[str, bool]] = field(default_factory=list)
+    """Likewise those that aggregate received rows, in the forward."""
+    messages: list[tuple[str, int, int]] = field(default_factory=list)
+    """Direction, rows sent and rows received."""
+
+
+class Watch:
+    """Notes kernels and messages of one layer while it is entered."""
+
+    def __init__(self, communicator: Communicator, split: SplitBlock, structure: LayerStructure) -> None:
+        self.seen, self.direction = Watched(), "forward"
+        self._communicator, self._num_under_way = communicator, 0
+        layer = split.plain_sums.layer
+        self._held = {layer.held.in_edges.indptr.data_ptr(), layer.held.out_edges.indptr.data_ptr()}
+        self._parts = {part.edges.in_edges.indptr.data_ptr() for part in split.trained_sums.layer.parts}
+        self._parts |= {part.edges.in_edges.indptr.data_ptr() for part in layer.parts}
+
+    @contextlib.contextmanager
+    def on(self) -> Iterator[Watched]:
+        backend, transport = type(choose_backend(torch.empty(0, dtype=torch.float64))), self._communicator.transport
+        kernels = {name: getattr(backend, name) for name in KERNELS}
+        starts = {name: getattr(transport, name) for name in ("start_all_to_all", "start_borrowing")}
+        try:
+            for name, kernel in kernels.items():
+                setattr(backend, name, self._kernel(kernel))
+            for name, start in starts.items():
+                setattr(transport, name, self._message(start, has_place=name == "start_all_to_all"))
+            yield self.seen
+        finally:
+            for name, kernel in kernels.items():
+                setattr(backend, name, kernel)
+            for name in starts:
+                transport.__dict__.pop(name)
+
+    def _kernel(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(backend: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self._num_under_way
+            result = kernel(backend, rows, *args, **kwargs)
+            entry = self.direction, before == self._num_under_way == 1
+            if rows.indptr.data_ptr() in self._held:
+                self.seen.held.append(entry)
+            elif rows.indptr.data_ptr() in self._parts and self.direction == "forward":
+                self.seen.used.append(entry)
+            return result
+
+        return noted
+
+    def _message(self, start: Callable[..., Any], *, has_place: bool) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Callable[[], Any]:
+            recv_counts, send_counts = args[2:4] if has_place else args[1:3]
+            self.seen.messages.append((self.direction, sum(send_counts), sum(recv_counts)))
+            finish = start(*args, **kwargs)
+            self._num_under_way += 1
+
+            def finish_noted() -> Any:
+                self._num_under_way -= 1
+                return finish()
+
+            return finish_noted
+
+        return noted
+
+
+def run_layer(
+    rank: int, world_size: int, name: str, op: str, transport: RankTransport, chunk_rows: int | None
+) -> Watched:
+    world = WORLDS[name](world_size)
+    structure = world.structures[rank]
+    communicator = create_communicator(transport=transport)
+    plan = structure.exchange
+    messages = [whole_message(plan)] if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
+    split = SplitBlock(structure, communicator, messages, device=torch.device("cpu"), partial_sums=op == "partial sums")
+    given = operands_of(world, op)
+    x, el = (rows.split([s.num_held for s in world.structures])[rank] for rows in (given.x, given.el))
+    er, y = (rows.split([s.num_dst for s in world.structures])[rank] for rows in (given.er, given.y))
+    inputs = inputs_of(op, x, el, er, given.attention)
+    weights = edge_weights(world, rank, given.weights)
+
+    def forward() -> Tensor:
+        if op == "gat":
+            return split.attention.gat(*inputs, negative_slope=SLOPE, dropout=None)
+        if op == "gatv2":
+            return split.attention.gatv2(*inputs, negative_slope=SLOPE, dropout=None)
+        return split.plain_sums(inputs[0], weights) if op == "weighted sum" else split.sum(inputs[0])
+
+    watch = Watch(communicator, split, structure)
+    with watch.on() as seen:
+        out = forward()
+        watch.direction = "backward"
+        seen.gradients = list(torch.autograd.grad(out, inputs, y))
+    seen.result = out.detach()
+    return seen
+
+
+def check_exact(world: World, op: str, seen: list[Watched]) -> None:
+    result, gradients = dense_layer(world, op)
+    torch.testing.assert_close(torch.cat([one.result for one in seen]), result, rtol=0, atol=1e-11)
+    for position, expected in enumerate(gradients):
+        parts = [one.gradients[position] for one in seen]
+        is_shared = op == "gatv2" and position == 2
+        torch.testing.assert_close(sum(parts) if is_shared else torch.cat(parts), expected, rtol=0, atol=1e-11)
+
+
+# -------------------------------------------------------------------- the tests
+
+
+@pairwise(op=[*SUMS, *ATTENTION], transport=["collective", "shared_memory"], chunk_rows=[None, 3], world_size=[2, 3, 4])
+def test_held_rows_are_worked_on_while_a_message_travels(
+    op: str, transport: RankTransport, chunk_rows: int | None, world_size: int
+) -> None:
+    world = WORLDS["replicas"](world_size)
+    seen = run_ranks(world_size, run_layer, "replicas", op, transport, chunk_rows)
+    check_exact(world, op, seen)
+    for one in seen:
+        assert one.held == [("forward", True), ("backward", True)]
+        # A message's rows are used while the next one travels; after the last there is none.
+        num_messages = sum(direction == "forward" for direction, *_ in one.messages)
+        assert one.used == [("forward", True)] * (num_messages - 1) + [("forward", False)]
+        assert (num_messages == 1) == (chunk_rows is None)
+
+
+@pairwise(
+    op=[*SUMS, *ATTENTION],
+    name=[name for name in WORLDS if name != "replicas"],
+    chunk_rows=[None, 4],
+    world_size=[3, 4],
+)
+def test_corners_are_exact(op: str, name: str, chunk_rows: int | None, world_size: int) -> None:
+    seen = run_ranks(world_size, run_layer, name, op, "auto", chunk_rows)
+    check_exact(WORLDS[name](world_size), op, seen)
+
+
+@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("name", ["rank 0 receives nothing", "rank 0 reads none of its rows"])
+def test_corners_of_two_ranks_are_exact(op: str, name: str) -> None:
+    """Rows of one other rank are read where they lie."""
+    check_exact(WORLDS[name](2), op, run_ranks(2, run_layer, name, op, "shared_memory", None))
+
+
+def test_the_corners_are_what_they_are_called() -> None:
+    for world_size in (3, 4):
+        worlds = {name: make(world_size).structures for name, make in WORLDS.items()}
+        received = {name: [s.exchange.num_received for s in structures] for name, structures in worlds.items()}
+        assert received["rank 0 receives nothing"][0] == 0 < min(received["rank 0 receives nothing"][1:])
+        assert max(received["only the last rank receives"][:-1]) == 0 < received["only the last rank receives"][-1]
+        first = worlds["rank 0 reads none of its rows"][0]
+        assert bool((first.indices >= first.num_held).all())
+        assert first.num_held > 0 < len(first.indices)
+        assert (worlds["the last rank holds nothing"][-1].num_held, received["the last rank holds nothing"][-1]) == (
+            0,
+            0,
+        )
+        assert any(bool((s.indptr.diff() == 0).any()) for s in worlds["rows without edges"])
+
+
+@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("chunk_rows", [1, 6])
+def test_no_message_is_longer_than_a_chunk(op: str, chunk_rows: int) -> None:
+    world = WORLDS["replicas"](3)
+    for rank, one in enumerate(run_ranks(3, run_layer, "replicas", op, "auto", chunk_rows)):
+        plan = world.structures[rank].exchange
+        for direction, num_sent, num_received in one.messages:
+            assert max(num_sent, num_received) <= chunk_rows, direction
+        times = {"forward": 1, "backward": 2 if op in ATTENTION else 1}
+        for direction, often in times.items():
+            sent, received = zip(*((s, r) for way, s, r in one.messages if way == direction), strict=True)
+            both = plan.num_sent + plan.num_received
+            assert sum(sent) + sum(received) == often * both, direction

@@ -7,6 +7,7 @@ Kernels and messages are watched where they are: methods of the backend, and the
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,12 +15,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from dgl_hybrid.exchange import buffers
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator, RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops.backend import choose_backend
+from dgl_hybrid.planner.memory import CHUNK_COPIES
 from tests.exchange.test_partial_sums import World, make_world, random_world
 from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
@@ -312,3 +317,98 @@ def test_no_message_is_longer_than_a_chunk(op: str, chunk_rows: int) -> None:
             sent, received = zip(*((s, r) for way, s, r in one.messages if way == direction), strict=True)
             both = plan.num_sent + plan.num_received
             assert sum(sent) + sum(received) == often * both, direction
+
+
+# -------------------------------------------------------------------- memory
+
+
+NUM_READERS, NUM_SOURCES, WIDE = 2, 100, 64
+
+
+class LiveBytes(TorchDispatchMode):
+    """Adds up the tensors that operators returned and that somebody still holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                self._note(tensor.untyped_storage())
+        return result
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._known:
+            self._known.add(storage._cdata)
+            self.live += storage.nbytes()
+            self.peak = max(self.peak, self.live)
+            weakref.finalize(storage, self._forget, storage._cdata, storage.nbytes())
+
+    def _forget(self, storage: int, num_bytes: int) -> None:
+        self._known.discard(storage)
+        self.live -= num_bytes
+
+
+def star(world_size: int) -> World:
+    """Rank 0's two nodes read all of the others' 100 each; those read each other and rank 0's."""
+    others = NUM_READERS + torch.arange((world_size - 1) * NUM_SOURCES)
+    readers = torch.arange(NUM_READERS)
+    src = torch.cat([others.repeat(NUM_READERS), others.roll(1), readers])
+    dst = torch.cat([readers.repeat_interleave(len(others)), others, others[:NUM_READERS]])
+    owner = torch.cat([torch.zeros_like(readers), 1 + torch.arange(len(others)) // NUM_SOURCES])
+    return make_world(world_size, len(owner), torch.stack([src, dst]), owner=owner, replica_chance=0.0, dst_share=1.0)
+
+
+def peaks_of(rank: int, world_size: int, op: str, chunk_rows: int) -> list[dict[str, float]]:
+    return [peak_rows(star(world_size).structures[rank], op, rows) for rows in (chunk_rows, None)]
+
+
+def peak_rows(structure: LayerStructure, op: str, chunk_rows: int | None) -> dict[str, float]:
+    """Rows' worth of memory that is in use at once: training, and evaluating."""
+    communicator, plan = create_communicator(transport="collective"), structure.exchange
+    messages = [whole_message(plan)] if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
+    split = SplitBlock(structure, communicator, messages, device=torch.device("cpu"))
+
+    def ones(*shape: int) -> Tensor:
+        return torch.ones(shape, dtype=torch.float64)
+
+    x = ones(structure.num_held, 1, WIDE).requires_grad_()
+    el, er = ones(structure.num_held, 1), ones(structure.num_dst, 1)
+    attention, weights = ones(1, 1, WIDE), ones(len(structure.indices), 1, 1)
+    run: dict[str, Callable[[], Tensor]] = {
+        "sum": lambda: split.sum(x),
+        "weighted sum": lambda: split.plain_sums(x, weights),
+        "gat": lambda: split.attention.gat(x, el, er, negative_slope=SLOPE, dropout=None),
+        "gatv2": lambda: split.attention.gatv2(
+            x, x[: structure.num_dst], attention, negative_slope=SLOPE, dropout=None
+        ),
+    }
+    found = {}
+    # A pool's own memory comes past the dispatcher; the system's is seen.
+    before, buffers.SMALLEST_BYTES = buffers.SMALLEST_BYTES, 1 << 60
+    try:
+        for mode in ("structure", "training", "evaluating"):
+            with torch.set_grad_enabled(mode != "evaluating"), LiveBytes() as memory:
+                out = run[op]()
+                if mode != "evaluating":
+                    out.backward(torch.ones_like(out))
+                x.grad = None
+            found[mode] = memory.peak / (x.element_size() * WIDE)
+    finally:
+        buffers.SMALLEST_BYTES = before
+    return found
+
+
+@pairwise(op=["sum", "weighted sum", "gat", "gatv2"], chunk_rows=[2, 6], world_size=[2, 3])
+def test_no_more_than_a_few_chunks_are_held(op: str, chunk_rows: int, world_size: int) -> None:
+    """What the planner reckons with for a chunk, and some copies of the two rows that are this rank's own."""
+    bound = CHUNK_COPIES * chunk_rows + 16 * NUM_READERS
+    num_received = NUM_SOURCES * (world_size - 1)
+    assert bound < num_received, "this test shows nothing: all that is received would do"
+    chunked, whole = run_ranks(world_size, peaks_of, op, chunk_rows)[0]
+    for mode in ("training", "evaluating"):
+        assert chunked[mode] < bound
+        assert whole[mode] > num_received, "what is received was not seen"

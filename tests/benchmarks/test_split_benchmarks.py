@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 from benchmarks.memory_budget import run as memory_budget
 from benchmarks.overlap import run as overlap
 from benchmarks.systems.adaptors import SYSTEMS
+from benchmarks.systems.variants import MARK, Comparison, make_parser
 
 
 def line(variant: str, **figures: Any) -> dict[str, Any]:
@@ -27,13 +30,13 @@ def test_overlap_compares_blocked_times_and_epochs() -> None:
         line(overlap.TOGETHER, p50=0.25, exchange_s=0.05, sent_bytes=1000),
         line(overlap.SUMS, p50=0.2, exchange_s=0.04, sent_bytes=600),
     ]
-    found = overlap.compare(lines)
+    found = overlap.COMPARISON.compare(lines)
     assert found["gain"] == pytest.approx(1.6)
     assert found["hidden"] == pytest.approx(0.75)
     assert found["gain_of_sums"] == pytest.approx(1.25)
     assert found["bytes_saved"] == pytest.approx(0.4)
-    (row,) = overlap.rows_of([found])
-    assert len(row) == len(overlap.HEAD)
+    (row,) = overlap.COMPARISON.rows_of([found])
+    assert len(row) == len(overlap.COMPARISON.head)
     assert row[1:] == ("400", "250", "1.60", "200", "50", "75%", "200", "40%")
 
 
@@ -44,24 +47,34 @@ def test_memory_is_compared_with_that_of_few_rows() -> None:
         line(memory_budget.BUDGET, p50=0.2, peak_rss_bytes=[230 * mib, 216 * mib]),
         line(memory_budget.FEW, p50=0.3, peak_rss_bytes=[200 * mib, 190 * mib]),
     ]
-    found = memory_budget.compare(lines)
+    found = memory_budget.COMPARISON.compare(lines)
     assert (found["resident_mib"], found["budget_mib"]) == (200.0, 30.0)
     assert found["share_of_budget"] == pytest.approx(30 / 32)
-    (row,) = memory_budget.rows_of([found])
-    assert len(row) == len(memory_budget.HEAD)
+    (row,) = memory_budget.COMPARISON.rows_of([found])
+    assert len(row) == len(memory_budget.COMPARISON.head)
 
 
-@pytest.mark.parametrize("bench", [overlap, memory_budget])
-def test_a_failure_is_in_the_table(bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = {"cell": "a cell", "variant": bench.SYSTEMS[0], "status": "failed", "error": "no memory"}
-    (row,) = bench.rows_of([bench.compare([failed])])
-    assert len(row) == len(bench.HEAD)
+@pytest.mark.parametrize("comparison", [overlap.COMPARISON, memory_budget.COMPARISON])
+def test_a_failure_is_in_the_table(comparison: Comparison, tmp_path: Path) -> None:
+    failed = {"cell": "a cell", "variant": comparison.systems[0], "status": "failed", "error": "no memory"}
+    results = [comparison.compare([failed])]
+    (row,) = comparison.rows_of(results)
+    assert len(row) == len(comparison.head)
     assert "no memory" in row[1]
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{bench.MARK}\nan old table\n")
-    monkeypatch.setattr(bench, "README", readme)
-    bench.write([bench.compare([failed])])
+    readme.write_text(f"before\n{MARK}\nan old table\n")
+    replace(comparison, readme=readme).write(results)
     text = readme.read_text()
-    assert text.startswith(f"before\n{bench.MARK}\n")
+    assert text.startswith(f"before\n{MARK}\n")
     assert "no memory" in text
     assert "an old table" not in text
+    assert MARK in comparison.readme.read_text(), "the benchmark's own table has its place"
+
+
+def test_json_has_the_table_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    failed = {"cell": "a cell", "variant": memory_budget.BUDGET, "status": "failed", "error": "no memory"}
+    results = [memory_budget.COMPARISON.compare([failed])]
+    memory_budget.COMPARISON.report(results, make_parser("p").parse_args(["--json"]), budget_mib=32.0)
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {"budget_mib": 32.0, "cells": results}
+    assert "Budget of 32 MiB" in printed.err

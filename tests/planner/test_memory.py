@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.planner import PlannerConfig, check_plan, make_plan, propose_plans
 from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.planner.memory import CHUNK_COPIES, LEAST_CHUNK_ROWS, chunk_rows_within
+from dgl_hybrid.planner.model_trace import synthetic_trace
 from dgl_hybrid.planner.plan import choice_from_plan
 
 from .problems import brute_force, random_costs, random_problem
@@ -61,3 +65,15 @@ def test_neutronstar_stops_at_its_memory() -> None:
     assert tight.estimate is not None
     assert tight.estimate.ranks[0].held_bytes <= budget
     assert 0 < sum(tight.num_cached) < sum(free.num_cached)
+
+
+def test_a_chunk_is_as_long_as_its_copies_allow() -> None:
+    trace = synthetic_trace([16, 32, 8])
+    widest = max(layer.operand_bytes_fwd for layer in trace.layers)
+    assert len({layer.operand_bytes_fwd for layer in trace.layers}) > 1
+    for rows in (LEAST_CHUNK_ROWS, 1000):
+        budget = CHUNK_COPIES * rows * widest
+        assert chunk_rows_within(trace, budget) == rows
+        assert chunk_rows_within(trace, budget - 1) == (rows - 1 if rows > LEAST_CHUNK_ROWS else None)
+    first, last = trace.layers
+    assert chunk_rows_within(replace(trace, layers=(first, replace(last, can_split=False))), budget) is None

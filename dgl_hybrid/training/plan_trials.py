@@ -14,7 +14,11 @@ WARM_UP_EPOCHS = 2
 """Of each candidate, not counted: the first fetches features and makes what is kept, the second faults in the memory
 that is used from then on."""
 TIMED_EPOCHS = 2
-"""Of each candidate; the faster one counts, since whatever disturbs an epoch makes it slower."""
+"""Of each candidate; the fastest counts, since whatever disturbs an epoch makes it slower."""
+CLOSE = 1.15
+"""A candidate within this factor of the fastest so far runs on, as two epochs do not tell such times apart."""
+CLOSE_EPOCHS = 5
+"""Timed epochs of such a candidate, and of the first one."""
 TIE = 1.03
 """Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
 DRIFT_WINDOW = 16
@@ -56,8 +60,13 @@ class PlanTrials:
         if self._epochs_of_current > WARM_UP_EPOCHS:
             best = self.measured_s[self.current]
             self.measured_s[self.current] = epoch_s if best is None else min(best, epoch_s)
-        if self._epochs_of_current == WARM_UP_EPOCHS + TIMED_EPOCHS:
+        if self._epochs_of_current >= WARM_UP_EPOCHS + self._epochs_to_time():
             self._next()
+
+    def _epochs_to_time(self) -> int:
+        mine = self.measured_s[self.current]
+        others = [time_s for time_s in self.measured_s[: self.current] if time_s is not None]
+        return CLOSE_EPOCHS if mine is None or not others or mine <= CLOSE * min(others) else TIMED_EPOCHS
 
     def _next(self) -> None:
         self._epochs_of_current = 0

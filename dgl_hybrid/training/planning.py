@@ -232,15 +232,17 @@ class PlanMaker:
 
 _BACKGROUND_BACKENDS = ("gloo", "nccl")
 """Whose transfers cost the computing thread next to nothing; elsewhere it copies or asks for the rows itself."""
-MAX_HYBRIDS = 2
-"""Hybrid plans that are tried in real epochs, besides the pure ones."""
+WIRE_FACTORS = (1.0, 0.5, 2.0)
+"""What the predicted time of rows on the wire may be off by: partial sums send fewer, other traffic slows them. The
+hybrid that is best under each is tried in real epochs, besides the pure plans."""
 
 
 def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
     """Returns positions of the candidates worth trying, the chosen one first.
 
     Candidates that are one plan under several names count once, as the pure plan if it is one. The last two are the
-    pure plans (`propose_plans`).
+    pure plans (`propose_plans`). Hybrids that differ little from each other would all be right or wrong together, so
+    those are taken that would be best if rows travelled faster or slower than predicted.
     """
     num_candidates = len(by_rank[0])
     pure = range(num_candidates - 2, num_candidates)
@@ -250,10 +252,17 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
         return tuple((e.comm_s, e.held_s, e.rest_s, e.held_bytes) for e in (r[index] for r in by_rank))
 
     name_of = {what_it_does(i): i for i in fitting}  # a later one takes the place of an earlier one
-    predicted = {i: EpochEstimate(ranks=tuple(estimates[i] for estimates in by_rank)).epoch_s for i in fitting}
+
+    def predicted_s(index: int, wire_factor: float) -> float:
+        ranks = (estimates[index] for estimates in by_rank)
+        scaled = [replace(rank, comm_s=tuple(wire_factor * s for s in rank.comm_s)) for rank in ranks]
+        return EpochEstimate(ranks=tuple(scaled)).epoch_s
+
     selected = [name_of[what_it_does(chosen)]]
-    for index in sorted((i for i in name_of.values() if i not in pure), key=lambda i: (predicted[i], i)):
-        if index not in selected and sum(i not in pure for i in selected) < MAX_HYBRIDS:
+    hybrids = [i for i in name_of.values() if i not in pure]
+    for factor in WIRE_FACTORS if hybrids else ():
+        index = min(hybrids, key=lambda i: (predicted_s(i, factor), i))
+        if index not in selected:
             selected.append(index)
     return selected + [i for i in pure if i in fitting and name_of[what_it_does(i)] == i and i not in selected]
 

@@ -24,6 +24,7 @@ from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import drop_changed, nothing_is_static
+from dgl_hybrid.ops.cpu.compiler import give_back_compiler
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
@@ -69,9 +70,10 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
-        autotune: With strategy "hybrid": the pure plans and the best hybrids each run three epochs, and the one that
-            measured fastest stays; trials begin anew when epochs drift. The id tensors that are yielded change with the
-            plan, so read by them in every epoch. False takes what is predicted fastest.
+        autotune: With strategy "hybrid": the pure plans and up to three hybrids each run four epochs, seven where they
+            are near the fastest so far, and the one that measured fastest stays; trials begin anew when epochs drift.
+            The id tensors that are yielded change with the plan, so read by them in every epoch. False takes what is
+            predicted fastest.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
         approximate: Exchange less, approximately, in training steps: "bf16" or "int8" (narrower rows and gradients),
@@ -358,6 +360,7 @@ class FullGraphLoader:
             self._epoch_ns = time.perf_counter_ns() - start_ns
         if is_first:
             self._give_back_memory()  # fetching features and making what is kept took more than stays
+            give_back_compiler()
 
     def _continue_trials(self) -> None:
         """Takes the last epoch's time to the trials and changes the plan where it is another one's turn. Collective."""

@@ -7,11 +7,13 @@ import ctypes
 import os
 import threading
 from collections.abc import Callable, Hashable
+from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
 from dgl_hybrid.ops.cpu.host import new_target_machine
+from dgl_hybrid.ops.cpu.memory import unmap_code_in
 
 Kernel = Callable[[int], None]
 """Compiled code: takes the address of its arguments; other Python threads run meanwhile."""
@@ -20,6 +22,8 @@ _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _kernels: dict[Hashable, Kernel] = {}
 _lock = threading.Lock()
+_num_given_back = 0
+"""How many kernels there were when the compiler was last given back."""
 
 
 def _renew_lock() -> None:
@@ -46,6 +50,14 @@ def compile_kernel(key: Hashable, emit: Callable[[], str]) -> Kernel:
 def num_compiled_kernels() -> int:
     """How many kernels this process has compiled so far."""
     return len(_kernels)
+
+
+def give_back_compiler() -> None:
+    """Takes the compiler out of resident memory (some 60 MB a process), until the next kernel is compiled."""
+    global _num_given_back
+    if _num_given_back != len(_kernels):
+        _num_given_back = len(_kernels)
+        unmap_code_in(Path(llvm.__file__).parent)
 
 
 def _compile(assembly: str) -> Kernel:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fresh tensors that the kernel of the operating system backs with huge pages where it can.
+"""Memory as the operating system sees it: huge pages for tensors, and code that is not needed any more.
 
 The first write to a page costs more than what the kernels do with it: filling 48 MiB of fresh memory takes 80 ms in
 4 KiB pages and 20 ms in huge ones (one thread, Linux 6.18). Rows gathered from huge pages also need fewer
@@ -12,8 +12,11 @@ import ctypes
 import functools
 import math
 import mmap
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -51,10 +54,61 @@ def ask_for_huge_heap() -> None:
         advise(int(begin, 16), int(end, 16) - int(begin, 16))
 
 
+def unmap_code_in(folder: Path) -> int:
+    """Takes a library that has done its work out of this process's resident memory; returns how many bytes that was.
+
+    Only pages that are as they are on disk: whoever calls the library again finds them where they were, in the system's
+    page cache or on disk. What the process has written to (data, relocated tables) stays.
+    """
+    advise = _madvise("MADV_DONTNEED")
+    if advise is None:
+        return 0
+    unmapped = 0
+    for mapping in _mappings_in(folder):
+        if mapping.is_writable or mapping.private_bytes:
+            continue
+        advise(mapping.begin, mapping.end - mapping.begin)
+        unmapped += mapping.resident_bytes
+    return unmapped
+
+
+@dataclass
+class _Mapping:
+    begin: int
+    end: int
+    is_writable: bool
+    resident_bytes: int = 0
+    private_bytes: int = 0
+    """Of pages that are no longer those of the file."""
+
+
+def _mappings_in(folder: Path) -> list[_Mapping]:
+    """Returns where files of a folder are mapped; nothing where the system does not tell, or not all of it."""
+    found: list[_Mapping] = []
+    mapping: _Mapping | None = None
+    prefix = f"{folder}{os.sep}"
+    try:
+        with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                name, *rest = line.split(maxsplit=5)
+                if not name.endswith(":"):
+                    begin, end = name.split("-")
+                    is_here = len(rest) == 5 and rest[4].startswith(prefix)
+                    mapping = _Mapping(int(begin, 16), int(end, 16), "w" in rest[0]) if is_here else None
+                    found += [mapping] if mapping is not None else []
+                elif mapping is not None and name == "Rss:":
+                    mapping.resident_bytes = int(rest[0]) * 1024
+                elif mapping is not None and name == "Anonymous:":
+                    mapping.private_bytes = int(rest[0]) * 1024
+    except (OSError, ValueError):
+        return []
+    return found
+
+
 @functools.cache
-def _madvise() -> Callable[[int, int], None] | None:
-    """Asks for huge pages in (address, bytes); whether they come is the system's choice, so no answer is looked at."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+def _madvise(name: str = "MADV_HUGEPAGE") -> Callable[[int, int], None] | None:
+    """Gives that advice on (address, bytes); whether it is taken is the system's choice, so no answer is looked at."""
+    advice = getattr(mmap, name, None)
     if sys.platform != "linux" or advice is None:
         return None
     function = ctypes.CDLL(None).madvise

@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Huge pages are asked for in the heap, where the system has them."""
+"""Huge pages are asked for in the heap, where the system has them; the compiler does not stay in memory."""
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap
+from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in
 
 
 def flags_of_heap() -> list[str]:
@@ -34,3 +38,57 @@ def test_the_heap_is_advised_and_its_memory_stays() -> None:
     assert flags
     assert all(" hg" in line for line in flags), flags
     assert all(bool((rows == number).all()) for number, rows in enumerate(kept))
+
+
+def test_the_compiler_leaves_memory_and_comes_back_when_it_is_needed() -> None:
+    """In a process of its own: this one may have compiled long ago, or be shared with other tests."""
+    code = """
+import psutil, torch
+import dgl_hybrid
+from dgl_hybrid.ops import SparseGraph, spmm
+from dgl_hybrid.ops.cpu import compiler
+
+def total(width):
+    graph = SparseGraph.from_csc(torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1]), num_src=2)
+    x = torch.arange(2.0 * width).reshape(2, width)
+    found = spmm(graph, x)
+    assert torch.equal(found, torch.stack([x[1], x[0] + x[1]]))
+    return compiler.num_compiled_kernels()
+
+first = total(16)
+before = psutil.Process().memory_info().rss
+compiler.give_back_compiler()
+freed = before - psutil.Process().memory_info().rss
+assert total(17) > first, "another width is another kernel"
+compiler.give_back_compiler()
+held = psutil.Process().memory_info().rss
+compiler.give_back_compiler()
+print(freed, held - (before - freed))
+"""
+    if sys.platform != "linux":
+        pytest.skip("mappings are listed on Linux")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    freed, more = (int(word) for word in done.stdout.split())
+    assert freed > 20e6, "most of the compiler's code"
+    assert more < 15e6, "and again after the next kernel"
+
+
+def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
+    file = tmp_path / "code"
+    file.write_bytes(b"a" * 4 * mmap.PAGESIZE)
+    with file.open("r+b") as handle:
+        changed = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        read = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    changed[0] = ord("b")
+    address = ctypes.addressof(ctypes.c_char.from_buffer(changed))
+    # As the loader does with relocated tables: written, then no longer writable.
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address), ctypes.c_size_t(len(changed)), mmap.PROT_READ) == 0
+    assert read[:1] == b"a"
+    if sys.platform != "linux":
+        pytest.skip("mappings are listed on Linux")
+    assert unmap_code_in(tmp_path) > 0, "the one that was only read"
+    assert changed[:1] == b"b"
+    assert read[:] == b"a" * len(read)
+    assert unmap_code_in(tmp_path / "other") == 0

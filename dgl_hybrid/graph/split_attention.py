@@ -6,6 +6,9 @@ does (Milakov and Gimelshein, 2018) and as ring attention does across devices (L
 
     lse = log(e^lse_1 + e^lse_2)        out = out_1 · e^(lse_1 - lse) + out_2 · e^(lse_2 - lse)
 
+A part of a row all of whose logits are -inf has lse = -inf, and weighs nothing. A row of which nothing weighs anything
+is NaN, as it is unsplit.
+
 Backward, each part needs only the whole row's `out` and `lse`, its own sources and the gradient. Received rows are kept
 for it, or fetched again where they come in many messages, whose purpose is that they are never all here.
 """
@@ -17,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,6 +31,8 @@ from dgl_hybrid.ops import EdgeDropout, SparseGraph
 from dgl_hybrid.ops.backend import choose_backend
 
 AttentionOp = Literal["gat", "gatv2"]
+
+_MINUS_INF = float("-inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,11 @@ class SplitAttention:
         self.exchange = SplitExchange(layer, communicator, number=number)
         self.fetches_again = len(layer.parts) > 1
         self._split_keys: tuple[Tensor, list[Tensor]] | None = None
-        self._without_held = (layer.held.in_edges.indptr.diff() == 0).nonzero().flatten()
+        has_entries = layer.held.in_edges.indptr.diff() > 0
+        self._without_held = (~has_entries).nonzero().flatten()
+        for part in layer.parts:
+            has_entries[part.dst_rows] = True
+        self._without_entries = (~has_entries).nonzero().flatten()
 
     def gat(self, x: Tensor, el: Tensor, er: Tensor, *, negative_slope: float, dropout: EdgeDropout | None) -> Tensor:
         """As `ops.gat` over held and received sources. Collective; differentiable once.
@@ -131,7 +141,7 @@ class SplitAttention:
         def held() -> None:
             nonlocal out, lse
             out, lse = _attend(call, 0, self.layer.held, sources, dst, attention)
-            lse[self._without_held] = float("-inf")
+            lse[self._without_held] = _MINUS_INF
 
         def use(position: int, wire: Tensor) -> None:
             part, rows = self.layer.parts[position], sources.unpacked(wire)
@@ -141,13 +151,19 @@ class SplitAttention:
             some, some_lse = _attend(call, 1 + position, part.edges, rows, dst.index_select(0, read_by), attention)
             before = lse.index_select(0, read_by)
             after = torch.logaddexp(before, some_lse)
-            whole = out.index_select(0, read_by).mul_((before - after).exp_().unsqueeze(-1))
-            whole.addcmul_(some, (some_lse - after).exp_().unsqueeze(-1))
+            # Where nothing has weighed anything yet, -inf less -inf would be NaN: both are to stay at 0.
+            total = after.masked_fill(after == _MINUS_INF, 0.0)
+            whole = out.index_select(0, read_by).mul_((before - total).exp_().unsqueeze(-1))
+            whole.addcmul_(some, (some_lse - total).exp_().unsqueeze(-1))
             out.index_copy_(0, read_by, whole)
             lse.index_copy_(0, read_by, after)
 
         self.exchange.forward(sources.packed(), held, use)
-        lse[lse == float("-inf")] = 0.0  # no entries at all
+        lse[self._without_entries] = 0.0
+        is_nothing = lse == _MINUS_INF
+        if bool(is_nothing.any()):
+            lse.masked_fill_(is_nothing, float("nan"))
+            out.masked_fill_(is_nothing.unsqueeze(-1), float("nan"))
         return out, lse, received
 
     def backward(
@@ -237,11 +253,43 @@ def _positions_of(part: RowsPart) -> Tensor:
 def _attend(
     call: _Call, position: int, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    """Returns `out` (N, H, D) and `lse` (N, H), -inf where all logits of a row are. Syncs the host."""
     backend, dropout = choose_backend(sources.x), call.dropouts[position]
     if attention is not None:
-        return backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout)
-    assert sources.el is not None
-    return backend.gat(edges.in_edges, sources.x, sources.el, dst, call.slope, dropout)
+        out, lse = backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout)
+    else:
+        assert sources.el is not None
+        out, lse = backend.gat(edges.in_edges, sources.x, sources.el, dst, call.slope, dropout)
+    if not bool(lse.isfinite().all()):
+        _settle_rows_of_minus_inf(call, edges, sources, dst, attention, out, lse)
+    return out, lse
+
+
+def _settle_rows_of_minus_inf(
+    call: _Call, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None, out: Tensor, lse: Tensor
+) -> None:
+    """Replaces, in place, the NaN of rows all of whose logits are -inf: `lse` by -inf, `out` by what 0 times x sums to.
+
+    Kernels divide by a sum of exponentials there that is 0. That a logit is NaN or +inf gives NaN, too, and that stays.
+    """
+    rows = edges.in_edges
+    unsure = (~lse.isfinite()).any(1).nonzero().flatten()
+    counts = rows.indptr.diff()[unsure].long()
+    row = torch.repeat_interleave(counts)
+    first = rows.indptr[unsure].long() - (counts.cumsum(0) - counts)
+    source = rows.indices[first[row] + torch.arange(len(row), device=row.device)].long()
+    x = sources.x[source]
+    read_by = dst[unsure[row]]
+    if attention is not None:
+        logits = (F.leaky_relu(x + read_by, call.slope) * attention).sum(-1)
+    else:
+        assert sources.el is not None
+        logits = F.leaky_relu(sources.el[source] + read_by, call.slope)
+    others = torch.zeros_like(lse[unsure]).index_add_(0, row, (~logits.isneginf()).to(lse.dtype))
+    is_nothing = (others == 0) & (counts > 0).unsqueeze(-1)
+    nothing = torch.zeros_like(out[unsure]).index_add_(0, row, 0.0 * x)  # NaN where x is, or infinite
+    lse[unsure] = lse[unsure].masked_fill(is_nothing, _MINUS_INF)
+    out[unsure] = torch.where(is_nothing.unsqueeze(-1), nothing, out[unsure])
 
 
 def _attend_backward(

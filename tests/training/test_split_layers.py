@@ -213,6 +213,34 @@ def test_a_single_row_is_received(kind: str, partitions: PartitionStore) -> None
     assert_same_step(results, reference_step(graph, case))
 
 
+def one_way(num_parts: int, nodes_per_part: int = 12) -> dgl.DGLGraph:
+    """Consecutive nodes are a part. The first part is read by all others and reads itself alone; rank 1 has no edge
+    between its own nodes."""
+    generator = torch.Generator().manual_seed(0)
+    num_nodes = num_parts * nodes_per_part
+    src, dst = torch.randint(num_nodes, (2, 12 * num_nodes), generator=generator)
+    owner, reader = src // nodes_per_part, dst // nodes_per_part
+    kept = ((reader != 0) | (owner == 0)) & ((reader != 1) | (owner != 1))
+    graph = dgl.graph((src[kept], dst[kept]), num_nodes=num_nodes)
+    graph.ndata["feat"] = torch.randn(num_nodes, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    graph.ndata["label"] = torch.randint(NUM_CLASSES, (num_nodes,), generator=generator)
+    graph.ndata["train_mask"] = torch.arange(num_nodes) % 3 > 0
+    graph.edata["w"] = torch.rand(graph.num_edges(), generator=generator, dtype=torch.float64) + 0.5
+    return graph
+
+
+@pairwise(kind=["gat", "gatv2", "sage_mean"], world_size=[2, 3, 4], chunk_rows=[None, 3], partial_sums=[False, True])
+def test_a_rank_receives_nothing_and_another_reads_nothing_of_its_own(
+    kind: str, world_size: int, chunk_rows: int | None, partial_sums: bool, partitions: PartitionStore
+) -> None:
+    graph = one_way(world_size)
+    case = Case(kind=kind, optimized=True, chunk_rows=chunk_rows, partial_sums=partial_sums, epochs=2)
+    folder = partitions.get(f"one_way_{world_size}", graph, world_size, method="contiguous")
+    outcomes = run_ranks(world_size, run_counted, folder, case)
+    assert_same_step([result for result, _ in outcomes], reference_step(graph, case))
+    assert all(num_split(counts) == case.num_layers * case.epochs for _, counts in outcomes)
+
+
 def run_corners(rank: int, world_size: int, folder: str, chunk_rows: int | None) -> dict[str, bool]:
     """Rows without columns, copies on another device, and a failure beside a message in flight."""
     g = PartitionedGraph.open(folder)

@@ -51,13 +51,12 @@ class _Sources:
     x: Tensor
     el: Tensor | None
 
-    def packed(self) -> Tensor:
-        """(S, H + H D), or (S, H D): what travels."""
-        flat = self.x.flatten(1)
-        return flat if self.el is None else torch.cat([self.el, flat], dim=1)
+    def fields(self) -> list[Tensor]:
+        """(S, H) and (S, H D), or (S, H D) alone: what travels. The same memory: gradients are added to there."""
+        return [field.view(len(field), field.shape[1:].numel()) for field in (self.el, self.x) if field is not None]
 
     def unpacked(self, wire: Tensor) -> _Sources:
-        """Rows that came, as copies: of the same heads and widths.
+        """Rows that came with all fields side by side, as copies: of the same heads and widths.
 
         Not by `contiguous`, which copies nothing of a single row: messages are written over by later ones.
         """
@@ -158,7 +157,7 @@ class SplitAttention:
             out.index_copy_(0, read_by, whole)
             lse.index_copy_(0, read_by, after)
 
-        self.exchange.forward(sources.packed(), held, use)
+        self.exchange.forward(sources.fields(), held, use)
         lse[self._without_entries] = 0.0
         is_nothing = lse == _MINUS_INF
         if bool(is_nothing.any()):
@@ -176,16 +175,17 @@ class SplitAttention:
         out: Tensor,
         lse: Tensor,
         grad: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns gradients of the packed sources (C, ...), of `dst` and of `attention`."""
-        d_dst, d_attention = dst.new_empty(0), None if attention is None else torch.zeros_like(attention)
+    ) -> tuple[_Sources, Tensor, Tensor | None]:
+        """Returns gradients of the sources, of `dst` and of `attention`."""
+        d_sources, d_dst = _Sources(dst.new_empty(0), None), dst.new_empty(0)
+        d_attention = None if attention is None else torch.zeros_like(attention)
         waiting: list[tuple[Tensor, Tensor]] = []
 
         def note_attention(found: Tensor | None) -> None:
             if d_attention is not None and found is not None:
                 d_attention.add_(found)
 
-        def make(position: int) -> Tensor:
+        def make(position: int) -> list[Tensor]:
             part, rows = self.layer.parts[position], received[position]
             read_by = part.dst_rows
             some = [value.index_select(0, read_by) for value in (dst, out, lse, grad)]
@@ -195,46 +195,44 @@ class SplitAttention:
             else:
                 waiting.append((read_by, d_some))
             note_attention(found)
-            return d_rows
+            return d_rows.fields()
 
-        def held() -> Tensor:
-            nonlocal d_dst
+        def held() -> list[Tensor]:
+            nonlocal d_dst, d_sources
             d_sources, d_dst, found = _attend_backward(
                 call, 0, self.layer.held, sources, attention, dst, out, lse, grad
             )
             note_attention(found)
-            return d_sources
+            return d_sources.fields()
 
         if self.fetches_again:
-            total = self._backward_fetching(sources, received, make, held)
+            self._backward_fetching(sources, received, make, held)
         else:
-            total = self.exchange.backward(make, held)
+            self.exchange.backward(make, held)
         for read_by, d_some in waiting:
             d_dst.index_add_(0, read_by, d_some)
-        return total, d_dst, d_attention
+        return d_sources, d_dst, d_attention
 
     def _backward_fetching(
         self,
         sources: _Sources,
         received: list[_Sources],
-        make: Callable[[int], Tensor],
-        held: Callable[[], Tensor],
-    ) -> Tensor:
+        make: Callable[[int], list[Tensor]],
+        held: Callable[[], list[Tensor]],
+    ) -> None:
         """As `SplitExchange.backward`, part by part, each with its rows fetched before and dropped after."""
-        total = sources.x.new_empty(0)
+        totals: list[Tensor] = []
 
         def first() -> None:
-            nonlocal total
-            total = held()
+            totals.extend(held())
 
-        wire, nothing = sources.packed(), _Sources(sources.x[:0], None)
+        nothing = _Sources(sources.x[:0], None)
         for position in range(len(self.layer.parts)):
-            rows = self.exchange.fetch(position, wire, first if position == 0 else _do_nothing)
+            rows = self.exchange.fetch(position, sources.fields(), first if position == 0 else _do_nothing)
             received[:] = [*[nothing] * position, sources.unpacked(rows)]
             gradients = make(position)
             received.clear()
-            self.exchange.return_gradients(position, gradients, total)
-        return total
+            self.exchange.return_gradients(position, gradients, totals)
 
 
 def _copy_of(rows: Tensor) -> Tensor:
@@ -302,20 +300,20 @@ def _attend_backward(
     out: Tensor,
     lse: Tensor,
     grad: Tensor,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns gradients of the packed sources, of `dst` and of `attention`."""
+) -> tuple[_Sources, Tensor, Tensor | None]:
+    """Returns gradients of the sources, of `dst` and of `attention`; contiguous."""
     backend, dropout = choose_backend(sources.x), call.dropouts[position]
     rows, out_rows = edges.in_edges, edges.out_edges
     if attention is not None:
         d_x, d_dst, d_attention = backend.gatv2_backward(
             rows, out_rows, sources.x, dst, attention, out, lse, grad, call.slope, dropout
         )
-        return d_x.flatten(1), d_dst, d_attention
+        return _Sources(d_x, None), d_dst, d_attention
     assert sources.el is not None
     d_x, d_el, d_dst = backend.gat_backward(
         rows, out_rows, sources.x, sources.el, dst, out, lse, grad, call.slope, dropout
     )
-    return torch.cat([d_el, d_x.flatten(1)], dim=1), d_dst, None
+    return _Sources(d_x, d_el), d_dst, None
 
 
 class _Attention(torch.autograd.Function):
@@ -343,10 +341,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, el, dst, attention, out, lse, *kept = ctx.saved_tensors
         received = [_Sources(kept[2 * k], kept[2 * k + 1]) for k in range(ctx.num_received)]
-        total, d_dst, d_attention = ctx.split.backward(
+        d_sources, d_dst, d_attention = ctx.split.backward(
             ctx.call, _Sources(x, el), received, dst, attention, out, lse, grad.contiguous()
         )
-        if el is None:
-            return None, None, total.view(x.shape), None, d_dst, d_attention
-        heads = x.shape[1]
-        return None, None, total[:, heads:].reshape(x.shape), total[:, :heads], d_dst, None
+        return None, None, d_sources.x, d_sources.el, d_dst, d_attention

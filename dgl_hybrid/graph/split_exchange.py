@@ -12,7 +12,7 @@ while the rest is done.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,6 +29,9 @@ from dgl_hybrid.ops.sparse_graph import Adjacency
 class SplitExchange:
     """The messages of one layer in both directions.
 
+    What is sent together is given as fields, (C, F_k) each with the same rows: a row travels as one, (F,) with all the
+    columns side by side, and only rows that travel are ever put together.
+
     Attributes:
         layer: Structure, on the device of the rows.
         number: Of the layer, from 1.
@@ -40,49 +43,52 @@ class SplitExchange:
 
     def forward(
         self,
-        x_CF: Tensor,
+        fields: Sequence[Tensor],
         held: Callable[[], None],
         use: Callable[[int, Tensor], None],
         codec: RowCodec | None = None,
     ) -> None:
-        """Sends rows of `x_CF`, and hands over what arrives. Collective.
+        """Sends rows of the fields, and hands over what arrives. Collective.
 
         Args:
-            x_CF: (C, F) contiguous.
+            fields: (C, F_k) contiguous, of one dtype; one only where sums travel or a codec is given.
             held: Called while the first message is in flight.
             use: Called with a part's position and its (rows received, F) rows, which it may only read, and only until
                 it returns.
             codec: What rows travel as, approximately; None: as they are.
         """
         parts = self.layer.parts
-        pending = self._send_rows(parts[0], x_CF, codec) if parts else None
+        pending = self._send_rows(parts[0], fields, codec) if parts else None
         with _ended_in_any_case(pending):
             held()
         for position, part in enumerate(parts):
             assert pending is not None
             rows = pending.wait(part.recv_counts)
-            pending = self._send_rows(parts[position + 1], x_CF, codec) if position + 1 < len(parts) else None
+            pending = self._send_rows(parts[position + 1], fields, codec) if position + 1 < len(parts) else None
             with _ended_in_any_case(pending), record_function("dgl_hybrid::use_received"):
                 use(position, rows)
 
     def backward(
-        self, make: Callable[[int], Tensor], held: Callable[[], Tensor], codec: RowCodec | None = None
-    ) -> Tensor:
+        self,
+        make: Callable[[int], Sequence[Tensor]],
+        held: Callable[[], Sequence[Tensor]],
+        codec: RowCodec | None = None,
+    ) -> Sequence[Tensor]:
         """Sends gradients of received rows home and adds up what comes home. Collective.
 
         Args:
-            make: Returns the (rows received, F) gradients of a part's rows.
-            held: Returns the (C, F) gradients of held rows as far as they come from here; changed in place. Called
+            make: Returns the (rows received, F_k) gradients of a part's rows.
+            held: Returns the (C, F_k) gradients of held rows as far as they come from here; changed in place. Called
                 while the first message is in flight.
             codec: What gradients travel as, approximately; None: as they are.
 
         Returns:
-            (C, F) gradients of held rows.
+            What `held` returned: by now, gradients of held rows.
         """
         parts = self.layer.parts
         pending = self._send_gradients(parts[0], make(0), codec) if parts else None
         with _ended_in_any_case(pending):
-            total = held()
+            totals = held()
         for position, part in enumerate(parts):
             assert pending is not None
             with _ended_in_any_case(pending):
@@ -90,10 +96,10 @@ class SplitExchange:
             rows = pending.wait(part.send_counts)
             if following is not None:
                 pending = self._send_gradients(parts[position + 1], following, codec)
-            _add_returned(part, rows, total)
-        return total
+            _add_returned(part, rows, totals)
+        return totals
 
-    def fetch(self, position: int, x_CF: Tensor, meanwhile: Callable[[], None]) -> Tensor:
+    def fetch(self, position: int, fields: Sequence[Tensor], meanwhile: Callable[[], None]) -> Tensor:
         """Exchanges one part alone, for a backward that needs its rows again. Collective.
 
         Args:
@@ -103,35 +109,41 @@ class SplitExchange:
             (rows received, F), to be read before the next exchange begins.
         """
         part = self.layer.parts[position]
-        pending = self._send_rows(part, x_CF)
+        pending = self._send_rows(part, fields)
         with _ended_in_any_case(pending):
             meanwhile()
         return pending.wait(part.recv_counts)
 
-    def return_gradients(self, position: int, grads_RF: Tensor, total_CF: Tensor) -> None:
-        """Sends the gradients of one part's rows home and adds what comes home to `total_CF`. Collective."""
+    def return_gradients(self, position: int, grads: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
+        """Sends the gradients of one part's rows home and adds what comes home to `totals`. Collective."""
         part = self.layer.parts[position]
-        _add_returned(part, self._send_gradients(part, grads_RF).wait(part.send_counts), total_CF)
+        _add_returned(part, self._send_gradients(part, grads).wait(part.send_counts), totals)
 
     # ---------------------------------------------------------------- messages
 
-    def _send_rows(self, part: RowsPart, x_CF: Tensor, codec: RowCodec | None = None) -> _Pending:
+    def _send_rows(self, part: RowsPart, fields: Sequence[Tensor], codec: RowCodec | None = None) -> _Pending:
         with record_function("dgl_hybrid::pack"):
-            send = self._take_rows(sum(part.send_counts), x_CF, codec)
-            if part.send_index is not None:
-                torch.index_select(x_CF, 0, part.send_index, out=send)
-            else:
-                send.copy_(sum_rows(part.pack.in_edges, x_CF))
+            send = self._take_rows(sum(part.send_counts), fields, codec)
+            for x_CF, columns in zip(fields, _columns_of(send, fields), strict=True):
+                if part.send_index is not None:
+                    torch.index_select(x_CF, 0, part.send_index, out=columns)
+                else:
+                    columns.copy_(sum_rows(part.pack.in_edges, x_CF))
         return self._start(part.send_counts, part.recv_counts, send, codec, backward=False)
 
-    def _send_gradients(self, part: RowsPart, grads_RF: Tensor, codec: RowCodec | None = None) -> _Pending:
-        send = grads_RF if codec is not None else self._take_rows(len(grads_RF), grads_RF, None).copy_(grads_RF)
+    def _send_gradients(self, part: RowsPart, grads: Sequence[Tensor], codec: RowCodec | None = None) -> _Pending:
+        if codec is not None:
+            (send,) = grads
+        else:
+            send = self._take_rows(len(grads[0]), grads, None)
+            for grads_RF, columns in zip(grads, _columns_of(send, grads), strict=True):
+                columns.copy_(grads_RF)
         return self._start(part.recv_counts, part.send_counts, send, codec, backward=True)
 
-    def _take_rows(self, count: int, like_F: Tensor, codec: RowCodec | None) -> Tensor:
+    def _take_rows(self, count: int, fields: Sequence[Tensor], codec: RowCodec | None) -> Tensor:
         """Memory for rows that are sent as they are, or encoded first."""
         take = self._communicator.send_buffer if codec is None else self._communicator.buffers.take
-        return take((count, like_F.shape[1]), like_F.dtype, like_F.device)
+        return take((count, sum(field.shape[1] for field in fields)), fields[0].dtype, fields[0].device)
 
     def _start(
         self,
@@ -192,13 +204,21 @@ def _ended_in_any_case(pending: _Pending | None) -> Iterator[None]:
         raise
 
 
-def _add_returned(part: RowsPart, grads_SF: Tensor, total_CF: Tensor) -> None:
+def _columns_of(rows: Tensor, fields: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Each field's columns of rows that travel."""
+    columns: tuple[Tensor, ...] = rows.split([field.shape[1] for field in fields], dim=1)
+    return columns
+
+
+def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor]) -> None:
     with record_function("dgl_hybrid::unpack"):
-        if part.send_index is not None:
-            # Added, not written: a row sent to several peers gets a gradient from each of them.
-            total_CF.index_add_(0, part.send_index, grads_SF)
-        else:
-            total_CF += sum_rows(part.pack.out_edges, grads_SF)
+        for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
+            if part.send_index is not None:
+                # Added, not written: a row sent to several peers gets a gradient from each of them.
+                # Of columns beside others it would be several times as slow as the copy.
+                total_CF.index_add_(0, part.send_index, grads_SF.contiguous())
+            else:
+                total_CF += sum_rows(part.pack.out_edges, grads_SF)
 
 
 def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None) -> Tensor:

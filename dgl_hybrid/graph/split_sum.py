@@ -92,23 +92,23 @@ class SplitSum:
             else:
                 out.index_add_(0, part.dst_rows, summed)
 
-        self.exchange.forward(x_CHD.flatten(1), held, use, codec)
+        self.exchange.forward([x_CHD.flatten(1)], held, use, codec)
         return out
 
     def backward(self, grad_NHD: Tensor, weights_EH: Tensor | None, codec: RowCodec | None) -> Tensor:
         """(N, H, D) to (C, H, D)."""
         grad_NHD = grad_NHD.contiguous()
 
-        def make(position: int) -> Tensor:
+        def make(position: int) -> list[Tensor]:
             if self._by_source[position] is None:
                 self._by_source[position] = by_source(self.layer.parts[position])
             weights = _weights_of(self.layer.parts[position], weights_EH)
-            return sum_rows(self._by_source[position], grad_NHD, weights).flatten(1)
+            return [sum_rows(self._by_source[position], grad_NHD, weights).flatten(1)]
 
-        def held() -> Tensor:
-            return sum_rows(self.layer.held.out_edges, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)
+        def held() -> list[Tensor]:
+            return [sum_rows(self.layer.held.out_edges, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)]
 
-        total = self.exchange.backward(make, held, codec)
+        (total,) = self.exchange.backward(make, held, codec)
         return total.view(len(total), *grad_NHD.shape[1:])
 
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -175,7 +176,10 @@ class _Timer:
         return build_blocks_like(self._sets, factor, self.taken, without_edges=self._kept)
 
     def measure(self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int = ROUNDS) -> Measured:
-        """Takes the least seconds of a few epochs, watched and not: noise only ever adds."""
+        """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
+
+        The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
+        """
         generator = torch.Generator().manual_seed(0)
         args, kwargs, static = self._template.bind(blocks, generator)
         for block in blocks:
@@ -185,16 +189,18 @@ class _Timer:
         measured = Measured(rows, edges)
         epoch = functools.partial(self._epoch, args, kwargs)
         epoch()  # makes what is kept, structures, buffers
+        elapsed_s = []
         for _ in range(rounds):
             start = time.perf_counter()
             epoch()
-            measured.elapsed_s = min(measured.elapsed_s, time.perf_counter() - start)
+            elapsed_s.append(time.perf_counter() - start)
             watch = _Stopwatch(rows, edges)
             with watch:
                 epoch()
             is_first = len(measured.ops) != len(watch.ops)
             measured.ops = watch.ops if is_first else [min(pair) for pair in zip(measured.ops, watch.ops, strict=True)]
             measured.charged_to = watch.charged_to
+        measured.elapsed_s = statistics.median(elapsed_s)
         return measured
 
     def _epoch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ from .model_trace import ModelTrace
 from .topology import Topology
 
 STRUCTURE_BYTES_PER_EDGE = 16.0  # one int64 source and one int64 edge id per held in-edge
+AGREEMENTS = 3
+"""Small collectives before each epoch: who wrote fields, how long the last epoch took, which kept results are old."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class ItemCosts:
     output_edge_s: float = 0.0
     """Seconds per in-edge of layer L."""
     epoch_s: float = 0.0
-    """Seconds per epoch that no plan changes: calls, the optimizer's step, the gradients' all-reduce."""
+    """Seconds per epoch that no plan changes: calls, the optimizer's step, the gradients' all-reduce, agreements."""
 
     def __post_init__(self) -> None:
         num_layers = len(self.receive_s)
@@ -148,7 +150,7 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int, times: ModelTim
     # Level k's edges belong to layer k, `trace.layers[k - 1]`.
     edge_held = [0.0] + [STRUCTURE_BYTES_PER_EDGE + layer.edge_held_bytes for layer in trace.layers[:-1]]
     parameter_bytes = trace.num_parameters * (8 if trace.dtype == "float64" else 4)
-    reduce_s = topology.allreduce_latency_s + parameter_bytes / topology.allreduce_bytes_per_s
+    reduce_s = (1 + AGREEMENTS) * topology.allreduce_latency_s + parameter_bytes / topology.allreduce_bytes_per_s
     return ItemCosts(
         receive_s=tuple(receive_s),
         row_s=tuple(row_s[:num_layers]),

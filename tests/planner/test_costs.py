@@ -19,6 +19,7 @@ from dgl_hybrid.planner import (
     synthetic_trace,
     uniform_topology,
 )
+from dgl_hybrid.planner.costs import AGREEMENTS
 
 
 def test_prices_of_a_hand_made_trace() -> None:
@@ -64,7 +65,7 @@ def test_prices_of_a_hand_made_trace() -> None:
     assert costs.row_held_bytes == (8, 7)
     assert costs.edge_held_bytes == (0, 16)
     assert (costs.output_row_s, costs.output_edge_s) == (3.0, 40 / 8.0 + 0.2)
-    assert costs.epoch_s == 1.0 + 20 / 10
+    assert costs.epoch_s == (1 + AGREEMENTS) * 1.0 + 20 / 10
     assert topology.gather_rate(4) == 4.0
     assert topology.gather_rate(8 * 2**0.5) == pytest.approx(6.0)
     assert topology.gather_rate(99) == 8.0

@@ -69,12 +69,11 @@ def systems_of(cell: Cell) -> tuple[str, ...]:
     strategy stands for all. PipeGCN has GraphSAGE only. SAR's message-flow graphs are exact for GraphSAGE and GAT (for
     GCN their out-degrees are not the full graph's), and switching its rematerialisation off matters for GAT only.
     """
-    systems: list[str] = []
+    systems = [*(OURS if cell.ranks > 1 else OURS[:1])]  # first: those most alike are to take turns with each other
     if cell.network == "loopback":
         systems.append("dgl")
         if cell.ranks > 1:
             systems.append("dgl_one_thread")
-    systems += OURS if cell.ranks > 1 else OURS[:1]
     systems += ["distdgl_full", "sar"]
     if cell.model != "gcn":
         systems.append("sar_mfg")
@@ -88,7 +87,7 @@ def systems_of(cell: Cell) -> tuple[str, ...]:
 def quick_systems_of(cell: Cell) -> tuple[str, ...]:
     """Returns what a few minutes are enough for: on one rank, only what hybrid is held to there."""
     if cell.ranks == 1:
-        return ("dgl", "hybrid")
+        return ("hybrid", "dgl")
     return tuple(system for system in systems_of(cell) if system not in ("dgl_one_thread", "sar_mfg_no_sr"))
 
 

@@ -342,6 +342,7 @@ class FullGraphLoader:
             seed=self.seed,
             num_vertices=self.graph.num_nodes(),
             number=self._steps_done,
+            on_call=self._see_call,
         )
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
@@ -350,7 +351,7 @@ class FullGraphLoader:
             if block.approximation is not None:
                 block.approximation.begin_epoch()
         self._steps_done += 1
-        session.follow(step, self._see_call)
+        session.follow(step)
         self._step = step
         self._epoch_ns = 0
         start_ns = time.perf_counter_ns()

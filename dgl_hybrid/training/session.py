@@ -185,9 +185,8 @@ class _Session:
             return self._weighted(output, step) if module in step.called_without_grad else None
         if not torch.is_grad_enabled():
             step.called_without_grad.add(module)
-        on_call = _on_call.get(id(step))
-        if on_call is not None:
-            on_call(module, args, kwargs)
+        if step.on_call is not None:
+            step.on_call(module, args, kwargs)
         return self._weighted(output, step)
 
     @staticmethod
@@ -211,16 +210,10 @@ class _Session:
 
 
 _session = _Session()
-_on_call: dict[int, Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]] = {}
 
 
-def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None) -> None:
-    """Begins to accompany the forwards of a step's blocks.
-
-    Args:
-        step: Just yielded by a loader.
-        on_call: Told of each outermost module call that used the step's last block.
-    """
+def follow(step: Step) -> None:
+    """Begins to accompany the forwards of the blocks of a step, which a loader is about to yield."""
     if not _session.installed:
         _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
         _session.installed.append(
@@ -236,9 +229,6 @@ def follow(step: Step, on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, 
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
         block.on_edge_dropout = step.edge_dropout
-    if on_call is not None:
-        _on_call[id(step)] = on_call
-        weakref.finalize(step, _on_call.pop, id(step), None)
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,9 @@ class Step:
     """Of the whole graph."""
     number: int
     """Counts the training steps of the loader; masks differ from step to step."""
+    on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
+    """Told of each outermost module call that used the step's last block. Held here and nowhere else: it is a method of
+    the loader, which holds its step."""
     current_block: LayerBlock | None = None
     block_used: bool = False
     last_block_used: bool = False

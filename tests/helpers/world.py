@@ -347,7 +347,9 @@ def _serve(connection: Connection, stack_file: str) -> None:
 
 
 def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: float, payload: bytes) -> object:
-    _let_go_of_loaders()
+    # Loaders, their blocks and what a test kept of them refer to each other. A process group left behind has three
+    # threads, one of which wakes a hundred times a second: after some hundred tests ranks would do little else.
+    gc.collect()
     if dist.is_initialized():
         # Ended now rather than after its call: only now is it certain that no peer is still using it.
         dist.destroy_process_group()
@@ -366,15 +368,6 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     )
     fn, args, kwargs = pickle.loads(payload)  # in here: a module that cannot be imported is this rank's failure
     return fn(rank, world_size, *args, **kwargs)
-
-
-def _let_go_of_loaders() -> None:
-    """Frees what earlier calls made: each process group left behind has three threads, one of which wakes a hundred
-    times a second, and after some hundred tests ranks would do little else."""
-    session = sys.modules.get("dgl_hybrid.training.session")
-    if session is not None:
-        session._on_call.clear()  # a loader is held here as long as its steps live, which live as long as the loader
-    gc.collect()  # loaders, their blocks and what a test kept of them refer to each other
 
 
 def _exit_with_parent() -> None:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import dataclass
 
 import dgl
@@ -378,3 +380,22 @@ def test_masks_where_vertices_and_edges_are_equally_many(partitions: PartitionSt
     assert totals == pytest.approx([totals[0]] * 3, rel=1e-9)
     # Everything is cached: no rank receives anything, and all know it.
     assert all(exchanges == 0 for results in curves for _, exchanges in results)
+
+
+def make_and_drop(rank: int, world_size: int, part_config: str) -> list[bool]:
+    """Returns which of a loader, its blocks and its step are still there once a script has dropped them."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, seed=0)
+    for input_nodes, _, blocks in loader:
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+    watched = [weakref.ref(thing) for thing in (loader, blocks[0], loader._step, loader.communicator)]
+    del loader, blocks, input_nodes, g
+    gc.collect()
+    return [reference() is not None for reference in watched]
+
+
+def test_nothing_of_a_loader_stays_when_it_is_dropped(partitions: PartitionStore) -> None:
+    """Neither hooks nor observers may hold it: its process group has threads of its own."""
+    for left in run_ranks(2, make_and_drop, partitions.get("power_law", power_law(), 2)):
+        assert left == [False] * 4

@@ -7,6 +7,7 @@ Kernels and messages are watched where they are: methods of the backend, and the
 from __future__ import annotations
 
 import contextlib
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from dgl_hybrid.exchange import buffers
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator, RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.exchange.row_codecs import make_codec
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.planner.memory import CHUNK_COPIES
@@ -158,8 +160,8 @@ class Watched:
 class Watch:
     """Notes kernels and messages of one layer while it is entered."""
 
-    def __init__(self, communicator: Communicator, split: SplitBlock, structure: LayerStructure) -> None:
-        self.seen, self.direction = Watched(), "forward"
+    def __init__(self, communicator: Communicator, split: SplitBlock, *, delay_s: float = 0.0) -> None:
+        self.seen, self.direction, self._delay_s = Watched(), "forward", delay_s
         self._communicator, self._num_under_way = communicator, 0
         layer = split.plain_sums.layer
         self._held = {layer.held.in_edges.indptr.data_ptr(), layer.held.out_edges.indptr.data_ptr()}
@@ -186,6 +188,8 @@ class Watch:
     def _kernel(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
         def noted(backend: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._num_under_way
+            if rows.indptr.data_ptr() in self._parts:
+                time.sleep(self._delay_s)
             result = kernel(backend, rows, *args, **kwargs)
             entry = self.direction, before == self._num_under_way == 1
             if rows.indptr.data_ptr() in self._held:
@@ -213,7 +217,13 @@ class Watch:
 
 
 def run_layer(
-    rank: int, world_size: int, name: str, op: str, transport: RankTransport, chunk_rows: int | None
+    rank: int,
+    world_size: int,
+    name: str,
+    op: str,
+    transport: RankTransport,
+    chunk_rows: int | None,
+    delay_s: float = 0.0,
 ) -> Watched:
     world = WORLDS[name](world_size)
     structure = world.structures[rank]
@@ -234,7 +244,7 @@ def run_layer(
             return split.attention.gatv2(*inputs, negative_slope=SLOPE, dropout=None)
         return split.plain_sums(inputs[0], weights) if op == "weighted sum" else split.sum(inputs[0])
 
-    watch = Watch(communicator, split, structure)
+    watch = Watch(communicator, split, delay_s=delay_s if rank == 0 else 0.0)
     with watch.on() as seen:
         out = forward()
         watch.direction = "backward"
@@ -317,6 +327,48 @@ def test_no_message_is_longer_than_a_chunk(op: str, chunk_rows: int) -> None:
             sent, received = zip(*((s, r) for way, s, r in one.messages if way == direction), strict=True)
             both = plan.num_sent + plan.num_received
             assert sum(sent) + sum(received) == often * both, direction
+
+
+@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("chunk_rows", [None, 5])
+def test_rows_stay_until_a_slow_rank_has_used_them(op: str, chunk_rows: int | None) -> None:
+    """Rank 0 takes its time over what it received; the other one is then further on, and packs its next messages."""
+    seen = run_ranks(2, run_layer, "replicas", op, "shared_memory", chunk_rows, delay_s=0.02)
+    check_exact(WORLDS["replicas"](2), op, seen)
+
+
+def run_narrowed(rank: int, world_size: int, codec: str, dtype: torch.dtype, sums: bool) -> list[Tensor]:
+    """Result and gradient of a sum whose rows and gradients travel narrower; the same exactly."""
+    structure = random_world(world_size, 11).structures[rank]
+    messages = [whole_message(structure.exchange)]
+    communicator, generator = create_communicator(), torch.Generator().manual_seed(rank)
+    # Positive, so that no error cancels another's bound: it is a share of each element.
+    x = torch.rand(structure.num_held, 8, dtype=dtype, generator=generator) + 1
+    y = torch.rand(structure.num_dst, 8, dtype=dtype, generator=generator) + 1
+    results = []
+    for chosen in (make_codec(codec), None):
+        split = SplitBlock(
+            structure, communicator, messages, device=torch.device("cpu"), partial_sums=sums, codec=chosen
+        )
+        rows = x.clone().requires_grad_()
+        out = split.sum(rows)
+        (gradient,) = torch.autograd.grad(out, rows, y)
+        with torch.no_grad():
+            evaluated = split.sum(rows)
+        results += [out.detach(), gradient, evaluated]
+    return results
+
+
+@pairwise(codec=["bf16", "int8"], dtype=[torch.float32, torch.float64], sums=[False, True])
+def test_narrower_rows_change_sums_a_little_and_evaluations_not(codec: str, dtype: torch.dtype, sums: bool) -> None:
+    # A sum of k rows has elements between k and 2 k: no step of int8 is larger than 1.02 / 250 of any of them.
+    share = 2.0**-8 if codec == "bf16" else 1 / 240
+    for out, gradient, evaluated, *exact in run_ranks(3, run_narrowed, codec, dtype, sums):
+        for found, expected in zip((out, gradient), exact[:2], strict=True):
+            assert found.dtype == dtype
+            assert float((found - expected).abs().max()) > 0
+            assert bool(((found - expected).abs() <= share * expected).all())
+        torch.testing.assert_close(evaluated, exact[2])
 
 
 # -------------------------------------------------------------------- memory

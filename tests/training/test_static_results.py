@@ -15,6 +15,7 @@ import dgl
 import pytest
 import torch
 import torch.nn.functional as F
+from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
@@ -288,3 +289,37 @@ def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
     assert not results.are_static((known.requires_grad_(),))
     results.clear()
     assert results.num_bytes == 0
+
+
+def sums_after_writes(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[Tensor]]:
+    """A script reads once, and writes into what it has: between epochs, in one, and past PyTorch's count of writes."""
+    g = PartitionedGraph.open(part_config)
+    nothing = [torch.empty(0, dtype=torch.int64)]
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1, prefetch_edge_feats=["w"])
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=nothing)
+    x, sums = torch.empty(0), []
+    for epoch in range(5):
+        if epoch == 1:
+            x.mul_(2.0)
+        elif epoch == 4:
+            x.data.mul_(2.0)
+        for input_nodes, _, (block,) in loader:
+            if epoch == 0:
+                x = g.ndata["feat"][input_nodes]
+            if epoch == 2:
+                block.edata["w"].mul_(3.0)
+            with block.local_scope():
+                block.srcdata["h"] = x
+                block.update_all(fn.u_mul_e("h", "w", "m"), fn.sum("m", "y"))
+                sums.append(block.dstdata["y"].clone())
+    return g.partition.orig_node_ids[loader.seeds - g.nodes.start], sums
+
+
+def test_what_was_written_into_in_place_is_summed_anew(partitions: PartitionStore) -> None:
+    graph = power_law()
+    with graph.local_scope():
+        graph.update_all(fn.u_mul_e("feat", "w", "m"), fn.sum("m", "y"))
+        expected = graph.ndata["y"]
+    for ids, sums in run_ranks(3, sums_after_writes, partitions.get("power_law", graph, 3)):
+        for factor, found in zip((1.0, 2.0, 6.0, 6.0, 12.0), sums, strict=True):
+            assert_close(found, factor * expected[ids], f"sums times {factor}")

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers import world
 from tests.helpers.world import RankError, run_ranks, run_ranks_expect_errors, shutdown_pool, worker_pids
 
 
@@ -119,8 +120,9 @@ def test_expected_errors_keep_the_workers() -> None:
     assert worker_pids() == before
 
 
-def test_a_collective_left_half_done_does_not_reach_the_next_call() -> None:
-    errors = run_ranks_expect_errors(2, fail_inside_a_collective, timeout=4.0)
+def test_a_collective_left_half_done_does_not_reach_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "COLLECTIVE_TIMEOUT_S", 2.0)
+    errors = run_ranks_expect_errors(2, fail_inside_a_collective)
     assert [e.type_name for e in errors] == ["ValueError", "RuntimeError"]
     assert run_ranks(2, sum_of_ranks) == [1.0] * 2
 
@@ -141,9 +143,10 @@ def test_a_timeout_names_the_ranks_and_shows_where_they_are() -> None:
         run_ranks(2, sleep_on, 1, timeout=3.0)
 
 
-def test_a_hung_collective_is_an_error_before_the_timeout() -> None:
+def test_a_hung_collective_is_an_error_before_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(world, "COLLECTIVE_TIMEOUT_S", 2.0)
     with pytest.raises(RankError, match=r"(?s)rank 1/2 raised RuntimeError.*in skip_a_collective"):
-        run_ranks(2, skip_a_collective, timeout=4.0)
+        run_ranks(2, skip_a_collective)
 
 
 def test_a_dead_rank_is_reported_with_its_exit_code_and_stack() -> None:

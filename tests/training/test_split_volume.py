@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from dgl import function as fn
 from torch import Tensor
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
@@ -155,3 +156,26 @@ def test_training_and_inference_exchange_no_more_than_a_chunk(
             assert max(rows[way]) <= 5, way
             # More messages than one from each peer a layer: what is received is really cut.
             assert len(rows[way]) > case.num_layers * (world_size - 1)
+
+
+# -------------------------------------------------------------------- fields that travel together
+
+
+def sum_two_fields(rank: int, world_size: int, folder: str) -> tuple[int, bool]:
+    """Messages of two sums of fields that a layer sets before it reads either, and whether both sums are right."""
+    g = PartitionedGraph.open(folder)
+    messages = noted_messages(g)
+    loader = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.empty(0, dtype=torch.int64)])
+    input_nodes, _, (block,) = next(iter(loader))
+    with block.local_scope():
+        block.srcdata["a"] = torch.ones(len(input_nodes), 2, requires_grad=True)
+        block.srcdata["b"] = torch.ones(len(input_nodes), 3, requires_grad=True)
+        for name in ("a", "b"):
+            block.update_all(fn.copy_u(name, "m"), fn.sum("m", name))
+        degrees = block.in_degrees().float()
+        right = all(torch.equal(block.dstdata[name][:, -1], degrees) for name in ("a", "b"))
+    return len(messages), right
+
+
+def test_fields_set_together_are_one_message(partitions: PartitionStore) -> None:
+    assert run_ranks(3, sum_two_fields, partitions.get("power_law", power_law(), 3)) == [(1, True)] * 3

@@ -24,6 +24,13 @@ from dgl_hybrid.ops.cpu.reductions import Operand, select_rows, sum_rows
 from dgl_hybrid.ops.cpu.tasks import cut_evenly
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 
+_TOTAL_OF_NONE_IN_ROW = float("nan")
+"""What the sum of exp counts as where all logits of a row are -inf: its softmax is 0 / 0, as in the reference."""
+
+_TOTAL_OF_NONE_IN_PART = 1.0
+"""The same in a part of a long row, whose result is then 0 and its lse -inf: it weighs nothing beside parts that have
+a finite logit, and if none has one, the merger divides 0 by 0."""
+
 
 @dataclass(frozen=True)
 class _Scores:
@@ -59,12 +66,14 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """`(out (N, H, D), lse (N, H))` of gat from el and er, or of gatv2 from x_src, x_dst and the `attention` vector."""
     scores = _Scores(right, left, left[0].numel() if len(left) else 0, attention, slope)
-    out, largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout)
+    out, largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout, _TOTAL_OF_NONE_IN_ROW)
     lse = _log_sum_exp(largest, total)
     if plan.has_long_rows:
         merger, row_of_part = plan.merger, plan.long_row_of_part
         part_scores = _Scores(right[plan.long_rows][row_of_part], left, scores.moving_stride, attention, slope)
-        out_parts, largest, total = _run_forward(plan.index, plan.parts, x, part_scores, dropout)
+        out_parts, largest, total = _run_forward(
+            plan.index, plan.parts, x, part_scores, dropout, _TOTAL_OF_NONE_IN_PART
+        )
         # float64 between the parts: an error of lse is a relative error of everything in the row.
         lse_parts = total.double().log_().add_(largest).unsqueeze(-1)
         row_largest, _ = select_rows(merger, Operand(lse_parts, by_edge=True), least=False)
@@ -160,7 +169,7 @@ def _spec(
 
 
 def _run_forward(
-    index: Kind, rows: Rows, x: Tensor, scores: _Scores, dropout: EdgeDropout | None
+    index: Kind, rows: Rows, x: Tensor, scores: _Scores, dropout: EdgeDropout | None, total_of_none: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_heads, width = x.shape[1:]
     out = new_tensor((rows.num_rows, num_heads, width), x.dtype)
@@ -173,6 +182,7 @@ def _run_forward(
             *scores.arguments(head, width),
             *[address(x, head * width), num_heads * width, num_heads],
             *[address(out, head * width), address(largest, head), address(total, head)],
+            total_of_none,
             *drop,
         ]
         run(emit_forward, (spec,), rows.bounds, arguments)

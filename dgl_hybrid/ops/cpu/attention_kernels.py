@@ -117,7 +117,7 @@ class _RowScores:
 def emit_forward(spec: AttentionSpec) -> str:
     """out[v] = Σ w x[u]; with each row's largest logit m and the sum l of exp(logit - m), so that lse = m + log l.
 
-    A row without entries gets 0, and m = 0, l = 1.
+    A row without entries gets 0, and m = 0, l = 1. If all logits are -inf, m is -inf and l is `total_of_none`.
     """
     k = KernelBuilder()
     kind, block = spec.value, spec.block
@@ -125,6 +125,7 @@ def emit_forward(spec: AttentionSpec) -> str:
     scores = _Scores.declare(k, spec)
     x, stride, head_stride = k.pointer(kind), k.integer(), k.integer()
     out, out_maximum, out_total = k.pointer(kind), k.pointer(kind), k.pointer(kind)
+    total_of_none = k.number(kind)
     dropout = DropoutArguments.declare(k, kind, spec.edge_keys) if spec.dropout else None
     chunk = LogitChunk(k, kind, block.heads)
     factors = k.scratch(kind, chunk.padded)
@@ -146,9 +147,12 @@ def emit_forward(spec: AttentionSpec) -> str:
             old = largest.get()
             new = old.maximum(chunk.maximum(count))
             largest.set(new)
-            rescale = exp(old - new)
+            # Entries of -inf before the first finite one weigh 0; less their own maximum they would be NaN, and the
+            # sums with them.
+            shift = new.compare("oeq", float("-inf")).select(0.0, new)
+            rescale = exp(old - shift)
             factors.store(0, rescale)
-            total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, new)))
+            total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, shift)))
             if dropout is not None:
                 with k.loop(0, count) as j:
                     chunk.put(j, chunk.get(j) * dropout.factors(entries.edge(first + j), block.heads))
@@ -166,7 +170,9 @@ def emit_forward(spec: AttentionSpec) -> str:
             for piece, so_far, value in zip(pieces, totals, sums):
                 so_far.set(so_far.get().multiply_add(piece.spread(factors), value.get()))
         is_empty = begin.compare("eq", end)
-        sum_of_exp = is_empty.select(1.0, total.get())
+        # Only without a finite logit is the sum 0: the largest one adds 1.
+        sum_of_exp = total.get().compare("oeq", 0.0).select(total_of_none, total.get())
+        sum_of_exp = is_empty.select(1.0, sum_of_exp)
         factors.store(0, chunk.constant(1.0) / sum_of_exp)
         for piece, value in zip(pieces, totals):
             out.at(row * stride).store(piece.begin, value.get() * piece.spread(factors))

@@ -16,6 +16,7 @@ All kernels handle some whole heads; pointers to (rows, H) and (rows, H, D) arra
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from dgl_hybrid.ops.cpu.elementary import DropoutArguments, exp, leaky_relu, leaky_relu_slope
@@ -34,6 +35,9 @@ from dgl_hybrid.ops.cpu.lanes import (
     zero_variables,
 )
 from dgl_hybrid.ops.cpu.logits import LogitChunk
+
+_LEAST: dict[Kind, float] = {"f32": (2.0**-23 - 2.0) * 2.0**127, "f64": -sys.float_info.max}
+"""The least finite numbers."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ def emit_forward(spec: AttentionSpec) -> str:
     distance = prefetch_distance(block.size * ELEMENT_BYTES[kind])
 
     with entries.rows() as (row, begin, end):
-        largest = k.variable(chunk.constant(float("-inf")))
+        # Not -inf: logits of -inf before the first finite one weigh 0, but less a maximum of -inf they would be NaN.
+        largest = k.variable(chunk.constant(_LEAST[kind]))
         total = k.variable(chunk.constant(0.0))
         totals = zero_variables(k, pieces, kind)
         row_scores = scores.of_row(row)
@@ -147,12 +152,9 @@ def emit_forward(spec: AttentionSpec) -> str:
             old = largest.get()
             new = old.maximum(chunk.maximum(count))
             largest.set(new)
-            # Entries of -inf before the first finite one weigh 0; less their own maximum they would be NaN, and the
-            # sums with them.
-            shift = new.compare("oeq", float("-inf")).select(0.0, new)
-            rescale = exp(old - shift)
+            rescale = exp(old - new)
             factors.store(0, rescale)
-            total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, shift)))
+            total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, new)))
             if dropout is not None:
                 with k.loop(0, count) as j:
                     chunk.put(j, chunk.get(j) * dropout.factors(entries.edge(first + j), block.heads))
@@ -170,14 +172,15 @@ def emit_forward(spec: AttentionSpec) -> str:
             for piece, so_far, value in zip(pieces, totals, sums):
                 so_far.set(so_far.get().multiply_add(piece.spread(factors), value.get()))
         is_empty = begin.compare("eq", end)
-        # Only without a finite logit is the sum 0: the largest one adds 1.
-        sum_of_exp = total.get().compare("oeq", 0.0).select(total_of_none, total.get())
-        sum_of_exp = is_empty.select(1.0, sum_of_exp)
+        # The largest finite logit adds 1, so the sum is 0 only where there is none.
+        is_none = total.get().compare("oeq", 0.0)
+        sum_of_exp = is_none.select(is_empty.select(1.0, total_of_none), total.get())
+        maximum = is_none.select(is_empty.select(0.0, k.constant(kind, float("-inf"))), largest.get())
         factors.store(0, chunk.constant(1.0) / sum_of_exp)
         for piece, value in zip(pieces, totals):
             out.at(row * stride).store(piece.begin, value.get() * piece.spread(factors))
         out_total.store(row * head_stride, chunk.heads_of(sum_of_exp))
-        out_maximum.store(row * head_stride, chunk.heads_of(is_empty.select(0.0, largest.get())))
+        out_maximum.store(row * head_stride, chunk.heads_of(maximum))
     return k.finish()
 
 

@@ -123,7 +123,7 @@ class _CostMode(TorchDispatchMode):
         outputs = [value for value in flatten(out) if isinstance(value, Tensor)]
         inputs = [value for value in flatten((args, kwargs or {})) if isinstance(value, Tensor)]
         if self.forward:
-            self._note_split(func, args, inputs)
+            _note_split(self.record, self.num_edges, func, args, inputs)
         counter = flop_registry.get(func.overloadpacket)
         flops = float(counter(*args, **(kwargs or {}), out_val=out)) if counter is not None else 0.0
         is_charged = counter is not None or _is_message_passing(func)
@@ -145,15 +145,31 @@ class _CostMode(TorchDispatchMode):
                     return out
         return out
 
-    def _note_split(self, func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
-        """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
-        layers = [self.num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in self.num_edges]
-        if func.namespace != "dgl_hybrid" or not layers:
-            return
-        is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
-        is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
-        can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))
-        (self.record.summed if can_be_split else self.record.unsplit).add(layers[0])
+
+class _SplitMode(TorchDispatchMode):
+    """Notes of which layers the message passing can be split by source, and nothing else."""
+
+    def __init__(self, record: _Record, num_edges: list[int]) -> None:
+        super().__init__()
+        self.record, self.num_edges = record, num_edges
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        inputs = [value for value in flatten((args, kwargs or {})) if isinstance(value, Tensor)]
+        _note_split(self.record, self.num_edges, func, args, inputs)
+        return func(*args, **(kwargs or {}))
+
+
+def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
+    """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
+    layers = [num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in num_edges]
+    if func.namespace != "dgl_hybrid" or func._opname == "out_edges" or not layers:
+        return  # edges by source are put in order once, whatever runs over them
+    is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
+    is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
+    can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))
+    (record.summed if can_be_split else record.unsplit).add(layers[0])
 
 
 def _is_message_passing(func: Any) -> bool:
@@ -257,7 +273,7 @@ def trace_model(
             for block in blocks:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
         # The first epoch makes what is kept, results and structures; what the others cost is of interest.
-        with _QuietMode(record, sizes):
+        with _QuietMode(record, sizes), _SplitMode(record, num_edges):
             copied(*args, **kwargs)
         for block in blocks:
             block.observer = observer

@@ -93,8 +93,11 @@ LEAST_CHUNK_ROWS = 64
 
 
 def chunk_rows_within(trace: ModelTrace, budget_bytes: float) -> int | None:
-    """Returns how many received rows fit a budget at a time, if every layer can use and drop them; None if not."""
-    if not all(layer.can_split or layer.keeps_result for layer in trace.layers):
+    """Returns how many received rows fit a budget at a time, if every layer can use and drop them; None if not.
+
+    A layer that keeps its result receives its rows once, and all of them unless it can split.
+    """
+    if not all(layer.can_split for layer in trace.layers):
         return None
     row_bytes = max(layer.operand_bytes_fwd for layer in trace.layers)
     rows = int(budget_bytes / (CHUNK_COPIES * max(row_bytes, 1.0)))

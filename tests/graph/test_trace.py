@@ -82,6 +82,11 @@ def test_sums_and_fused_attention_can_be_split_by_source() -> None:
     assert not can_split(Stack(dglnn.SAGEConv(IN, HIDDEN, "gcn"), dglnn.SAGEConv(HIDDEN, OUT, "pool")))[1]
     assert can_split(gat()) == [False, False]  # scores of all edges are normalised together
     assert can_split(optimize(gat())) == [True, True]
+    # What is kept is made once, all the same from rows that come in chunks or at once.
+    kept = [dglnn.GINConv(nn.Linear(IN, HIDDEN), aggregator) for aggregator in ("sum", "max")]
+    layers = [trace(Stack(layer, dglnn.GraphConv(HIDDEN, OUT))).trace.layers[0] for layer in kept]
+    assert [layer.keeps_result for layer in layers] == [True, True]
+    assert [layer.can_split for layer in layers] == [True, False]
 
 
 def test_raw_features_cost_nothing_to_hold() -> None:

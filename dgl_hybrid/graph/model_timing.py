@@ -45,7 +45,8 @@ FIRST_EDGES = 1 << 16
 """In the run that tells how large the larger blocks may be, and the least they have."""
 MAX_ELEMENTS = 1 << 25
 """Of one level's input rows."""
-ROUNDS = 3
+ROUNDS, MOST_ROUNDS = 3, 12
+"""Epochs of one size, at least; short ones run as often as fits `BUDGET_S`, as machines are slower at times."""
 
 
 def time_model(
@@ -77,7 +78,7 @@ def time_model(
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return None
-    timer = _Timer(model, template, sets, trace, dropout=dropout, keep_static=keep_static)
+    timer = _Timer(model, template, sets, trace, dropout=dropout, keep_static=keep_static, budget_s=budget_s)
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         try:
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
@@ -156,7 +157,9 @@ class _Timer:
         *,
         dropout: RowFunction,
         keep_static: bool,
+        budget_s: float,
     ) -> None:
+        self._budget_s = budget_s
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         # A copy, so that weights, running statistics, gradients and hooks of the original stay as they are.
         self._model = copy.deepcopy(inner).train()
@@ -175,7 +178,9 @@ class _Timer:
     def blocks_of(self, factor: float) -> tuple[list[LayerBlock], list[int], list[int]]:
         return build_blocks_like(self._sets, factor, self.taken, without_edges=self._kept)
 
-    def measure(self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int = ROUNDS) -> Measured:
+    def measure(
+        self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int | None = None
+    ) -> Measured:
         """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
 
         The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
@@ -189,8 +194,10 @@ class _Timer:
         measured = Measured(rows, edges)
         epoch = functools.partial(self._epoch, args, kwargs)
         epoch()  # makes what is kept, structures, buffers
-        elapsed_s = []
-        for _ in range(rounds):
+        elapsed_s: list[float] = []
+        while len(elapsed_s) < (rounds or ROUNDS) or (
+            rounds is None and len(elapsed_s) < MOST_ROUNDS and sum(elapsed_s) < self._budget_s
+        ):
             start = time.perf_counter()
             epoch()
             elapsed_s.append(time.perf_counter() - start)

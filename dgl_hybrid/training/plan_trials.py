@@ -16,10 +16,11 @@ that is used from then on."""
 TIMED_EPOCHS = 2
 """Of each candidate; the fastest counts, since whatever disturbs an epoch makes it slower."""
 CLOSE = 1.15
-"""A candidate within this factor of the fastest so far runs on, as two epochs do not tell such times apart."""
-CLOSE_EPOCHS = 5
-"""Timed epochs of such a candidate, and of the first one."""
-TIE = 1.03
+"""Candidates within this factor of the fastest run again: two epochs do not tell such times apart, and machines are
+slower for seconds at a time, so that it matters when a candidate had its turn."""
+FINAL_EPOCHS = 4
+"""Timed epochs of each of those."""
+TIE = 1.02
 """Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
 DRIFT_WINDOW = 16
 """Epochs whose median is watched once the choice is made."""
@@ -43,13 +44,19 @@ class PlanTrials:
     def __init__(self, num_candidates: int, favourites: Collection[int] = ()) -> None:
         if num_candidates < 1:
             raise ValueError(f"there must be at least one candidate (got {num_candidates})")
-        self.measured_s: list[float | None] = [None] * num_candidates
-        self.current = 0
+        self._num_candidates = num_candidates
         self._favourites = frozenset(favourites)
-        self._epochs_of_current = 0
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
+        self._begin()
         self.is_settled = num_candidates == 1
+
+    def _begin(self) -> None:
+        self.measured_s: list[float | None] = [None] * self._num_candidates
+        self.current, self.is_settled = 0, False
+        self._waiting = list(range(1, self._num_candidates))
+        self._is_final = False
+        self._epochs_of_current = 0
 
     def record(self, epoch_s: float) -> None:
         """Takes the time of an epoch under the current candidate and decides which one the next epoch runs."""
@@ -60,33 +67,40 @@ class PlanTrials:
         if self._epochs_of_current > WARM_UP_EPOCHS:
             best = self.measured_s[self.current]
             self.measured_s[self.current] = epoch_s if best is None else min(best, epoch_s)
-        if self._epochs_of_current >= WARM_UP_EPOCHS + self._epochs_to_time():
+        if self._epochs_of_current == WARM_UP_EPOCHS + (FINAL_EPOCHS if self._is_final else TIMED_EPOCHS):
             self._next()
-
-    def _epochs_to_time(self) -> int:
-        mine = self.measured_s[self.current]
-        others = [time_s for time_s in self.measured_s[: self.current] if time_s is not None]
-        return CLOSE_EPOCHS if mine is None or not others or mine <= CLOSE * min(others) else TIMED_EPOCHS
 
     def _next(self) -> None:
         self._epochs_of_current = 0
-        if self.current + 1 < len(self.measured_s):
-            self.current += 1
+        if not self._waiting and not self._is_final:
+            self._is_final = True
+            close = self._within(CLOSE)
+            if len(close) > 1:
+                self._waiting = close[::-1]  # the last one may still be the current one
+        if self._waiting:
+            self.current = self._waiting.pop(0)
             return
-        times = [float("inf") if t is None else t for t in self.measured_s]
-        as_fast = [index for index, time_s in enumerate(times) if time_s <= TIE * min(times)]
+        as_fast = self._within(TIE)
         favourites = [index for index in as_fast if index in self._favourites]
         # Among favourites the fastest, since each is a plan of its own; among the rest what was predicted.
-        self.current = min(favourites, key=times.__getitem__) if favourites else as_fast[0]
-        self._chosen_s = times[self.current]
+        self.current = min(favourites, key=self._time_of) if favourites else as_fast[0]
+        self._chosen_s = self._time_of(self.current)
         self.is_settled = True
+
+    def _time_of(self, index: int) -> float:
+        time_s = self.measured_s[index]
+        return float("inf") if time_s is None else time_s
+
+    def _within(self, factor: float) -> list[int]:
+        """Returns the candidates that are slower than the fastest by no more than a factor."""
+        least_s = min(self._time_of(index) for index in range(self._num_candidates))
+        return [index for index in range(self._num_candidates) if self._time_of(index) <= factor * least_s]
 
     def _watch(self, epoch_s: float) -> None:
         """Compares what epochs cost by now with what the choice was made on."""
         self._recent.append(epoch_s)
-        if len(self.measured_s) == 1 or len(self._recent) < DRIFT_WINDOW:
+        if self._num_candidates == 1 or len(self._recent) < DRIFT_WINDOW:
             return
         if statistics.median(self._recent) > DRIFT_FACTOR * self._chosen_s:
             self._recent.clear()
-            self.measured_s = [None] * len(self.measured_s)
-            self.current, self.is_settled = 0, False
+            self._begin()

@@ -347,6 +347,16 @@ def test_readme_is_written_from_lines_alone(lines: list[dict[str, Any]], tmp_pat
 # -------------------------------------------------------------------- time to accuracy
 
 
+def test_time_to_accuracy_may_be_what_was_measured_last(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    last = {key: value for key, value in lines[-1].items() if key not in ("machine_rates", "load_before")}
+    last |= {"metric": "time_to_accuracy", "cell": "accuracy/some", "target": 0.5, "best_accuracy": 0.6, "status": "ok"}
+    both = [last | {"variant": name, "p50": seconds} for name, seconds in (("hybrid", 2.0), ("distdgl_sampled", 3.0))]
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
+    write([*lines, *both], readme=readme, pictures=tmp_path)
+    assert "| accuracy/some | 0.500 | 2 s | 3 s | 1.50 | 0.600, 0.600 |" in readme.read_text(encoding="utf-8")
+
+
 def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:
     ours = [[(1.0, 0.5), (2.0, 0.8)], [(0.5, 0.6), (1.2, 0.7)]]
     theirs = [[(3.0, 0.66), (6.0, 0.7)], [(2.0, 0.5), (4.0, 0.6)]]

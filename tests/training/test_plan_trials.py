@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
-from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.planner import RankEstimate, uniform_topology
 from dgl_hybrid.training import loader as loader_module
+from dgl_hybrid.training import planning
 from dgl_hybrid.training.plan_trials import CLOSE, DRIFT_WINDOW, FINAL_EPOCHS, TIMED_EPOCHS, WARM_UP_EPOCHS, PlanTrials
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
@@ -94,6 +95,19 @@ def test_a_lead_within_the_noise_counts_for_nothing(
     trials = PlanTrials(3, favourites)
     run_trials(trials, seconds)
     assert trials.current == expected
+
+
+def test_hybrids_that_are_tried_are_best_at_different_speeds_of_rows() -> None:
+    def estimate(comm_s: float, rest_s: float) -> RankEstimate:
+        return RankEstimate(
+            comm_s=(comm_s,), held_s=(0.0,), rest_s=(rest_s,), fixed_s=0.0, objective_s=0.0, held_bytes=comm_s
+        )
+
+    hybrids = [(1.0, 1.0), (1.6, 0.6), (0.2, 1.95), (1.0, 1.01)]  # as predicted, if faster, if slower, never
+    of_rank = [estimate(*seconds) for seconds in (*hybrids, (0.0, 3.0), (3.0, 0.5))]
+    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 4, 5]
+    of_rank[0] = of_rank[4]  # one of them is depcache under another name: then it goes by that
+    assert planning._select([of_rank, of_rank], chosen=0) == [4, 3, 1, 2, 5]
 
 
 def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:

@@ -22,7 +22,8 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products, vector_columns
+from dgl_hybrid.graph.row_products import are_plain, narrowed_rows, product, sum_of_products, vector_columns
+from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
 from dgl_hybrid.ops.op_counts import count
 
 
@@ -40,23 +41,24 @@ def forward_graphconv(
     if narrows:
         return _forward_narrowing_graphconv(self, graph, feat, narrowing)
 
-    def aggregate() -> Tensor:
+    weight = narrowing
+    is_product = weight is not None and weight.dtype == feat.dtype
+
+    def aggregate() -> Rows:
         x = feat
         if self._norm in ("left", "both"):
             x = x * _degree_factors(graph.out_degrees(), x, self._norm)
         x = _sum(graph, x, edge_weight)
         if self._norm in ("right", "both"):
             x = x * _degree_factors(graph.in_degrees(), x, self._norm)
-        return x
+        return sparse_or_dense(x) if is_product else x
 
-    rst = graph.keep(("graphconv", self._norm, edge_weight is not None), operands, aggregate)
+    rst: Any = graph.keep(("graphconv", self._norm, edge_weight is not None, is_product), operands, aggregate)
     count("graphconv", "ours: kept aggregate")
-    weight = self.weight if weight is None else weight
-    if weight is not None and self.bias is not None and rst.dim() == 2:
-        rst = torch.addmm(self.bias, rst, weight)
-    else:
-        rst = rst if weight is None else torch.matmul(rst, weight)
-        rst = rst if self.bias is None else rst + self.bias
+    if weight is not None:
+        rst = product(rst, weight, self.bias)
+    elif self.bias is not None:
+        rst = rst + self.bias
     return self._activation(rst) if self._activation is not None else rst
 
 
@@ -103,23 +105,24 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
             return _forward_narrowing(self, graph, feat)
         return dglnn.SAGEConv.forward(self, graph, feat, edge_weight)
     num_dst = graph.num_dst_nodes()
+    is_mean = self._aggre_type == "mean"
+    layers = (self.fc_self, self.fc_neigh) if is_mean else (self.fc_neigh,)
+    are_products = self.fc_neigh.bias is None and are_plain(layers, feat)
 
-    def aggregate() -> Tensor:
+    def aggregate() -> Rows:
         summed = _sum(graph, feat, edge_weight)
         degrees: Tensor = graph.in_degrees().to(summed).reshape(-1, *(1,) * (summed.dim() - 1))
-        is_gcn = self._aggre_type == "gcn"
-        mean: Tensor = (summed + feat[:num_dst]) / (degrees + 1) if is_gcn else summed / degrees.clamp(min=1)
-        return mean
+        mean: Tensor = summed / degrees.clamp(min=1) if is_mean else (summed + feat[:num_dst]) / (degrees + 1)
+        return sparse_or_dense(mean) if are_products else mean
 
-    kept = graph.keep(("sageconv", self._aggre_type, edge_weight is not None), operands, aggregate)
+    kept: Any = graph.keep(("sageconv", self._aggre_type, edge_weight is not None, are_products), operands, aggregate)
     count("sageconv", "ours: kept aggregate")
-    is_mean = self._aggre_type == "mean"
-    if is_mean and self.fc_neigh.bias is None and are_plain((self.fc_self, self.fc_neigh), feat):
-        rst = sum_of_products(feat[:num_dst], self.fc_self, kept, self.fc_neigh)
+    if is_mean and are_products:
+        rst = sum_of_products(graph.static_results.rows_of(feat, num_dst), self.fc_self, kept, self.fc_neigh)
     elif is_mean:
         rst = self.fc_self(feat[:num_dst]) + self.fc_neigh(kept)
     else:
-        rst = self.fc_neigh(kept)
+        rst = product(kept, self.fc_neigh.weight.t(), None) if are_products else self.fc_neigh(kept)
         rst = rst + self.bias if self.bias is not None else rst
     return _finish(self, rst)
 

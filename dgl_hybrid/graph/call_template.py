@@ -12,6 +12,9 @@ from torch import Tensor
 
 from dgl_hybrid.graph.layer_block import LayerBlock
 
+SAMPLED_ROWS = 1024
+SPARSE_BELOW = 0.5
+"""Density of rows whose zeros matter; above it products are dense, whatever is made of the rows."""
 _FEATURE_NAMES = ("feat", "features", "feature", "x", "h")
 
 
@@ -31,6 +34,8 @@ class _RowsOf:
     requires_grad: bool
     is_static: bool
     """The same tensor in every epoch."""
+    zeros_like: Tensor | None = None
+    """Rows that are static and mostly zeros, or some of them: products with such go by their entries."""
 
 
 FieldShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -60,7 +65,7 @@ class CallTemplate:
     def of_call(
         args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
     ) -> CallTemplate:
-        """Remembers a call that was seen, without keeping its tensors."""
+        """Remembers a call that was seen, without keeping its tensors (but a few rows of sparse features)."""
         num_seen: dict[int, int] = {}
 
         def abstract(value: Any) -> Any:
@@ -86,13 +91,26 @@ class CallTemplate:
                 f"fields {sorted(node_fields)}), or leave out `model` to plan from the first forward"
             )
         local = node_fields[names[0]].local
-        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, requires_grad=False, is_static=True)
+        zeros_like = local if _is_sparse(local) else None
+        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, False, True, zeros_like)
         return CallTemplate((_ALL_BLOCKS, x), {}, fields)
 
+    @property
+    def has_sparse_rows(self) -> bool:
+        """Whether an argument is mostly zeros, so that what a layer makes of it depends on which rows it sums."""
+        leaves = flatten((list(self.args), list(self.kwargs.values())))
+        return any(isinstance(leaf, _RowsOf) and leaf.zeros_like is not None for leaf in leaves)
+
     def bind(
-        self, blocks: list[LayerBlock], generator: torch.Generator
+        self, blocks: list[LayerBlock], generator: torch.Generator, own_rows: Tensor | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
         """Returns arguments for other blocks, row tensors filled with random numbers (integers with zeros).
+
+        Args:
+            blocks: One for each layer.
+            generator: Of the numbers.
+            own_rows: (n,) positions, among the vertices a rank owns, of what the first rows of the first block stand
+                for; repeated. They have zeros where those have. None: some of them do.
 
         Returns:
             `(args, kwargs, static)`, `static` being the tensors that would be the same in every epoch.
@@ -117,7 +135,10 @@ class CallTemplate:
                     rows = blocks[0].num_src_nodes() if value.index == 0 else blocks[value.index - 1].num_dst_nodes()
                 else:
                     rows = blocks[value.index].num_edges()
-                x = _random_rows(rows, value.shape, value.dtype, generator).requires_grad_(value.requires_grad)
+                x = _random_rows(rows, value.shape, value.dtype, generator)
+                if value.zeros_like is not None and rows:
+                    x[_rows_of(value.zeros_like, rows, own_rows) == 0] = 0.0
+                x.requires_grad_(value.requires_grad)
                 if value.is_static:
                     static.append(x)
                 return x
@@ -136,6 +157,19 @@ def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, gene
     return (torch.rand((num_rows, *shape), generator=generator, dtype=torch.float64) + 0.5).to(dtype)
 
 
+def _is_sparse(x: Tensor) -> bool:
+    if not x.is_floating_point() or x.dim() != 2 or not x.numel():
+        return False
+    some = x[:: max(1, len(x) // SAMPLED_ROWS)]
+    return int(torch.count_nonzero(some)) < SPARSE_BELOW * some.numel()
+
+
+def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:
+    if positions is None or int(positions.max()) >= len(known):
+        positions = torch.linspace(0, len(known) - 1, min(count, len(known))).long()
+    return known[positions[torch.arange(count) % len(positions)]]
+
+
 def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
     """Tells rows by their number; layers with equally many edges take such tensors in the order they come."""
     rows = len(value)
@@ -150,7 +184,10 @@ def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[i
     else:
         return value.detach().cpu()
     is_static = blocks[0].static_results.are_static((value,))
-    return _RowsOf(kind, index, tuple(value.shape[1:]), value.dtype, value.requires_grad, is_static)
+    zeros_like = None
+    if is_static and (kind, index) == ("level", 0) and _is_sparse(value):
+        zeros_like = value.detach()[:: max(1, len(value) // SAMPLED_ROWS)].cpu().clone()
+    return _RowsOf(kind, index, tuple(value.shape[1:]), value.dtype, value.requires_grad, is_static, zeros_like)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:

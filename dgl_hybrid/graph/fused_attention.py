@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
+from dgl_hybrid.graph.row_products import linear
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
@@ -43,7 +44,7 @@ def forward_gat(
             feat_dst = fc_dst(h_dst).view(*h_dst.shape[:-1], heads, width)
             el, er = _attend(feat_src, self.attn_l), _attend(feat_dst, self.attn_r)
         else:
-            feat_src = self.fc(h_src).view(*h_src.shape[:-1], heads, width)
+            feat_src = linear(graph, self.fc, h_src, len(h_src)).view(*h_src.shape[:-1], heads, width)
             feat_src, el, er = attention_terms(feat_src, self.attn_l, self.attn_r, num_dst=len(h_dst))
         graph.srcdata.update({"ft": feat_src, "el": el})
         graph.dstdata.update({"er": er})
@@ -79,11 +80,13 @@ def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False)
     heads, width = self._num_heads, self._out_feats
     with graph.local_scope():
         h_src, h_dst = _drop_inputs(self, graph, feat)
-        feat_src = self.fc_src(h_src).view(-1, heads, width)
+        feat_src = linear(graph, self.fc_src, h_src, len(h_src)).view(-1, heads, width)
         if self.share_weights and not isinstance(feat, tuple):
             feat_dst = feat_src[: len(h_dst)]
-        else:
+        elif isinstance(feat, tuple):
             feat_dst = self.fc_dst(h_dst).view(-1, heads, width)
+        else:
+            feat_dst = linear(graph, self.fc_dst, h_src, len(h_dst)).view(-1, heads, width)
         graph.srcdata.update({"el": feat_src})
         graph.dstdata.update({"er": feat_dst})
         er, slope = graph.dstdata["er"], self.leaky_relu.negative_slope

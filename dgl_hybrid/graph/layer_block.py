@@ -29,7 +29,7 @@ from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.split_block import SplitBlock
-from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
+from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim
@@ -300,7 +300,7 @@ class LayerBlock:
         key = (message_func.name, *_targets_of(message_func), reduce_func.name)
         self._block.dstdata[reduce_func.out_field] = self.keep(key, operands, aggregate)
 
-    def keep(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], Tensor]) -> Tensor:
+    def keep(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], RowsT]) -> RowsT:
         """Returns what `make` returned the first time it was called for these operands. Collective where `make` is.
 
         Args:
@@ -310,7 +310,7 @@ class LayerBlock:
         """
         self._used()
 
-        def make_and_release() -> Tensor:
+        def make_and_release() -> RowsT:
             result = make()
             if self._split is not None:
                 self._split.release()

@@ -57,6 +57,7 @@ def time_model(
     *,
     dropout: RowFunction = F.dropout,
     keep_static: bool = True,
+    own_rows: Tensor | None = None,
     budget_s: float = BUDGET_S,
 ) -> ModelTimes | None:
     """Runs a copy of the model on blocks like this rank's and times it. Not collective; takes a few `budget_s`.
@@ -70,6 +71,7 @@ def time_model(
         trace: Of the model: which layers keep what they aggregate.
         dropout: What dropout will be in training.
         keep_static: Whether blocks will keep what they make of static tensors.
+        own_rows: Positions of the rows of `sets` among the vertices this rank owns; see `CallTemplate.bind`.
         budget_s: For one epoch on the larger blocks.
 
     Returns:
@@ -78,7 +80,16 @@ def time_model(
     """
     if any(parameter.device.type != "cpu" for parameter in model.parameters()):
         return None
-    timer = _Timer(model, template, sets, trace, dropout=dropout, keep_static=keep_static, budget_s=budget_s)
+    timer = _Timer(
+        model,
+        template,
+        sets,
+        trace,
+        dropout=dropout,
+        keep_static=keep_static,
+        own_rows=own_rows,
+        budget_s=budget_s,
+    )
     with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
         try:
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
@@ -157,9 +168,10 @@ class _Timer:
         *,
         dropout: RowFunction,
         keep_static: bool,
+        own_rows: Tensor | None,
         budget_s: float,
     ) -> None:
-        self._budget_s = budget_s
+        self._budget_s, self._own_rows = budget_s, own_rows
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         # A copy, so that weights, running statistics, gradients and hooks of the original stay as they are.
         self._model = copy.deepcopy(inner).train()
@@ -176,7 +188,9 @@ class _Timer:
         self.largest_factor = MAX_ELEMENTS / max(width * sets.sizes[0], 1)
 
     def blocks_of(self, factor: float) -> tuple[list[LayerBlock], list[int], list[int]]:
-        return build_blocks_like(self._sets, factor, self.taken, without_edges=self._kept)
+        # What is kept of sparse rows costs by the entries it has, and those come along the edges.
+        without = frozenset[int]() if self._template.has_sparse_rows else self._kept
+        return build_blocks_like(self._sets, factor, self.taken, without_edges=without)
 
     def measure(
         self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int | None = None
@@ -186,7 +200,7 @@ class _Timer:
         The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
         """
         generator = torch.Generator().manual_seed(0)
-        args, kwargs, static = self._template.bind(blocks, generator)
+        args, kwargs, static = self._template.bind(blocks, generator, self._own_rows)
         for block in blocks:
             block.on_edge_dropout = _draw_edge_dropout
             if self._keep_static:

@@ -142,12 +142,21 @@ class PlanMaker:
         """Times the model on every rank, all at once; None, on all, if it cannot be on one of them. Collective."""
         communicator = self._graph.communicator
         sets = self._sets_of_depcomm(dense_below)
+        nodes = self._graph.nodes
+        num_owned = max(nodes.stop - nodes.start, 1)
+        own_rows = torch.where(sets.owned, sets.rows_global - nodes.start, sets.rows_global % num_owned)
         communicator.barrier()
         times: ModelTimes | None = None
         with session.paused():
             try:
                 times = time_model(
-                    model, template, sets, trace, dropout=_example_dropout, keep_static=self._keep_static
+                    model,
+                    template,
+                    sets,
+                    trace,
+                    dropout=_example_dropout,
+                    keep_static=self._keep_static,
+                    own_rows=own_rows,
                 )
             except Exception as error:  # it could be traced, so there are prices, only less good ones
                 _logger.warning("%s could not be timed (%s: %s)", type(model).__name__, type(error).__name__, error)

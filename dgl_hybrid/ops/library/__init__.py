@@ -9,12 +9,19 @@ inference never pays for it. Operands are canonical (`backend.py`), in any strid
 [Note: gradients of gradients]
 Each formula is written with the registered ops themselves, so it can be differentiated again, without end:
 spmm_sum and sddmm are each other's derivatives, spmm_take, spmm_select_backward and spmm_select_backward_edges are the
-three derivatives of one trilinear form. Only the fused attention ops end after one: their backward refuses.
+three derivatives of one trilinear form, sparse_product and its transpose each other's. Only the fused attention ops end
+after one: their backward refuses.
 
 One module for each family of ops, all on `registration.py`; none imports another.
 """
 
-from dgl_hybrid.ops.library import edge_softmax, sddmm, segments, spmm  # importing a family registers it
+from dgl_hybrid.ops.library import (
+    edge_softmax,
+    sddmm,
+    segments,
+    sparse_product,
+    spmm,
+)  # importing a family registers it
 from dgl_hybrid.ops.library.attention import pack_dropout
 
-__all__ = ["edge_softmax", "pack_dropout", "sddmm", "segments", "spmm"]
+__all__ = ["edge_softmax", "pack_dropout", "sddmm", "segments", "sparse_product", "spmm"]

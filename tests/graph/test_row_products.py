@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import optimize
-from dgl_hybrid.graph.sage_products import are_plain, narrowed_rows, sum_of_products
+from dgl_hybrid.graph.row_products import are_plain, narrowed_rows, sum_of_products
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from tests.graph.blocks import one_layer
 from tests.helpers.world import run_ranks

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The products of a `SAGEConv` layer in as few passes over its rows as they take.
+"""Products of rows and weights in as few passes as they take.
 
-A mean layer multiplies its rows by one matrix and the means of its in-neighbours by another, and adds the two. Written
-as two linear layers that is one result of the size of the rows more than needed, forward and backward, each of which
-costs its pass over memory and stays there until the end of the layer. Here the second product is added to the first
-where it lies.
+A mean layer of `SAGEConv` multiplies its rows by one matrix and the means of its in-neighbours by another, and adds
+the two. Written as two linear layers that is one result of the size of the rows more than needed, forward and backward,
+each of which costs its pass over memory and stays there until the end of the layer. Here the second product is added to
+the first where it lies.
+
+Rows that never change and are mostly zeros come as `SparseRows`.
 """
 
 from __future__ import annotations
@@ -15,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.static_results import Rows
+from dgl_hybrid.ops import SparseRows
+
 _COLUMNS = 16
 """Float32 in a vector register."""
 
@@ -23,23 +29,34 @@ class _SumOfProducts(torch.autograd.Function):
     """(N, A), (N, B) -> (N, O): x @ w_x.T + bias + y @ w_y.T."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_x: Tensor, y: Tensor, w_y: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x, w_x, y, w_y)
-        result = F.linear(x, w_x, bias)
-        return torch.addmm(result, y, w_y.t(), out=result)
+    def forward(ctx: Any, x: Rows, w_x: Tensor, y: Rows, w_y: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.sparse = tuple(rows if isinstance(rows, SparseRows) else None for rows in (x, y))
+        dense = (rows if isinstance(rows, Tensor) else None for rows in (x, y))
+        ctx.save_for_backward(*dense, w_x, w_y)
+        if isinstance(x, Tensor):
+            result = F.linear(x, w_x, bias)
+        else:
+            result = x.times(w_x.t())
+            result = result if bias is None else result.add_(bias)
+        return torch.addmm(result, y, w_y.t(), out=result) if isinstance(y, Tensor) else result.add_(y.times(w_y.t()))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
-        x, w_x, y, w_y = ctx.saved_tensors
+        *dense, w_x, w_y = ctx.saved_tensors
+        x, y = (rows if rows is not None else sparse for rows, sparse in zip(dense, ctx.sparse, strict=True))
         needs_x, needs_w_x, needs_y, needs_w_y, needs_bias = ctx.needs_input_grad
         return (
             grad @ w_x if needs_x else None,
-            grad.t() @ x if needs_w_x else None,
+            _weight_gradient(grad, x) if needs_w_x else None,
             grad @ w_y if needs_y else None,
-            grad.t() @ y if needs_w_y else None,
+            _weight_gradient(grad, y) if needs_w_y else None,
             grad.sum(0) if needs_bias else None,
         )
+
+
+def _weight_gradient(grad: Tensor, x: Rows) -> Tensor:
+    return grad.t() @ x if isinstance(x, Tensor) else x.transposed_times(grad).t()
 
 
 class _NarrowedRows(torch.autograd.Function):
@@ -74,9 +91,34 @@ class _NarrowedRows(torch.autograd.Function):
         )
 
 
-def sum_of_products(x: Tensor, of_x: nn.Linear, y: Tensor, of_y: nn.Linear) -> Tensor:
+def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear) -> Tensor:
     """Returns `of_x(x) + of_y(y)`, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
     result: Tensor = _SumOfProducts.apply(x, of_x.weight, y, of_y.weight, of_x.bias)
+    return result
+
+
+def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Returns `rows @ weight + bias`.
+
+    Args:
+        rows: (N, A).
+        weight: (A, O), where `rows` are sparse of their dtype.
+        bias: (O,).
+    """
+    if isinstance(rows, SparseRows):
+        result = rows.times(weight)
+        return result if bias is None else result.add_(bias)
+    if bias is not None and rows.dim() == 2:
+        return torch.addmm(bias, rows, weight)
+    result = torch.matmul(rows, weight)
+    return result if bias is None else result + bias
+
+
+def linear(graph: Any, layer: Any, x: Tensor, num_rows: int) -> Tensor:
+    """Returns `layer(x[:num_rows])`, from the entries that are there where x is the same in every epoch and sparse."""
+    if isinstance(graph, LayerBlock) and are_plain((layer,), x) and graph.static_results.are_static((x,)):
+        return product(graph.static_results.rows_of(x, num_rows), layer.weight.t(), layer.bias)
+    result: Tensor = layer(x[:num_rows] if num_rows < len(x) else x)
     return result
 
 

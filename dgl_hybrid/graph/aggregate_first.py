@@ -6,7 +6,8 @@ first layer of a loader's blocks, what is gathered are raw features: their (norm
 Aggregated first it is made once, and from then on the layer is one product: no exchange, no pass over the edges. Sums
 and means are linear, so the order makes no difference but in rounding.
 
-Layers of both that narrow their rows keep DGL's order and do its products in fewer passes.
+Layers of both that narrow their rows do DGL's products in fewer passes, in DGL's order or, where the plan says that
+this is cheaper (`planner/order.py`), after the sum.
 
 Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 """
@@ -22,7 +23,14 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.row_products import are_plain, narrowed_rows, product, sum_of_products, vector_columns
+from dgl_hybrid.graph.row_products import (
+    are_plain,
+    narrowed_rows,
+    product,
+    rows_and_own,
+    sum_of_products,
+    vector_columns,
+)
 from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
 from dgl_hybrid.ops.op_counts import count
 
@@ -78,6 +86,15 @@ def _narrows_with(weight: Tensor | None, graph: Any, feat: Any, edge_weight: Ten
 
 def _forward_narrowing_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight: Tensor) -> Any:
     num_columns = weight.shape[1]
+    if graph.sums_first:
+        # DGL scales these rows, too.
+        rows = feat * _degree_factors(graph.out_degrees(), feat, self._norm) if self._norm in ("left", "both") else feat
+        rst = _sum(graph, rows, None)
+        if self._norm in ("right", "both"):
+            rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
+        count("graphconv", "ours: sum first")
+        rst = product(rst, weight, self.bias)
+        return self._activation(rst) if self._activation is not None else rst
     with graph.local_scope():
         rows = feat @ F.pad(weight, (0, vector_columns(num_columns, feat.device) - num_columns))
         if self._norm in ("left", "both"):
@@ -85,7 +102,7 @@ def _forward_narrowing_graphconv(self: Any, graph: LayerBlock, feat: Tensor, wei
             rows = rows * _degree_factors(graph.out_degrees(), rows, self._norm)
         graph.srcdata["h"] = rows
         graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
-        rst: Tensor = graph.dstdata["h"][:, :num_columns]
+        rst = graph.dstdata["h"][:, :num_columns]
     if self._norm in ("right", "both"):
         rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
     count("graphconv", "ours: fewer passes")
@@ -142,6 +159,12 @@ def _narrows(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bo
 
 def _forward_narrowing(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     with graph.local_scope():
+        if graph.sums_first:
+            rows, own = rows_and_own(self.feat_drop(feat), self.fc_self, graph.num_dst_nodes())
+            graph.srcdata["h"] = rows
+            graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
+            count("sageconv", "ours: sum first")
+            return _finish(self, torch.addmm(own, graph.dstdata["neigh"], self.fc_neigh.weight.t()))
         rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
         graph.srcdata["h"] = rows
         graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))

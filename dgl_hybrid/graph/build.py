@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,7 @@ def build_layer_blocks(
     overlap: bool = False,
     chunk_rows: int | None = None,
     partial_sums: bool = False,
+    sums_first: Sequence[bool] = (),
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -42,6 +45,7 @@ def build_layer_blocks(
         chunk_rows: Received rows come in messages of so many at most, used and dropped one after the other; building is
             collective then. None: in one message.
         partial_sums: Where that is fewer rows, sums that are trained are sent instead of their sources.
+        sums_first: (L,) which layers sum before they multiply although that makes rows narrower; empty: none.
     """
     blocks = []
     for structure in sets.layers:
@@ -54,6 +58,7 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
+                sums_first=bool(sums_first) and sums_first[structure.layer - 1],
                 split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
                 if overlap or chunk_rows
                 else None,

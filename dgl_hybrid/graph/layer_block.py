@@ -95,6 +95,7 @@ class LayerBlock:
         interior: (|C_l|,) bool, destinations none of whose sources is received.
         static_results: What is made from the loader's own tensors, and so kept from epoch to epoch.
         approximation: What becomes of rows that need a gradient; None: they are exchanged exactly.
+        sums_first: Whether optimised layers sum before they multiply also where products make rows narrower.
     """
 
     is_block = True
@@ -111,6 +112,7 @@ class LayerBlock:
         static_results: StaticResults | None = None,
         approximation: ApproximateRows | None = None,
         split: SplitBlock | None = None,
+        sums_first: bool = False,
         _block: Any = None,
     ) -> None:
         self.structure = structure
@@ -123,6 +125,7 @@ class LayerBlock:
         self._weighted_out_degrees = weighted_out_degrees
         self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
         self.approximation = approximation
+        self.sums_first = sums_first
         self._split = split
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
@@ -249,6 +252,7 @@ class LayerBlock:
             static_results=self.static_results,
             approximation=self.approximation,
             split=None if self._split is None else self._split.on(torch.device(block.device)),
+            sums_first=self.sums_first,
             _block=block,
         )
         copy.observer, copy.on_use = self.observer, self.on_use

@@ -68,7 +68,7 @@ def time_model(
         model: As traced; not changed.
         template: How it is called.
         sets: Of this rank, with everything communicated.
-        trace: Of the model: which layers keep what they aggregate.
+        trace: Of the model: which layers keep what they aggregate, and which sum before they multiply.
         dropout: What dropout will be in training.
         keep_static: Whether blocks will keep what they make of static tensors.
         own_rows: Positions of the rows of `sets` among the vertices this rank owns; see `CallTemplate.bind`.
@@ -171,7 +171,7 @@ class _Timer:
         own_rows: Tensor | None,
         budget_s: float,
     ) -> None:
-        self._budget_s, self._own_rows = budget_s, own_rows
+        self._budget_s, self._own_rows, self._sums_first = budget_s, own_rows, trace.sums_first
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         # A copy, so that weights, running statistics, gradients and hooks of the original stay as they are.
         self._model = copy.deepcopy(inner).train()
@@ -203,6 +203,7 @@ class _Timer:
         args, kwargs, static = self._template.bind(blocks, generator, self._own_rows)
         for block in blocks:
             block.on_edge_dropout = _draw_edge_dropout
+            block.sums_first = self._sums_first[block.layer - 1]
             if self._keep_static:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
         measured = Measured(rows, edges)

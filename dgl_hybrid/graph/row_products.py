@@ -25,40 +25,6 @@ _COLUMNS = 16
 """Float32 in a vector register."""
 
 
-class _SumOfProducts(torch.autograd.Function):
-    """(N, A), (N, B) -> (N, O): x @ w_x.T + bias + y @ w_y.T."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Rows, w_x: Tensor, y: Rows, w_y: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.sparse = tuple(rows if isinstance(rows, SparseRows) else None for rows in (x, y))
-        dense = (rows if isinstance(rows, Tensor) else None for rows in (x, y))
-        ctx.save_for_backward(*dense, w_x, w_y)
-        if isinstance(x, Tensor):
-            result = F.linear(x, w_x, bias)
-        else:
-            result = x.times(w_x.t())
-            result = result if bias is None else result.add_(bias)
-        return torch.addmm(result, y, w_y.t(), out=result) if isinstance(y, Tensor) else result.add_(y.times(w_y.t()))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grads
-        *dense, w_x, w_y = ctx.saved_tensors
-        x, y = (rows if rows is not None else sparse for rows, sparse in zip(dense, ctx.sparse, strict=True))
-        needs_x, needs_w_x, needs_y, needs_w_y, needs_bias = ctx.needs_input_grad
-        return (
-            grad @ w_x if needs_x else None,
-            _weight_gradient(grad, x) if needs_w_x else None,
-            grad @ w_y if needs_y else None,
-            _weight_gradient(grad, y) if needs_w_y else None,
-            grad.sum(0) if needs_bias else None,
-        )
-
-
-def _weight_gradient(grad: Tensor, x: Rows) -> Tensor:
-    return grad.t() @ x if isinstance(x, Tensor) else x.transposed_times(grad).t()
-
-
 class _NarrowedRows(torch.autograd.Function):
     """(C, A) -> (C, W), (N, O): all rows times w_all, W >= O with zeros behind; the first N rows times w_own."""
 
@@ -69,7 +35,7 @@ class _NarrowedRows(torch.autograd.Function):
         ctx.save_for_backward(x, w_all, w_own)
         ctx.num_own = num_own
         padded = w_all if width == len(w_all) else F.pad(w_all, (0, 0, 0, width - len(w_all)))
-        return x @ padded.t(), F.linear(x[:num_own], w_own, bias)
+        return _products([x], [padded.t()], None), F.linear(x[:num_own], w_own, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -78,7 +44,7 @@ class _NarrowedRows(torch.autograd.Function):
         needs_x, needs_w_all, needs_w_own, needs_bias, *_ = ctx.needs_input_grad
         grad_x = None
         if needs_x:
-            grad_x = grad_all[:, : len(w_all)] @ w_all
+            grad_x = _products([grad_all[:, : len(w_all)]], [w_all], None)
             # Into the rows it belongs to: on its own it would be padded to all rows, and all rows added.
             grad_x[: ctx.num_own].addmm_(grad_own, w_own)
         return (
@@ -91,10 +57,37 @@ class _NarrowedRows(torch.autograd.Function):
         )
 
 
+class _RowsAndOwn(torch.autograd.Function):
+    """(C, A) -> the same, and (N, O): the first N rows times w_own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x[:num_own], w_own)
+        return x, F.linear(x[:num_own], w_own, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        grad_all, grad_own = grads
+        x_own, w_own = ctx.saved_tensors
+        needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
+        grad_x = None
+        if needs_x:
+            grad_x = grad_all.clone()  # somebody else may hold it
+            grad_x[: len(x_own)].addmm_(grad_own, w_own)
+        return (
+            grad_x,
+            grad_own.t() @ x_own if needs_w_own else None,
+            grad_own.sum(0) if needs_bias else None,
+            None,
+        )
+
+
 def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear) -> Tensor:
     """Returns `of_x(x) + of_y(y)`, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
-    result: Tensor = _SumOfProducts.apply(x, of_x.weight, y, of_y.weight, of_x.bias)
-    return result
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return _products([x, y], [of_x.weight.t(), of_y.weight.t()], of_x.bias)
+    result = product(x, of_x.weight.t(), of_x.bias)
+    return result.add_(product(y, of_y.weight.t(), None))
 
 
 def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,8 +101,8 @@ def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
     if isinstance(rows, SparseRows):
         result = rows.times(weight)
         return result if bias is None else result.add_(bias)
-    if bias is not None and rows.dim() == 2:
-        return torch.addmm(bias, rows, weight)
+    if rows.dim() == 2 and rows.dtype == weight.dtype:
+        return _products([rows], [weight], bias)
     result = torch.matmul(rows, weight)
     return result if bias is None else result + bias
 
@@ -133,6 +126,17 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
     width = vector_columns(len(of_all.weight), x.device)
     both: tuple[Tensor, Tensor] = _NarrowedRows.apply(x, of_all.weight, of_own.weight, of_own.bias, num_own, width)
     return both
+
+
+def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
+    """Returns `x` and `of_own(x[:num_own])`, where `are_plain((of_own,), x)` holds: both gradients in one tensor."""
+    both: tuple[Tensor, Tensor] = _RowsAndOwn.apply(x, of_own.weight, of_own.bias, num_own)
+    return both
+
+
+def _products(rows: list[Tensor], weights: list[Tensor], bias: Tensor | None) -> Tensor:
+    result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, bias)
+    return result
 
 
 def vector_columns(num_columns: int, device: torch.device) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -240,6 +240,7 @@ def trace_model(
     *,
     dropout: RowFunction = F.dropout,
     keep_static: bool = True,
+    sums_first: Sequence[bool] = (),
 ) -> TraceResult:
     """Runs a copy of the model forward and backward on tiny blocks and records its costs. Not collective.
 
@@ -249,6 +250,7 @@ def trace_model(
         num_layers: Number of blocks.
         dropout: What dropout will be in training, for its cost.
         keep_static: Whether blocks will keep what they make of static tensors.
+        sums_first: (L,) which layers are to sum before they multiply although that makes rows narrower; empty: none.
 
     Raises:
         BlockError: If the model uses fewer blocks than there are, normalises over the output level, or mixes rows by
@@ -265,6 +267,7 @@ def trace_model(
         record = _Record.empty(num_layers)
         observer = _Observer(record, num_edges)
         for block in blocks:
+            block.sums_first = bool(sums_first) and sums_first[block.layer - 1]
             # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
             block.on_edge_dropout = lambda block, p: None
         generator = torch.Generator().manual_seed(0)
@@ -301,12 +304,19 @@ def trace_model(
     parameters = sum(parameter.numel() for parameter in inner.parameters())
     dtype = next((str(x.dtype).removeprefix("torch.") for x in inner.parameters() if x.is_floating_point()), "float32")
     return TraceResult(
-        trace=_summarise(record, sizes, num_edges, parameters, dtype),
+        trace=_summarise(record, sizes, num_edges, parameters, dtype, sums_first or [False] * num_layers),
         dense_below=1 + max(record.batch_norm_levels, default=-1),
     )
 
 
-def _summarise(record: _Record, sizes: list[int], num_edges: list[int], num_parameters: int, dtype: str) -> ModelTrace:
+def _summarise(
+    record: _Record,
+    sizes: list[int],
+    num_edges: list[int],
+    num_parameters: int,
+    dtype: str,
+    sums_first: Sequence[bool],
+) -> ModelTrace:
     levels = tuple(
         LevelTrace(
             row_flops=record.level_flops[k] / size,
@@ -323,6 +333,7 @@ def _summarise(record: _Record, sizes: list[int], num_edges: list[int], num_para
             operand_bytes_bwd=float(sum(width * size for width, size, grad in record.fields[index] if grad)),
             operand_width=sum(width for width, _, _ in record.fields[index]),
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
+            sums_first=sums_first[index],
             can_split=index + 1 in record.summed - record.unsplit,
             keeps_result=index + 1 in record.kept - record.exchanged,
             mixes_rows=index in record.batch_norm_levels,

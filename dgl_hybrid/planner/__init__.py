@@ -10,6 +10,7 @@ from .make import Candidate, make_plan, propose_plans
 from .memory import chunk_rows_within
 from .model_times import ModelTimes
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
+from .order import WorkCounts, order_products
 from .plan import DependencyPlan, check_plan, plan_objective
 from .plan_files import load_plan, save_plan
 from .problem import PlanProblem
@@ -31,6 +32,7 @@ __all__ = [
     "RankEstimate",
     "ReportRow",
     "Topology",
+    "WorkCounts",
     "check_plan",
     "choose_plan",
     "chunk_rows_within",
@@ -38,6 +40,7 @@ __all__ = [
     "explain_vertex",
     "load_plan",
     "make_plan",
+    "order_products",
     "plan_objective",
     "propose_plans",
     "random_plan",

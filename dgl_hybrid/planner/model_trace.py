@@ -51,6 +51,8 @@ class LayerTrace:
     """Bytes one in-edge keeps alive until backward (attention scores), structure not counted."""
     can_split: bool = False
     """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
+    sums_first: bool = False
+    """The layer sums before it multiplies although products make rows narrower: see `order_of_products`."""
     keeps_result: bool = False
     """What the layer aggregates is made in the first epoch and kept: its exchange and its in-edges cost no time later,
     only the bytes of what was brought here."""
@@ -77,6 +79,11 @@ class ModelTrace:
     def num_layers(self) -> int:
         """L."""
         return len(self.layers)
+
+    @property
+    def sums_first(self) -> tuple[bool, ...]:
+        """(L,) which layers sum before they multiply although products make rows narrower."""
+        return tuple(layer.sums_first for layer in self.layers)
 
     def to_json(self) -> dict[str, object]:
         """Returns a dictionary that `json.dumps` takes."""

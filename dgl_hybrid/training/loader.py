@@ -196,12 +196,12 @@ class FullGraphLoader:
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
-            self._build(forced, dense_below=_dense_below(plan, self.num_layers), chunk_rows=chunk_rows)
+            self._build(forced, _dense_below(plan, self.num_layers), chunk_rows, _sums_first_of(plan))
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
             nothing = [seeds[:0]] * self.num_layers
-            self._build(nothing, dense_below=self.num_layers)
+            self._build(nothing, self.num_layers)
 
     def _check_alike(self, options: dict[str, int]) -> None:
         """Raises on every rank, if ranks give loaders of different kinds. Collective."""
@@ -221,7 +221,8 @@ class FullGraphLoader:
 
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
-        self._build(list(outcome.plan.cached), dense_below=outcome.dense_below, chunk_rows=outcome.plan.chunk_rows)
+        plan = outcome.plan
+        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, _sums_first_of(plan))
         if self._trials is None and self._autotune and len(outcome.candidates) > 1:
             pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
             self._trials = PlanTrials(len(outcome.candidates), pure)
@@ -231,7 +232,9 @@ class FullGraphLoader:
         """Whether the plan stays from now on: it is made, and no trials are under way."""
         return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
 
-    def _build(self, cached: list[Tensor], *, dense_below: int, chunk_rows: int | None = None) -> None:
+    def _build(
+        self, cached: list[Tensor], dense_below: int, chunk_rows: int | None = None, sums_first: Sequence[bool] = ()
+    ) -> None:
         self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
@@ -268,6 +271,7 @@ class FullGraphLoader:
             overlap=self._overlap,
             chunk_rows=self._chunk_rows or chunk_rows,
             partial_sums=self._partial_sums,
+            sums_first=sums_first,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]
@@ -481,6 +485,11 @@ def _dense_below(plan: object, num_layers: int) -> int:
     if not isinstance(plan, DependencyPlan) or plan.trace is None:
         return num_layers
     return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
+
+
+def _sums_first_of(plan: object) -> tuple[bool, ...]:
+    """The layers that sum before they multiply; bare ids say nothing of the model, which then runs as DGL has it."""
+    return plan.trace.sums_first if isinstance(plan, DependencyPlan) and plan.trace is not None else ()
 
 
 class _Prefetch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,9 +28,11 @@ from dgl_hybrid.planner import (
     PlanProblem,
     RankEstimate,
     Topology,
+    WorkCounts,
     choose_plan,
     chunk_rows_within,
     cost_model,
+    order_products,
     propose_plans,
 )
 from dgl_hybrid.planner.probe import probe
@@ -106,7 +109,9 @@ class PlanMaker:
             PlanError: On all ranks, if no plan fits the memory budget.
         """
         trace, dense_below = self.trace(model, template)
-        times = self.time(model, template, trace, dense_below=dense_below) if self._is_timed else None
+        sets = self._sets_of_depcomm(dense_below)
+        trace = self._order_products(model, template, trace, sets)
+        times = self.time(model, template, trace, sets) if self._is_timed else None
         return self.make_from_trace(trace, dense_below=dense_below, times=times)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
@@ -136,12 +141,42 @@ class PlanMaker:
         )
         return ModelTrace.from_json(shared["trace"]), int(shared["dense_below"])
 
-    def time(
-        self, model: nn.Module, template: CallTemplate, trace: ModelTrace, *, dense_below: int
-    ) -> ModelTimes | None:
+    def _order_products(
+        self, model: nn.Module, template: CallTemplate, trace: ModelTrace, sets: LevelSets
+    ) -> ModelTrace:
+        """Lets layers sum before they multiply where that is cheaper, as rank 0 finds it. Collective."""
+        communicator, num_layers = self._graph.communicator, self._num_layers
+        topology = self._topology()
+        owned = [int(sets.owned[:size].sum()) for size in sets.sizes]
+        edges = [len(layer.indices) for layer in sets.layers]
+        received = [layer.exchange.num_received for layer in sets.layers]
+        by_rank = communicator.gather_ints([*owned, *edges, *received])
+        totals = [sum(column) for column in zip(*by_rank, strict=True)]
+        counts = WorkCounts(
+            rows=tuple(totals[: num_layers + 1]),
+            edges=tuple(totals[num_layers + 1 : 2 * num_layers + 1]),
+            received=tuple(totals[2 * num_layers + 1 :]),
+        )
+
+        def trace_with(sums_first: Sequence[bool]) -> ModelTrace:
+            return trace_model(
+                model,
+                template,
+                num_layers,
+                dropout=_example_dropout,
+                keep_static=self._keep_static,
+                sums_first=sums_first,
+            ).trace
+
+        ordered = trace
+        with communicator.agreed(), session.paused():
+            if communicator.rank == 0:
+                ordered = order_products(trace, trace_with, topology, counts)
+        return ModelTrace.from_json(communicator.broadcast_json(ordered.to_json()))
+
+    def time(self, model: nn.Module, template: CallTemplate, trace: ModelTrace, sets: LevelSets) -> ModelTimes | None:
         """Times the model on every rank, all at once; None, on all, if it cannot be on one of them. Collective."""
         communicator = self._graph.communicator
-        sets = self._sets_of_depcomm(dense_below)
         nodes = self._graph.nodes
         num_owned = max(nodes.stop - nodes.start, 1)
         own_rows = torch.where(sets.owned, sets.rows_global - nodes.start, sets.rows_global % num_owned)
@@ -176,14 +211,20 @@ class PlanMaker:
             row_order=self._row_order,
         )
 
+    def _topology(self) -> Topology:
+        """Probes the ranks unless that was done, or rates were given. Collective."""
+        g, communicator = self._graph, self._graph.communicator
+        if g.topology is None:
+            measured = probe(communicator.transport, aggregate=InEdgeSum())
+            g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
+        return g.topology
+
     def make_from_trace(self, trace: ModelTrace, *, dense_below: int, times: ModelTimes | None = None) -> PlanOutcome:
         """Plans for a trace that all ranks hold, and for what each of them timed. Collective."""
         g, communicator = self._graph, self._graph.communicator
         if not self._overlap:
             trace = replace(trace, layers=tuple(replace(layer, can_split=False) for layer in trace.layers))
-        if g.topology is None:
-            measured = probe(communicator.transport, aggregate=InEdgeSum())
-            g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
+        topology = self._topology()
         problem = build_plan_problem(
             communicator,
             g.nodes,
@@ -195,7 +236,7 @@ class PlanMaker:
             inputs_are_free=trace.layers[0].keeps_result and self._config.memory_budget_bytes is None,
         )
         with communicator.agreed():
-            costs = cost_model(trace, g.topology, communicator.rank, times)
+            costs = cost_model(trace, topology, communicator.rank, times)
             candidates = propose_plans(problem, costs, self._config)
         by_rank = [
             [_estimate_from_json(record) for record in records]
@@ -214,7 +255,7 @@ class PlanMaker:
                 candidates[index].plan,
                 estimate=EpochEstimate(ranks=tuple(estimates[index] for estimates in by_rank)),
                 trace=trace,
-                topology=g.topology,
+                topology=topology,
                 chunk_rows=chunk_rows,
             )
             for index in worth_trying

@@ -47,6 +47,12 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
     none = pack_dropout(None)
     out, lse = OPS.gat(rows, [], x.detach(), el.detach(), er.detach(), 0.2, *none)
     offsets = torch.tensor([0, 3, 3, 7])
+    # 4 rows of 6 columns in two blocks: (0, 1), (1, 5), (3, 0), (3, 1).
+    by_row = [torch.tensor([0, 1, 2, 2, 4], dtype=torch.int32), torch.tensor([1, 5, 0, 1], dtype=torch.int32)]
+    starts = torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4], dtype=torch.int32)
+    by_column = [starts, torch.tensor([0, 1, 3, 3], dtype=torch.int32)]
+    values = random(4).detach()
+    sparse = (by_row, by_column, values, values)
     table: dict[str, list[tuple[object, ...]]] = {
         "out_edges": [(rows, 4), (in_order, 4)],
         "spmm_sum": [(rows, out_rows, x, w), (rows, [], x, None), (in_order, [], None, w)],
@@ -65,6 +71,12 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         "gat_backward": [(rows, out_rows, x, el, er, out, lse, y, 0.2, *dropout)],
         "gatv2": [(rows, out_rows, x, y, random(2, 3), 0.2, *dropout), (in_order, [], x, y, random(2, 3), 0.2, *none)],
         "gatv2_backward": [(rows, out_rows, x, y, random(2, 3), out, lse, y, 0.2, *dropout)],
+        "sparse_product": [(*sparse, random(6, 3), 2)],
+        "sparse_product_transposed": [(*sparse, random(4, 3), 2)],
+        "row_products": [
+            ([random(4, 6)], [random(6, 3)], None),
+            ([random(4, 6), random(4, 2)], [random(6, 3), random(3, 2).detach().t().requires_grad_()], random(3)),
+        ],
         "segment_sum": [(offsets, random(7, 2))],
         "segment_expand": [(offsets, random(3, 2), 7)],
         "segment_select": [(offsets, random(7, 2), "min")],

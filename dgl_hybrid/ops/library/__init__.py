@@ -15,13 +15,8 @@ after one: their backward refuses.
 One module for each family of ops, all on `registration.py`; none imports another.
 """
 
-from dgl_hybrid.ops.library import (
-    edge_softmax,
-    sddmm,
-    segments,
-    sparse_product,
-    spmm,
-)  # importing a family registers it
+# Importing a family registers it.
+from dgl_hybrid.ops.library import edge_softmax, row_products, sddmm, segments, sparse_product, spmm
 from dgl_hybrid.ops.library.attention import pack_dropout
 
-__all__ = ["edge_softmax", "pack_dropout", "sddmm", "segments", "sparse_product", "spmm"]
+__all__ = ["edge_softmax", "pack_dropout", "row_products", "sddmm", "segments", "sparse_product", "spmm"]

@@ -6,8 +6,8 @@ first layer of a loader's blocks, what is gathered are raw features: their (norm
 Aggregated first it is made once, and from then on the layer is one product: no exchange, no pass over the edges. Sums
 and means are linear, so the order makes no difference but in rounding.
 
-Layers of both that narrow their rows do DGL's products in fewer passes, in DGL's order or, where the plan says that
-this is cheaper (`planner/order.py`), after the sum.
+Every other layer of both, on a loader's block, does its products in fewer passes: in DGL's order or, where the plan
+says that this is cheaper (`planner/order.py`), after the sum.
 
 Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 """
@@ -42,12 +42,12 @@ def forward_graphconv(
     operands = _static_operands(graph, feat, edge_weight)
     both_weights = weight is not None and self.weight is not None
     narrowing = self.weight if weight is None else weight
-    narrows = not operands and _narrows_with(narrowing, graph, feat, edge_weight)
-    is_ours = (operands or narrows) and not both_weights
+    is_plain = not operands and _multiplies(narrowing, graph, feat, edge_weight)
+    is_ours = (operands or is_plain) and not both_weights
     if not is_ours or (not self._allow_zero_in_degree and bool((graph.in_degrees() == 0).any())):
         return dglnn.GraphConv.forward(self, graph, feat, weight, edge_weight)
-    if narrows:
-        return _forward_narrowing_graphconv(self, graph, feat, narrowing)
+    if is_plain:
+        return _forward_plain_graphconv(self, graph, feat, narrowing)
 
     weight = narrowing
     is_product = weight is not None and weight.dtype == feat.dtype
@@ -70,33 +70,33 @@ def forward_graphconv(
     return self._activation(rst) if self._activation is not None else rst
 
 
-def _narrows_with(weight: Tensor | None, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
-    """Whether these are rows of a loader's block that become narrower when they are multiplied first."""
+def _multiplies(weight: Tensor | None, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
+    """Whether these are rows of a loader's block that are summed without weights and multiplied."""
     return (
         isinstance(graph, LayerBlock)
         and isinstance(feat, Tensor)
         and weight is not None
         and edge_weight is None
         and feat.dim() == weight.dim() == 2
-        and weight.shape[0] > weight.shape[1]
         and weight.dtype == feat.dtype
         and not torch.is_autocast_enabled(feat.device.type)
     )
 
 
-def _forward_narrowing_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight: Tensor) -> Any:
+def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight: Tensor) -> Any:
     num_columns = weight.shape[1]
-    if graph.sums_first:
+    if graph.sums_first or weight.shape[0] <= num_columns:
         # DGL scales these rows, too.
         rows = feat * _degree_factors(graph.out_degrees(), feat, self._norm) if self._norm in ("left", "both") else feat
         rst = _sum(graph, rows, None)
         if self._norm in ("right", "both"):
             rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
-        count("graphconv", "ours: sum first")
+        count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
         rst = product(rst, weight, self.bias)
         return self._activation(rst) if self._activation is not None else rst
     with graph.local_scope():
-        rows = feat @ F.pad(weight, (0, vector_columns(num_columns, feat.device) - num_columns))
+        padding = vector_columns(num_columns, feat.device) - num_columns
+        rows = product(feat, F.pad(weight, (0, padding)) if padding else weight, None)
         if self._norm in ("left", "both"):
             # DGL scales the wide rows, before the product.
             rows = rows * _degree_factors(graph.out_degrees(), rows, self._norm)
@@ -118,8 +118,8 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     if self._aggre_type in ("mean", "gcn") and is_plain:
         operands = _static_operands(graph, feat, edge_weight)
     if not operands:
-        if _narrows(self, graph, feat, edge_weight):
-            return _forward_narrowing(self, graph, feat)
+        if _is_plain_mean(self, graph, feat, edge_weight):
+            return _forward_plain_mean(self, graph, feat)
         return dglnn.SAGEConv.forward(self, graph, feat, edge_weight)
     num_dst = graph.num_dst_nodes()
     is_mean = self._aggre_type == "mean"
@@ -144,27 +144,26 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     return _finish(self, rst)
 
 
-def _narrows(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
-    """Whether this is a mean layer on a loader's block that multiplies first, in a way that we can."""
+def _is_plain_mean(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
+    """Whether this is a mean layer on a loader's block that does nothing but sum and multiply."""
     return (
         self._aggre_type == "mean"
         and isinstance(graph, LayerBlock)
         and isinstance(feat, Tensor)
         and edge_weight is None
-        and self._in_src_feats > self._out_feats
         and self.fc_neigh.bias is None
         and are_plain((self.fc_self, self.fc_neigh), feat)
     )
 
 
-def _forward_narrowing(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
+def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     with graph.local_scope():
-        if graph.sums_first:
+        if graph.sums_first or self._in_src_feats <= self._out_feats:
             rows, own = rows_and_own(self.feat_drop(feat), self.fc_self, graph.num_dst_nodes())
             graph.srcdata["h"] = rows
             graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
             count("sageconv", "ours: sum first")
-            return _finish(self, torch.addmm(own, graph.dstdata["neigh"], self.fc_neigh.weight.t()))
+            return _finish(self, product(graph.dstdata["neigh"], self.fc_neigh.weight.t(), None).add_(own))
         rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
         graph.srcdata["h"] = rows
         graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))

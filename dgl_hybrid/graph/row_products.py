@@ -63,7 +63,7 @@ class _RowsAndOwn(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x[:num_own], w_own)
-        return x, F.linear(x[:num_own], w_own, bias)
+        return x, _products([x[:num_own]], [w_own.t()], bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -21,6 +21,9 @@ from .problem import PlanProblem
 
 logger = logging.getLogger(__name__)
 
+MAX_PUBLISHED_LAYERS, MAX_PUBLISHED_HALO = 2, 100_000
+"""Of a problem for which NeutronStar's greedy, one vertex and its subtree at a time, takes a few seconds at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Candidate:
@@ -79,7 +82,7 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
 
     For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
     lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
-    depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one.
+    NeutronStar's (where its heap is quick; the greedy's again elsewhere), depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one.
     A rank whose problem is past `max_sweep_edges` gives its one plan at the measured prices for each of the sweep.
     Candidates over the budget are marked by `estimate.fits`, not left out.
 
@@ -99,6 +102,8 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
         named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
     else:
         named += _sweep(items, costs, config)
+        is_quick = items.num_layers <= MAX_PUBLISHED_LAYERS and items.num_halo <= MAX_PUBLISHED_HALO
+        named.append(("neutronstar", neutronstar_choice(items, costs, budget) if is_quick else named[-1][1]))
         named.append(("depcache", depcache_choice(items)))
         named.append(("depcomm", depcomm_choice(items)))
     candidates: list[Candidate] = []

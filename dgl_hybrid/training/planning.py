@@ -292,16 +292,20 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
 
     Candidates that are one plan under several names count once, as the pure plan if it is one. The last two are the
     pure plans (`propose_plans`). Hybrids that differ little from each other would all be right or wrong together, so
-    those are taken that would be best if rows travelled faster or slower than predicted.
+    those are taken that would be best if rows travelled faster or slower than predicted, and NeutronStar's plan, which
+    comes of another rule.
     """
     num_candidates = len(by_rank[0])
-    pure = range(num_candidates - 2, num_candidates)
+    pure, published = range(num_candidates - 2, num_candidates), num_candidates - 3
     fitting = [i for i in range(num_candidates) if all(estimates[i].fits for estimates in by_rank)]
 
     def what_it_does(index: int) -> tuple[object, ...]:
         return tuple((e.comm_s, e.held_s, e.rest_s, e.held_bytes) for e in (r[index] for r in by_rank))
 
-    name_of = {what_it_does(i): i for i in fitting}  # a later one takes the place of an earlier one
+    name_of: dict[tuple[object, ...], int] = {}
+    for index in fitting:
+        if index in pure or what_it_does(index) not in name_of:
+            name_of[what_it_does(index)] = index
 
     def predicted_s(index: int, wire_factor: float) -> float:
         ranks = (estimates[index] for estimates in by_rank)
@@ -314,6 +318,8 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
         index = min(hybrids, key=lambda i: (predicted_s(i, factor), i))
         if index not in selected:
             selected.append(index)
+    if published in name_of.values() and published not in selected:
+        selected.append(published)
     return selected + [i for i in pure if i in fitting and name_of[what_it_does(i)] == i and i not in selected]
 
 

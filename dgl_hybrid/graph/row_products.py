@@ -62,13 +62,15 @@ class _RowsAndOwn(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x[:num_own], w_own)
+        ctx.save_for_backward(x, w_own)
+        ctx.num_own = num_own
         return x, _products([x[:num_own]], [w_own.t()], bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_all, grad_own = grads
-        x_own, w_own = ctx.saved_tensors
+        x, w_own = ctx.saved_tensors
+        x_own = x[: ctx.num_own]
         needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
         grad_x = None
         if needs_x:
@@ -86,8 +88,14 @@ def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear) -> Tenso
     """Returns `of_x(x) + of_y(y)`, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return _products([x, y], [of_x.weight.t(), of_y.weight.t()], of_x.bias)
-    result = product(x, of_x.weight.t(), of_x.bias)
-    return result.add_(product(y, of_y.weight.t(), None))
+    if isinstance(y, Tensor):
+        return _plus_product(product(y, of_y.weight.t(), None), x, of_x.weight, of_x.bias)
+    return _plus_product(product(x, of_x.weight.t(), None), y, of_y.weight, of_x.bias)
+
+
+def _plus_product(addend: Tensor, rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
+    assert isinstance(rows, SparseRows)
+    return rows.times(weight.t(), addend=addend, bias=bias)
 
 
 def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -99,8 +107,7 @@ def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: (O,).
     """
     if isinstance(rows, SparseRows):
-        result = rows.times(weight)
-        return result if bias is None else result.add_(bias)
+        return rows.times(weight, bias=bias)
     if rows.dim() == 2 and rows.dtype == weight.dtype:
         return _products([rows], [weight], bias)
     result = torch.matmul(rows, weight)

@@ -87,20 +87,22 @@ class SparseRows:
         tensors = (*self.rows.tensors(), *self.columns.tensors(), self.values, self.column_values)
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    def times(self, weight: Tensor) -> Tensor:
-        """Returns these rows times a weight; differentiable in the weight.
+    def times(self, weight: Tensor, *, addend: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+        """Returns these rows times a weight, plus what else is given; differentiable in all of them.
 
         An infinite or NaN weight reaches those rows only that have an entry for it: a zero times it counts as zero.
 
         Args:
             weight: (F, H), of the rows' dtype and device.
+            addend: (N, H).
+            bias: (H,).
         Returns:
             (N, H).
         Raises:
             ValueError: Another number of rows than these have columns.
         """
         self._check("weight", weight, self.num_columns)
-        product: Tensor = torch.ops.dgl_hybrid.sparse_product(*self._operands, weight, self.num_blocks)
+        product: Tensor = torch.ops.dgl_hybrid.sparse_product(*self._operands, weight, self.num_blocks, addend, bias)
         return product
 
     def transposed_times(self, x: Tensor) -> Tensor:

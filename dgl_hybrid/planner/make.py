@@ -82,7 +82,8 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
 
     For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
     lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
-    NeutronStar's (where its heap is quick; the greedy's again elsewhere), depcache and depcomm; with a memory budget, first of all the plan made for it. For any other strategy: that one.
+    NeutronStar's (where its heap is quick; the greedy's again elsewhere), depcache and depcomm; with a memory budget,
+    first of all the plan made for it. For any other strategy: that one.
     A rank whose problem is past `max_sweep_edges` gives its one plan at the measured prices for each of the sweep.
     Candidates over the budget are marked by `estimate.fits`, not left out.
 

@@ -71,7 +71,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         "gat_backward": [(rows, out_rows, x, el, er, out, lse, y, 0.2, *dropout)],
         "gatv2": [(rows, out_rows, x, y, random(2, 3), 0.2, *dropout), (in_order, [], x, y, random(2, 3), 0.2, *none)],
         "gatv2_backward": [(rows, out_rows, x, y, random(2, 3), out, lse, y, 0.2, *dropout)],
-        "sparse_product": [(*sparse, random(6, 3), 2)],
+        "sparse_product": [(*sparse, random(6, 3), 2, None, None), (*sparse, random(6, 3), 2, random(4, 3), random(3))],
         "sparse_product_transposed": [(*sparse, random(4, 3), 2)],
         "row_products": [
             ([random(4, 6)], [random(6, 3)], None),

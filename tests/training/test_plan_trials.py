@@ -104,10 +104,12 @@ def test_hybrids_that_are_tried_are_best_at_different_speeds_of_rows() -> None:
         )
 
     hybrids = [(1.0, 1.0), (1.6, 0.6), (0.2, 1.95), (1.0, 1.01)]  # as predicted, if faster, if slower, never
-    of_rank = [estimate(*seconds) for seconds in (*hybrids, (0.0, 3.0), (3.0, 0.5))]
-    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 4, 5]
-    of_rank[0] = of_rank[4]  # one of them is depcache under another name: then it goes by that
-    assert planning._select([of_rank, of_rank], chosen=0) == [4, 3, 1, 2, 5]
+    of_rank = [estimate(*seconds) for seconds in (*hybrids, (1.0, 1.5), (0.0, 3.0), (3.0, 0.5))]
+    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 4, 5, 6]  # NeutronStar's, come what may
+    of_rank[4] = of_rank[3]  # the greedy's in its place
+    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 5, 6]
+    of_rank[0] = of_rank[5]  # one of them is depcache under another name: then it goes by that
+    assert planning._select([of_rank, of_rank], chosen=0) == [5, 3, 1, 2, 6]
 
 
 def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:
@@ -238,8 +240,9 @@ def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) 
                 left.append({name for name, reference in watched.items() if reference() is not None})
             features = g.ndata["feat"][input_nodes]
             F.cross_entropy(model(blocks, features), g.ndata["label"][ids]).backward()
-            (kept,) = blocks[0].static_results._kept.values()
-            things = {"ids": input_nodes, "features": features, "kept": kept.result, "block": blocks[-1]}
+            results = [kept.result for kept in blocks[0].static_results._kept.values()]
+            (kept,) = (result for result in results if result is not None)
+            things = {"ids": input_nodes, "features": features, "kept": kept, "block": blocks[-1]}
             things |= {"structure": blocks[-1].structure, "edges": blocks[0].structure.eid_global}
             watched.update({name: weakref.ref(thing) for name, thing in things.items()})
 

@@ -19,16 +19,34 @@ from dgl_hybrid.ops.library.registration import Grads, num_rows_of, read_rows, r
 
 
 def _product(
-    rows: list[Tensor], columns: list[Tensor], values: Tensor, column_values: Tensor, weight: Tensor, num_blocks: int
+    rows: list[Tensor],
+    columns: list[Tensor],
+    values: Tensor,
+    column_values: Tensor,
+    weight: Tensor,
+    num_blocks: int,
+    addend: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     del columns, column_values, num_blocks  # for the gradients only
     backend = choose_backend(weight)
     out, _ = backend.spmm(read_rows(rows), weight.contiguous().unsqueeze(1), values.unsqueeze(1), "sum")
-    return out.squeeze(1)
+    out = out.squeeze(1)
+    for other in (addend, bias):
+        if other is not None:
+            out.add_(other)
+    return out
 
 
 def _product_meta(
-    rows: list[Tensor], columns: list[Tensor], values: Tensor, column_values: Tensor, weight: Tensor, num_blocks: int
+    rows: list[Tensor],
+    columns: list[Tensor],
+    values: Tensor,
+    column_values: Tensor,
+    weight: Tensor,
+    num_blocks: int,
+    addend: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
     return weight.new_empty(num_rows_of(rows), weight.shape[1])
 
@@ -50,7 +68,7 @@ def _transposed_meta(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, columns, values, column_values, _, ctx.num_blocks = inputs
+    rows, columns, values, column_values, _, ctx.num_blocks, *_ = inputs
     ctx.save_for_backward(*rows, *columns, values, column_values)
 
 
@@ -60,19 +78,21 @@ def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
 
 
 def _product_backward(ctx: Any, grad: Tensor) -> Grads:
-    d_weight = registered("sparse_product_transposed")(*_saved(ctx), grad, ctx.num_blocks)
-    return [None, None], [None, None], None, None, d_weight, None
+    *_, needs_weight, _, needs_addend, needs_bias = ctx.needs_input_grad
+    d_weight = registered("sparse_product_transposed")(*_saved(ctx), grad, ctx.num_blocks) if needs_weight else None
+    d_bias = grad.sum(0) if needs_bias else None
+    return [None, None], [None, None], None, None, d_weight, None, grad if needs_addend else None, d_bias
 
 
 def _transposed_backward(ctx: Any, grad: Tensor) -> Grads:
-    d_x = registered("sparse_product")(*_saved(ctx), grad, ctx.num_blocks)
+    d_x = registered("sparse_product")(*_saved(ctx), grad, ctx.num_blocks, None, None)
     return [None, None], [None, None], None, None, d_x, None
 
 
 _OPERANDS = "Tensor[] rows, Tensor[] columns, Tensor values, Tensor column_values"
 
 register(
-    f"sparse_product({_OPERANDS}, Tensor weight, int num_blocks) -> Tensor",
+    f"sparse_product({_OPERANDS}, Tensor weight, int num_blocks, Tensor? addend, Tensor? bias) -> Tensor",
     _product,
     _product_meta,
     _setup,

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.graph.static_results import StaticResults
+from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
+from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import LAYERS, Case, assert_close, forced_plan
 from tests.helpers.graphs import power_law
@@ -40,6 +41,8 @@ class Run:
     grads: list[dict[str, Tensor]] = field(default_factory=list)
     first_layer_exchanges: list[int] = field(default_factory=list)
     kept_bytes: int = 0
+    num_sparse: int = 0
+    """Results kept by their entries."""
 
 
 def train(
@@ -95,7 +98,9 @@ def train(
         events = Counter(event.layer for event in g.communicator.clock.drain())
         run.first_layer_exchanges.append(events[1])
         optimizer.step()
-    run.kept_bytes = blocks[0].static_results.num_bytes
+    results = blocks[0].static_results
+    run.kept_bytes = results.num_bytes
+    run.num_sparse = sum(isinstance(kept.result, SparseRows) for kept in results._kept.values())
     return run
 
 
@@ -109,8 +114,8 @@ def make_change(change: str, rank: int, g: PartitionedGraph, input_nodes: Tensor
         blocks[0].edata["w"].mul_(2.0)
 
 
-def reference(case: Case, *, change: str = "") -> Run:
-    graph = power_law()
+def reference(case: Case, *, change: str = "", graph: dgl.DGLGraph | None = None) -> Run:
+    graph = power_law() if graph is None else graph
     model = case.build(graph.ndata["feat"].shape[1])
     optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
     mask = graph.ndata["train_mask"].bool()
@@ -212,6 +217,59 @@ def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
     for run in runs:
         assert run.kept_bytes == 0
         assert run.first_layer_exchanges[0] == run.first_layer_exchanges[1] > 0
+
+
+def mostly_zeros(num_features: int = 12) -> dgl.DGLGraph:
+    """Bags of words: one vertex in five has none."""
+    graph = power_law()
+    generator = torch.Generator().manual_seed(11)
+    counts = torch.randint(1, 4, (graph.num_nodes(), num_features), generator=generator).double()
+    graph.ndata["feat"] = counts * (torch.rand(graph.num_nodes(), num_features, generator=generator) < 0.08)
+    graph.ndata["feat"][::5] = 0.0
+    return graph
+
+
+SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2}
+"""Layer to the number of operands of its first products: sums, rows, or both."""
+
+
+@pairwise(kind=sorted(SPARSE), world_size=[1, 2, 3, 4], plan=["depcomm", "depcache", "planned:hybrid"])
+def test_features_that_are_mostly_zeros(kind: str, world_size: int, plan: str, partitions: PartitionStore) -> None:
+    graph = mostly_zeros()
+    case = Case(kind=kind, plan=plan)
+    folder = partitions.get("mostly_zeros", graph, world_size)
+    runs = run_ranks(world_size, train, folder, case, optimized=True)
+    assert_same(runs, reference(case, graph=graph))
+    # Sums have too many entries where a rank holds the hub and little else; rows are needed once or in two numbers.
+    assert all(run.num_sparse <= SPARSE[kind] for run in runs)
+    assert any(run.num_sparse in (SPARSE[kind], 1) for run in runs)
+    plain = run_ranks(world_size, train, folder, case)
+    assert all(run.num_sparse == 0 for run in plain)
+
+
+def test_sparse_features_that_are_set_are_taken_anew(partitions: PartitionStore) -> None:
+    graph, case = mostly_zeros(), Case(kind="sage_mean")
+    folder = partitions.get("mostly_zeros", graph, 3)
+    runs = run_ranks(3, train, folder, case, optimized=True, change="sets the field")
+    assert_same(runs, reference(case, change="sets the field", graph=graph))
+
+
+def test_rows_go_by_their_entries_where_most_are_zero() -> None:
+    x = torch.zeros(10, 10)
+    x[:4] = 1.0
+    results = StaticResults(lambda tensor: tensor is x)
+    assert isinstance(results.rows_of(x, 10), SparseRows)
+    assert results.rows_of(x, 10) is results.rows_of(x, 10)
+    assert results.num_bytes > 0
+    few = results.rows_of(x, 4)
+    assert isinstance(few, Tensor)
+    assert torch.equal(few, x[:4])
+    assert few.data_ptr() == x.data_ptr()
+    x[4, 0] = 1.0  # counted by PyTorch: made anew
+    dense = results.rows_of(x, 10)
+    assert isinstance(dense, Tensor), "41 of 100"
+    for other in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4, 2), torch.zeros(3, 4, device="meta")):
+        assert sparse_or_dense(other) is other
 
 
 def plan_both_ways(rank: int, world_size: int, part_config: str) -> tuple[list[bool], list[float], list[int]]:

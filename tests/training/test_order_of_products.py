@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layers that sum before they multiply, where the plan says so: the same training as DGL's order."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
+from dgl_hybrid.planner import load_plan, save_plan, uniform_topology
+from tests.helpers.exactness import LAYERS, assert_close
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import pairwise
+from tests.helpers.world import run_ranks
+
+WIDTHS = (5, 16, 3)
+
+
+class Net(nn.Module):
+    """Two layers, the last of which narrows its rows."""
+
+    def __init__(self, kind: str, batch_norm: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = (LAYERS[kind](a, b) for a, b in itertools.pairwise(WIDTHS))
+        self.norm = nn.BatchNorm1d(WIDTHS[1]) if batch_norm else nn.Identity()
+
+    def forward(self, blocks: list[object], x: torch.Tensor) -> torch.Tensor:
+        return self.last(blocks[1], torch.tanh(self.norm(self.first(blocks[0], x))))
+
+
+def train(
+    rank: int, world_size: int, part_config: str, kind: str, strategy: str, folder: str, batch_norm: bool
+) -> tuple[list[list[bool]], list[dict[str, torch.Tensor]]]:
+    """Trains with slow products, and again with the plan as it was saved."""
+    g = PartitionedGraph.open(part_config)
+    slow_products = uniform_topology(world_size, dense_flops_per_s=1e6, bandwidth_bytes_per_s=1e8)
+    orders, gradients = [], []
+    for plan in (None, folder):
+        model = optimize(Net(kind, batch_norm).double())
+        ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
+        loader = FullGraphLoader(
+            g,
+            g.owned_nodes("train_mask"),
+            2,
+            model=None if plan else model,
+            strategy=strategy,
+            topology=slow_products,
+            plan=load_plan(folder, rank) if plan else None,
+            autotune=False,
+            seed=5,
+        )
+        if plan is None:
+            assert loader.outcome is not None
+            assert loader.outcome.plan.trace is not None
+            save_plan(loader.outcome.plan, folder)
+        orders.append([block.sums_first for block in loader.blocks])
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+    return orders, gradients
+
+
+@pairwise(
+    kind=["gcn_both", "sage_mean"],
+    world_size=[1, 2, 3, 4],
+    strategy=["hybrid", "depcache", "depcomm"],
+    batch_norm=[False, True],
+)
+def test_gradients(
+    kind: str, world_size: int, strategy: str, batch_norm: bool, partitions: PartitionStore, tmp_path: Path
+) -> None:
+    graph = power_law()
+    model = Net(kind, batch_norm).double()
+    mask = graph.ndata["train_mask"].bool()
+    F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[mask], graph.ndata["label"][mask]).backward()
+    part_config = partitions.get("power_law", graph, world_size)
+    for orders, gradients in run_ranks(world_size, train, part_config, kind, strategy, str(tmp_path), batch_norm):
+        assert orders == [[False, True]] * 2
+        for found in gradients:
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                assert_close(found[name], parameter.grad, name)
+
+
+def order_of(rank: int, world_size: int, part_config: str, dense_flops_per_s: float, seeds: str) -> list[bool]:
+    g = PartitionedGraph.open(part_config)
+    topology = uniform_topology(world_size, dense_flops_per_s=dense_flops_per_s)
+    nids = g.owned_nodes("train_mask") if seeds == "few" else g.owned_nodes()
+    loader = FullGraphLoader(
+        g, nids, 2, model=optimize(Net("sage_mean", False).double()), topology=topology, strategy="depcomm"
+    )
+    return [block.sums_first for block in loader.blocks]
+
+
+@pytest.mark.parametrize(
+    ("dense_flops_per_s", "seeds", "expected"), [(1e6, "few", True), (1e15, "few", False), (1e6, "all", False)]
+)
+def test_the_order_follows_rates_and_seeds(
+    dense_flops_per_s: float, seeds: str, expected: bool, partitions: PartitionStore
+) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for order in run_ranks(3, order_of, folder, dense_flops_per_s, seeds):
+        assert order == [False, expected]

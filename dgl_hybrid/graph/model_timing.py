@@ -39,7 +39,7 @@ from dgl_hybrid.planner import ModelTimes, ModelTrace
 
 RowFunction = Callable[[Tensor], Tensor]
 
-BUDGET_S = 0.4
+BUDGET_S = 1.0
 """An epoch on the larger blocks is to take so long at most; it runs a few times."""
 FIRST_EDGES = 1 << 16
 """In the run that tells how large the larger blocks may be, and the least they have."""

@@ -52,7 +52,8 @@ def epoch_floor_s(cell: Cell, graph: PreparedGraph, rates: MachineRates, *, core
 
     Counted: what the products of the layers take at the GEMM rate, forward and backward, and what aggregations gather
     at the copy rate, where the model needs them. The first layer's of GCN and GraphSAGE is the same every epoch, so it
-    counts as nothing, and so do its input gradients; the last layer computes the train vertices only.
+    counts as nothing, and so do its input gradients; the last layer computes the train vertices only. Of the features,
+    and of their sums, those count that are not zero in the former.
     Exchange is not in it.
     """
     widths = [graph.feat_dim, *[cell.hidden] * (cell.num_layers - 1), graph.num_classes]
@@ -62,7 +63,8 @@ def epoch_floor_s(cell: Cell, graph: PreparedGraph, rates: MachineRates, *, core
         share = graph.num_train / graph.num_nodes if is_last else 1.0
         products = 2 if cell.model == "sage" else 1
         passes = 2 if is_first else 3
-        flops += passes * products * 2 * share * graph.num_nodes * widths[layer] * widths[layer + 1]
+        density = graph.feat_density if is_first else 1.0
+        flops += passes * products * 2 * density * share * graph.num_nodes * widths[layer] * widths[layer + 1]
         if not is_first or cell.model == "gat":
             operand = min(widths[layer], widths[layer + 1]) if cell.model != "gat" else widths[layer + 1]
             rows = share * (graph.num_edges + graph.num_nodes)

@@ -83,6 +83,8 @@ class PreparedGraph:
     num_train: int
     halo_rows: int
     """Vertices of other ranks that in-edges of own ones begin at, all ranks together."""
+    feat_density: float = 1.0
+    """Features that are not zero, of all."""
 
 
 class GraphError(RuntimeError):
@@ -201,9 +203,9 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
 
     config = DataConfig(**data_config(graph, scale, cache))
     prepared = prepare_partition(config, PartitionConfig(ranks=ranks, workspace=str(cache / "parts")))
-    facts = prepared.part_config.parent / ".benchmark_facts.json"
+    facts = prepared.part_config.parent / ".benchmark_facts_2.json"
     if not facts.is_file():
-        num_edges = num_train = halo_rows = feat_dim = num_nodes = 0
+        num_edges = num_train = halo_rows = feat_dim = num_nodes = num_entries = 0
         for rank in range(ranks):
             part = load_partition(prepared.part_config, rank)
             sources = np.unique(part.src_global.numpy())
@@ -213,6 +215,7 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
             num_nodes += part.num_inner
             num_train += int(part.node_data["train_mask"].sum())
             feat_dim = int(part.node_data["feat"].shape[1])
+            num_entries += int(part.node_data["feat"].count_nonzero())
         record = PreparedGraph(
             part_config=str(prepared.part_config),
             data=asdict(config),
@@ -222,6 +225,7 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
             num_classes=prepared.num_classes or 0,
             num_train=num_train,
             halo_rows=halo_rows,
+            feat_density=num_entries / max(1, num_nodes * feat_dim),
         )
         aside = facts.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(asdict(record)), encoding="utf-8")

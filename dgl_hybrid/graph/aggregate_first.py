@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.row_products import (
     are_plain,
+    is_relu,
     narrowed_rows,
     product,
     rows_and_own,
@@ -64,9 +65,16 @@ def forward_graphconv(
     rst: Any = graph.keep(("graphconv", self._norm, edge_weight is not None, is_product), operands, aggregate)
     count("graphconv", "ours: kept aggregate")
     if weight is not None:
-        rst = product(rst, weight, self.bias)
-    elif self.bias is not None:
-        rst = rst + self.bias
+        return _multiply(self, rst, weight)
+    rst = rst if self.bias is None else rst + self.bias
+    return self._activation(rst) if self._activation is not None else rst
+
+
+def _multiply(self: Any, rows: Rows, weight: Tensor) -> Any:
+    """Ends a `GraphConv`: product, bias, activation."""
+    if is_relu(self._activation):
+        return product(rows, weight, self.bias, relu=True)
+    rst = product(rows, weight, self.bias)
     return self._activation(rst) if self._activation is not None else rst
 
 
@@ -92,8 +100,7 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
         if self._norm in ("right", "both"):
             rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
         count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
-        rst = product(rst, weight, self.bias)
-        return self._activation(rst) if self._activation is not None else rst
+        return _multiply(self, rst, weight)
     with graph.local_scope():
         padding = vector_columns(num_columns, feat.device) - num_columns
         rows = product(feat, F.pad(weight, (0, padding)) if padding else weight, None)
@@ -135,8 +142,11 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     kept: Any = graph.keep(("sageconv", self._aggre_type, edge_weight is not None, are_products), operands, aggregate)
     count("sageconv", "ours: kept aggregate")
     if is_mean and are_products:
-        rst = sum_of_products(graph.static_results.rows_of(feat, num_dst), self.fc_self, kept, self.fc_neigh)
-    elif is_mean:
+        rows = graph.static_results.rows_of(feat, num_dst)
+        relu = is_relu(self.activation)
+        rst = sum_of_products(rows, self.fc_self, kept, self.fc_neigh, relu=relu)
+        return _finish(self, rst, is_activated=relu)
+    if is_mean:
         rst = self.fc_self(feat[:num_dst]) + self.fc_neigh(kept)
     else:
         rst = product(kept, self.fc_neigh.weight.t(), None) if are_products else self.fc_neigh(kept)
@@ -163,7 +173,9 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
             graph.srcdata["h"] = rows
             graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
             count("sageconv", "ours: sum first")
-            return _finish(self, product(graph.dstdata["neigh"], self.fc_neigh.weight.t(), None).add_(own))
+            relu, weight = is_relu(self.activation), self.fc_neigh.weight.t()
+            rst = product(graph.dstdata["neigh"], weight, None, addend=own, relu=relu)
+            return _finish(self, rst, is_activated=relu)
         rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
         graph.srcdata["h"] = rows
         graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
@@ -171,8 +183,8 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
         return _finish(self, own + graph.dstdata["neigh"][:, : self._out_feats])
 
 
-def _finish(self: Any, rst: Tensor) -> Any:
-    if self.activation is not None:
+def _finish(self: Any, rst: Tensor, *, is_activated: bool = False) -> Any:
+    if self.activation is not None and not is_activated:
         rst = self.activation(rst)
     return self.norm(rst) if self.norm is not None else rst
 

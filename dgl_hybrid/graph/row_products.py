@@ -35,7 +35,7 @@ class _NarrowedRows(torch.autograd.Function):
         ctx.save_for_backward(x, w_all, w_own)
         ctx.num_own = num_own
         padded = w_all if width == len(w_all) else F.pad(w_all, (0, 0, 0, width - len(w_all)))
-        return _products([x], [padded.t()], None), F.linear(x[:num_own], w_own, bias)
+        return _products([x], [padded.t()]), F.linear(x[:num_own], w_own, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -44,7 +44,7 @@ class _NarrowedRows(torch.autograd.Function):
         needs_x, needs_w_all, needs_w_own, needs_bias, *_ = ctx.needs_input_grad
         grad_x = None
         if needs_x:
-            grad_x = _products([grad_all[:, : len(w_all)]], [w_all], None)
+            grad_x = _products([grad_all[:, : len(w_all)]], [w_all])
             # Into the rows it belongs to: on its own it would be padded to all rows, and all rows added.
             grad_x[: ctx.num_own].addmm_(grad_own, w_own)
         return (
@@ -64,7 +64,7 @@ class _RowsAndOwn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, w_own)
         ctx.num_own = num_own
-        return x, _products([x[:num_own]], [w_own.t()], bias)
+        return x, _products([x[:num_own]], [w_own.t()], bias=bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -84,34 +84,47 @@ class _RowsAndOwn(torch.autograd.Function):
         )
 
 
-def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear) -> Tensor:
-    """Returns `of_x(x) + of_y(y)`, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
+def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu: bool = False) -> Tensor:
+    """Returns `of_x(x) + of_y(y)`, or its ReLU, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
+    w_x, w_y = of_x.weight.t(), of_y.weight.t()
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return _products([x, y], [of_x.weight.t(), of_y.weight.t()], of_x.bias)
+        return _products([x, y], [w_x, w_y], bias=of_x.bias, relu=relu)
     if isinstance(y, Tensor):
-        return _plus_product(product(y, of_y.weight.t(), None), x, of_x.weight, of_x.bias)
-    return _plus_product(product(x, of_x.weight.t(), None), y, of_y.weight, of_x.bias)
+        return product(x, w_x, of_x.bias, addend=product(y, w_y, None), relu=relu)
+    return product(y, w_y, of_x.bias, addend=product(x, w_x, None), relu=relu)
 
 
-def _plus_product(addend: Tensor, rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
-    assert isinstance(rows, SparseRows)
-    return rows.times(weight.t(), addend=addend, bias=bias)
-
-
-def product(rows: Rows, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Returns `rows @ weight + bias`.
+def product(
+    rows: Rows, weight: Tensor, bias: Tensor | None, *, addend: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """Returns `rows @ weight + bias + addend`, or its ReLU.
 
     Args:
-        rows: (N, A).
+        rows: (N, A) or, without `addend`, (N, ..., A).
         weight: (A, O), where `rows` are sparse of their dtype.
         bias: (O,).
+        addend: (N, O).
+        relu: Whether to take the ReLU.
     """
     if isinstance(rows, SparseRows):
-        return rows.times(weight, bias=bias)
+        return rows.times(weight, addend=addend, bias=bias, relu=relu)
     if rows.dim() == 2 and rows.dtype == weight.dtype:
-        return _products([rows], [weight], bias)
+        return _products([rows], [weight], addend=addend, bias=bias, relu=relu)
     result = torch.matmul(rows, weight)
-    return result if bias is None else result + bias
+    result = result if bias is None else result + bias
+    return torch.relu(result) if relu else result
+
+
+def is_relu(activation: Any) -> bool:
+    """Whether this is a ReLU that nobody watches."""
+    if type(activation) is nn.ReLU:
+        return not (
+            activation._forward_hooks
+            or activation._forward_pre_hooks
+            or activation._backward_hooks
+            or activation._backward_pre_hooks
+        )
+    return activation is F.relu or activation is torch.relu
 
 
 def linear(graph: Any, layer: Any, x: Tensor, num_rows: int) -> Tensor:
@@ -141,8 +154,15 @@ def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Te
     return both
 
 
-def _products(rows: list[Tensor], weights: list[Tensor], bias: Tensor | None) -> Tensor:
-    result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, bias)
+def _products(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    *,
+    addend: Tensor | None = None,
+    bias: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, addend, bias, relu)
     return result
 
 

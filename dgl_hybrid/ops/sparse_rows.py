@@ -87,7 +87,9 @@ class SparseRows:
         tensors = (*self.rows.tensors(), *self.columns.tensors(), self.values, self.column_values)
         return sum(x.numel() * x.element_size() for x in tensors)
 
-    def times(self, weight: Tensor, *, addend: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    def times(
+        self, weight: Tensor, *, addend: Tensor | None = None, bias: Tensor | None = None, relu: bool = False
+    ) -> Tensor:
         """Returns these rows times a weight, plus what else is given; differentiable in all of them.
 
         An infinite or NaN weight reaches those rows only that have an entry for it: a zero times it counts as zero.
@@ -96,13 +98,16 @@ class SparseRows:
             weight: (F, H), of the rows' dtype and device.
             addend: (N, H).
             bias: (H,).
+            relu: Take the ReLU of it all.
         Returns:
             (N, H).
         Raises:
             ValueError: Another number of rows than these have columns.
         """
         self._check("weight", weight, self.num_columns)
-        product: Tensor = torch.ops.dgl_hybrid.sparse_product(*self._operands, weight, self.num_blocks, addend, bias)
+        product: Tensor = torch.ops.dgl_hybrid.sparse_product(
+            *self._operands, weight, self.num_blocks, addend, bias, relu
+        )
         return product
 
     def transposed_times(self, x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ class GraphStack(nn.Module):
 
     Args:
         layers: Called as `layer(block, h)`; of several heads, joined between layers and averaged after the last.
-        activation: Between layers.
+        activation: Between layers; None where layers have their own.
         dropout: Before every layer; layers that drop their own inputs are given 0.
         drops_inputs: Whether dropout applies before the first layer, too.
         norms: For every layer but the last, or None.
@@ -32,7 +32,7 @@ class GraphStack(nn.Module):
     def __init__(
         self,
         layers: Sequence[nn.Module],
-        activation: Callable[[Tensor], Tensor],
+        activation: Callable[[Tensor], Tensor] | None,
         *,
         dropout: float = 0.0,
         drops_inputs: bool = True,
@@ -61,7 +61,7 @@ class GraphStack(nn.Module):
             if not is_last:
                 if self.norms is not None:
                     h = self.norms[index](h)
-                h = self.activation(h)
+                h = h if self.activation is None else self.activation(h)
         return h
 
 
@@ -99,13 +99,20 @@ def build_model(
         torch.manual_seed(seed)
     widths = [in_feats] + [hidden] * (num_layers - 1) + [num_classes]
     pairs = list(itertools.pairwise(widths))
+    # Inside the layer, where an optimised one takes it along with its product.
+    activations = [F.relu] * (num_layers - 1) + [None]
     if name == "gcn":
-        layers = [dglnn.GraphConv(a, b, norm="both", allow_zero_in_degree=True) for a, b in pairs]
-        model = GraphStack(layers, F.relu, dropout=dropout)
+        layers = [
+            dglnn.GraphConv(a, b, norm="both", allow_zero_in_degree=True, activation=relu)
+            for (a, b), relu in zip(pairs, activations, strict=True)
+        ]
+        model = GraphStack(layers, None, dropout=dropout)
     elif name == "sage":
         # As DGL's own GraphSAGE: features go in whole. They are then the same in every epoch, and free to cache.
-        layers = [dglnn.SAGEConv(a, b, "mean") for a, b in pairs]
-        model = GraphStack(layers, F.relu, dropout=dropout, drops_inputs=False)
+        layers = [
+            dglnn.SAGEConv(a, b, "mean", activation=relu) for (a, b), relu in zip(pairs, activations, strict=True)
+        ]
+        model = GraphStack(layers, None, dropout=dropout, drops_inputs=False)
     elif name == "gin":
         layers = [dglnn.GINConv(_perceptron(a, b), "sum", learn_eps=True) for a, b in pairs]
         norms = [nn.BatchNorm1d(b) for _, b in pairs[:-1]]

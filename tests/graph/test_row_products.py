@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import optimize
-from dgl_hybrid.graph.row_products import are_plain, narrowed_rows, product, rows_and_own, sum_of_products
+from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, product, rows_and_own, sum_of_products
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.library.row_products import BLOCK_ROWS
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from tests.graph.blocks import one_layer
+from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 
@@ -50,18 +51,70 @@ def test_sum_of_products(bias: bool, needs_gradient: bool) -> None:
     torch.testing.assert_close(gradients([ours], inputs), gradients([expected], inputs))
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, BLOCK_ROWS, 2 * BLOCK_ROWS + 3])
-@pytest.mark.parametrize("bias", [True, False])
-def test_products_in_blocks_of_rows(num_rows: int, bias: bool) -> None:
+@pairwise(
+    num_rows=[0, 1, BLOCK_ROWS, 2 * BLOCK_ROWS + 3],
+    kind=["dense", "sparse"],
+    needs_rows=[False, True],
+    has_bias=[False, True],
+    has_addend=[False, True],
+    relu=[False, True],
+    turned=[False, True],
+    create_graph=[False, True],
+)
+def test_products_in_blocks_of_rows(
+    num_rows: int,
+    kind: str,
+    needs_rows: bool,
+    has_bias: bool,
+    has_addend: bool,
+    relu: bool,
+    turned: bool,
+    create_graph: bool,
+) -> None:
+    """Whatever needs a gradient: those of weights alone take another way than others."""
     torch.manual_seed(1)
-    x = torch.randn(num_rows, 5, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
-    offset = torch.randn(4, dtype=torch.float64, requires_grad=True) if bias else None
-    inputs = [x, weight] if offset is None else [x, weight, offset]
-    expected = x @ weight if offset is None else x @ weight + offset
-    ours = product(x, weight, offset)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    x = random(num_rows, 5) * (torch.rand(num_rows, 5) < 0.3)
+    weight = (random(4, 5).t() if turned else random(5, 4)).requires_grad_()
+    bias = random(4).requires_grad_() if has_bias else None
+    addend = random(num_rows, 4).requires_grad_() if has_addend else None
+    rows = SparseRows.from_dense(x) if kind == "sparse" else x.requires_grad_(needs_rows)
+    expected = x @ weight
+    for other in (bias, addend):
+        expected = expected if other is None else expected + other
+    expected = torch.relu(expected) if relu else expected
+    ours = product(rows, weight, bias, addend=addend, relu=relu)
     torch.testing.assert_close(ours, expected)
-    torch.testing.assert_close(gradients([ours], inputs), gradients([expected], inputs))
+    inputs = [t for t in (x, weight, bias, addend) if t is not None and t.requires_grad]
+    grad = random(num_rows, 4)
+    found, wanted = (torch.autograd.grad(y, inputs, grad, create_graph=create_graph) for y in (ours, expected))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("relu", [False, True])
+def test_gradients_of_weights_alone_can_be_differentiated(relu: bool) -> None:
+    x = torch.randn(7, 3, dtype=torch.float64)
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2,))]
+    assert torch.autograd.gradgradcheck(lambda w, b: product(x, w * w, b, relu=relu), inputs)
+
+
+def test_a_nan_passes_a_relu_both_ways() -> None:
+    x = torch.tensor([[float("nan")], [1.0], [-1.0]])
+    for weight in (torch.ones(1, 1, requires_grad=True), torch.ones(1, 1).t().requires_grad_()):
+        ours, expected = product(x, weight, None, relu=True), torch.relu(x @ weight)
+        torch.testing.assert_close(ours, expected, equal_nan=True)
+        grads = [torch.autograd.grad(y[1:].sum() + 0.0 * y[0].sum(), weight) for y in (ours, expected)]
+        torch.testing.assert_close(*grads, equal_nan=True)
+
+
+def test_which_activations_are_a_relu() -> None:
+    watched = nn.ReLU()
+    watched.register_forward_hook(lambda *_: None)
+    assert all(is_relu(activation) for activation in (F.relu, torch.relu, nn.ReLU(), nn.ReLU(inplace=True)))
+    assert not any(is_relu(activation) for activation in (None, F.elu, nn.LeakyReLU(), watched, lambda x: x.relu()))
 
 
 @pytest.mark.parametrize("sparse", ["x", "y", "both"])
@@ -151,6 +204,9 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "gcn_both_wide": lambda: dglnn.GraphConv(64, 65, norm="both", allow_zero_in_degree=True, activation=F.elu),
     "gcn_none_wide": lambda: dglnn.GraphConv(64, 64, norm="none", allow_zero_in_degree=True, bias=False),
     "sage_mean_wide": lambda: dglnn.SAGEConv(64, 65, "mean", feat_drop=0.0, activation=F.elu),
+    "gcn_both_relu": lambda: dglnn.GraphConv(64, 47, norm="both", allow_zero_in_degree=True, activation=F.relu),
+    "sage_mean_relu": lambda: dglnn.SAGEConv(64, 5, "mean", activation=nn.ReLU(), norm=nn.LayerNorm(5)),
+    "sage_mean_wide_relu": lambda: dglnn.SAGEConv(64, 65, "mean", activation=F.relu),
 }
 
 

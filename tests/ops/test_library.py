@@ -52,6 +52,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
     starts = torch.tensor([0, 0, 1, 1, 1, 1, 2, 3, 4, 4, 4, 4, 4], dtype=torch.int32)
     by_column = [starts, torch.tensor([0, 1, 3, 3], dtype=torch.int32)]
     values = random(4).detach()
+    turned = random(3, 2).detach().t().requires_grad_()
     sparse = (by_row, by_column, values, values)
     table: dict[str, list[tuple[object, ...]]] = {
         "out_edges": [(rows, 4), (in_order, 4)],
@@ -71,11 +72,19 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         "gat_backward": [(rows, out_rows, x, el, er, out, lse, y, 0.2, *dropout)],
         "gatv2": [(rows, out_rows, x, y, random(2, 3), 0.2, *dropout), (in_order, [], x, y, random(2, 3), 0.2, *none)],
         "gatv2_backward": [(rows, out_rows, x, y, random(2, 3), out, lse, y, 0.2, *dropout)],
-        "sparse_product": [(*sparse, random(6, 3), 2, None, None), (*sparse, random(6, 3), 2, random(4, 3), random(3))],
+        "sparse_product": [
+            (*sparse, random(6, 3), 2, None, None, False),
+            (*sparse, random(6, 3), 2, random(4, 3), random(3), True),
+        ],
         "sparse_product_transposed": [(*sparse, random(4, 3), 2)],
         "row_products": [
-            ([random(4, 6)], [random(6, 3)], None),
-            ([random(4, 6), random(4, 2)], [random(6, 3), random(3, 2).detach().t().requires_grad_()], random(3)),
+            ([random(4, 6)], [random(6, 3)], None, None, False),
+            ([random(4, 6), random(4, 2)], [random(6, 3), turned], random(4, 3), random(3), True),
+            ([random(4, 6).detach()], [random(6, 3)], None, random(3), True),
+        ],
+        "row_products_backward": [
+            ([random(4, 6).detach(), random(4, 2).detach()], random(4, 3).detach(), None, [False, True]),
+            ([random(4, 6).detach()], random(4, 3).detach(), random(4, 3).detach(), [False]),
         ],
         "segment_sum": [(offsets, random(7, 2))],
         "segment_expand": [(offsets, random(3, 2), 7)],
@@ -121,7 +130,9 @@ def test_shapes_without_values_are_those_with(name: str, dtype: torch.dtype) -> 
         meta = op(*mapped(call, lambda x: x.to("meta")))  # type: ignore[misc]
         with FakeTensorMode() as mode:
             fake = op(*mapped(call, mode.from_tensor))  # type: ignore[misc]
-        for r, m, f in zip(*((out if isinstance(out, tuple) else (out,)) for out in (real, meta, fake)), strict=True):
+        for r, m, f in zip(
+            *(out if isinstance(out, (tuple, list)) else (out,) for out in (real, meta, fake)), strict=True
+        ):
             assert (r.shape, r.dtype, r.stride()) == (m.shape, m.dtype, m.stride())
             assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
             assert m.is_meta

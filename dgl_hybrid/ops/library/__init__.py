@@ -12,7 +12,7 @@ spmm_sum and sddmm are each other's derivatives, spmm_take, spmm_select_backward
 three derivatives of one trilinear form, sparse_product and its transpose each other's. Only the fused attention ops end
 after one: their backward refuses.
 
-One module for each family of ops, all on `registration.py`; none imports another.
+One module for each family of ops, all on `registration.py`; `sparse_product` ends as `row_products` does.
 """
 
 # Importing a family registers it.

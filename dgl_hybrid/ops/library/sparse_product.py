@@ -16,6 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.library.registration import Grads, num_rows_of, read_rows, register, registered
+from dgl_hybrid.ops.library.row_products import finish_rows, mask_of_relu, row_blocks
 
 
 def _product(
@@ -27,14 +28,15 @@ def _product(
     num_blocks: int,
     addend: Tensor | None,
     bias: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     del columns, column_values, num_blocks  # for the gradients only
     backend = choose_backend(weight)
     out, _ = backend.spmm(read_rows(rows), weight.contiguous().unsqueeze(1), values.unsqueeze(1), "sum")
     out = out.squeeze(1)
-    for other in (addend, bias):
-        if other is not None:
-            out.add_(other)
+    if addend is not None or bias is not None or relu:
+        for block in row_blocks(out):
+            finish_rows(out[block], None if addend is None else addend[block], bias, relu)
     return out
 
 
@@ -47,6 +49,7 @@ def _product_meta(
     num_blocks: int,
     addend: Tensor | None,
     bias: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     return weight.new_empty(num_rows_of(rows), weight.shape[1])
 
@@ -68,31 +71,33 @@ def _transposed_meta(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, columns, values, column_values, _, ctx.num_blocks, *_ = inputs
-    ctx.save_for_backward(*rows, *columns, values, column_values)
+    rows, columns, values, column_values, _, ctx.num_blocks, *others = inputs
+    has_relu = bool(others) and others[-1]
+    ctx.save_for_backward(*rows, *columns, values, column_values, output if has_relu else None)
 
 
 def _saved(ctx: Any) -> tuple[list[Tensor], list[Tensor], Tensor, Tensor]:
-    indptr, indices, column_indptr, column_indices, values, column_values = ctx.saved_tensors
+    indptr, indices, column_indptr, column_indices, values, column_values, _ = ctx.saved_tensors
     return [indptr, indices], [column_indptr, column_indices], values, column_values
 
 
 def _product_backward(ctx: Any, grad: Tensor) -> Grads:
-    *_, needs_weight, _, needs_addend, needs_bias = ctx.needs_input_grad
+    *_, needs_weight, _, needs_addend, needs_bias, _ = ctx.needs_input_grad
+    grad = mask_of_relu(grad, ctx.saved_tensors[-1])
     d_weight = registered("sparse_product_transposed")(*_saved(ctx), grad, ctx.num_blocks) if needs_weight else None
     d_bias = grad.sum(0) if needs_bias else None
-    return [None, None], [None, None], None, None, d_weight, None, grad if needs_addend else None, d_bias
+    return [None, None], [None, None], None, None, d_weight, None, grad if needs_addend else None, d_bias, None
 
 
 def _transposed_backward(ctx: Any, grad: Tensor) -> Grads:
-    d_x = registered("sparse_product")(*_saved(ctx), grad, ctx.num_blocks, None, None)
+    d_x = registered("sparse_product")(*_saved(ctx), grad, ctx.num_blocks, None, None, False)
     return [None, None], [None, None], None, None, d_x, None
 
 
 _OPERANDS = "Tensor[] rows, Tensor[] columns, Tensor values, Tensor column_values"
 
 register(
-    f"sparse_product({_OPERANDS}, Tensor weight, int num_blocks, Tensor? addend, Tensor? bias) -> Tensor",
+    f"sparse_product({_OPERANDS}, Tensor weight, int num_blocks, Tensor? addend, Tensor? bias, bool relu) -> Tensor",
     _product,
     _product_meta,
     _setup,

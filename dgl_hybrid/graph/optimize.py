@@ -36,6 +36,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 def optimize(model: ModelT) -> ModelT:
     """Lets the layers inside a model compute the same faster: `GATConv` and `GATv2Conv` as one fused operation,
     `GraphConv` and `SAGEConv` (mean, gcn) aggregating raw features before they transform them, once for all epochs.
+    Features that are mostly zeros, and sums of them, are multiplied by the entries they have; where a loader's plan
+    says so, other layers sum first, too; and a ReLU given as a layer's `activation` goes along with its product.
 
     In place. Works on `LayerBlock`s, DGL blocks and DGL graphs, on CPU and CUDA, before or after the model is wrapped
     in DDP; a second call changes nothing more. Outputs and gradients are those of DGL's own layers up to rounding. On a

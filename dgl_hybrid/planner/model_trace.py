@@ -52,7 +52,7 @@ class LayerTrace:
     can_split: bool = False
     """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
     sums_first: bool = False
-    """The layer sums before it multiplies although products make rows narrower: see `order_of_products`."""
+    """The layer sums before it multiplies although products make rows narrower: see `order.py`."""
     keeps_result: bool = False
     """What the layer aggregates is made in the first epoch and kept: its exchange and its in-edges cost no time later,
     only the bytes of what was brought here."""

@@ -71,10 +71,10 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
-        autotune: With strategy "hybrid": the pure plans and up to three hybrids each run four epochs, those near the
-            fastest another six, and the one that measured fastest stays; trials begin anew when epochs drift. The id
-            tensors that are yielded change with the plan, so read by them in every epoch. False takes what is predicted
-            fastest.
+        autotune: With strategy "hybrid": the pure plans, up to three hybrids and NeutronStar's each run four epochs,
+            those near the fastest another six, and the one that measured fastest stays; trials begin anew when epochs
+            drift. The id tensors that are yielded change with the plan, so read by them in every epoch. False takes
+            what is predicted fastest.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
         approximate: Exchange less, approximately, in training steps: "bf16" or "int8" (narrower rows and gradients),

@@ -15,7 +15,10 @@ from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.graph import model_timing
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
 from dgl_hybrid.graph.model_timing import Measured, fit_times, time_model
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import _structure_of_one_rank, build_blocks_like
+from dgl_hybrid.graph.trace import trace_model
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.planner import synthetic_trace
 
 IN, HIDDEN, OUT = 5, 9, 3
@@ -93,6 +96,47 @@ def test_slopes_and_calls_by_hand() -> None:
     assert slower.row_s == pytest.approx(times.row_s)
     assert slower.edge_s == pytest.approx(times.edge_s)
     assert slower.fixed_s == pytest.approx(times.fixed_s)
+
+
+def test_rows_have_zeros_where_the_vertices_they_stand_for_have() -> None:
+    class Bags:
+        local = torch.eye(6)[:, :IN]
+
+    template = CallTemplate.of_convention({"feat": Bags()}, StaticFields(source={}, destination={}, edge={}))
+    assert template.has_sparse_rows
+    blocks, sizes, _ = build_blocks_like(hand_sets(), 10.0, set())
+    generator = torch.Generator().manual_seed(0)
+    own_rows = torch.tensor([5, 1, 0, 4])
+    (_, x), _, static = template.bind(blocks, generator, own_rows)
+    assert torch.equal(x != 0, Bags.local[own_rows.repeat(sizes[0])[: sizes[0]]] != 0)
+    assert static[0] is x
+    (_, some), _, _ = template.bind(blocks, generator)
+    assert (some != 0).sum(1).max() == 1
+    (_, others), _, _ = template.bind(blocks, generator, torch.tensor([9]))  # not rows that are known here
+    assert (others != 0).sum(1).max() == 1
+    Bags.local = torch.ones(6, IN)
+    dense = CallTemplate.of_convention({"feat": Bags()}, StaticFields(source={}, destination={}, edge={}))
+    assert not dense.has_sparse_rows
+    (_, x), _, _ = dense.bind(blocks, generator, own_rows)
+    assert (x != 0).all()
+
+
+def test_a_model_is_timed_in_the_order_that_was_chosen_and_on_the_ranks_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_rows, given = torch.arange(4), []
+    bind = CallTemplate.bind
+    monkeypatch.setattr(CallTemplate, "bind", lambda self, *args: given.append(args[2:]) or bind(self, *args))
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    model = optimize(TwoLayers())
+    for sums_first, ran in ((False, "sageconv/ours: fewer passes"), (True, "sageconv/ours: sum first")):
+        trace = trace_model(model, template, 2, sums_first=(False, sums_first)).trace
+        given.clear()
+        assert trace.sums_first == (False, sums_first)
+        reset_op_counts()
+        assert time_model(model, template, hand_sets(), trace, own_rows=own_rows, budget_s=0.01) is not None
+        assert given
+        assert all(rows is own_rows for (rows,) in given)
+        names = {name for name in op_counts() if name.startswith("sageconv")}
+        assert names == {"sageconv/ours: kept aggregate", ran}
 
 
 def test_what_is_not_seen_is_spread_as_the_trace_counts() -> None:

@@ -95,6 +95,28 @@ def test_products_in_blocks_of_rows(
 
 
 @pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("is_turned", [(False, False), (True, False), (True, True)])
+def test_gradients_of_weights_alone_are_made_block_by_block(
+    relu: bool, has_bias: bool, is_turned: tuple[bool, bool]
+) -> None:
+    torch.manual_seed(2)
+    rows = [torch.randn(2 * BLOCK_ROWS + 3, width, dtype=torch.float64) for width in (5, 3)]
+    shapes = [(4, x.shape[1]) if turn else (x.shape[1], 4) for x, turn in zip(rows, is_turned, strict=True)]
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    bias = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_bias else None
+    weights = [w.t() if turn else w for w, turn in zip(inputs, is_turned, strict=True)]
+    expected = rows[0] @ weights[0] + rows[1] @ weights[1]
+    expected = expected if bias is None else expected + bias
+    expected = torch.relu(expected) if relu else expected
+    ours = torch.ops.dgl_hybrid.row_products(rows, weights, None, bias, relu)
+    torch.testing.assert_close(ours, expected)
+    inputs += [] if bias is None else [bias]
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+
+
+@pytest.mark.parametrize("relu", [False, True])
 def test_gradients_of_weights_alone_can_be_differentiated(relu: bool) -> None:
     x = torch.randn(7, 3, dtype=torch.float64)
     inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2), (2,))]

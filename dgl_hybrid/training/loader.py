@@ -25,7 +25,6 @@ from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFiel
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import drop_changed, nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
-from dgl_hybrid.ops.cpu.memory import gather_in_huge_pages
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
@@ -33,7 +32,7 @@ from dgl_hybrid.training.fields import GraphFields
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
 from dgl_hybrid.training.memory import give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
-from dgl_hybrid.training.plan_trials import WARM_UP_EPOCHS, PlanTrials
+from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.step import Step
 
@@ -188,7 +187,7 @@ class FullGraphLoader:
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
         self._steps_done = 0
-        self._is_new, self._epochs_built = True, 0
+        self._is_new = True
         self._epoch_ns = 0
         self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
@@ -237,7 +236,7 @@ class FullGraphLoader:
         self, cached: list[Tensor], dense_below: int, chunk_rows: int | None = None, sums_first: Sequence[bool] = ()
     ) -> None:
         self._let_go()
-        self._is_new, self._epochs_built = True, 0
+        self._is_new = True
         g, communicator = self.graph, self.communicator
         if self.approximation is not None and chunk_rows is not None and communicator.rank == 0:
             _logger.warning(
@@ -294,13 +293,9 @@ class FullGraphLoader:
         give_back_memory()
 
     def _give_back_memory(self) -> None:
-        if self._is_large:
+        """Where it is worth the time."""
+        if sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES:
             give_back_memory()
-
-    @property
-    def _is_large(self) -> bool:
-        """Whether looking after memory is worth the time."""
-        return sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES
 
     def _fill_prefetched(self) -> None:
         self._prefetch.fill(self.graph, self.blocks)
@@ -368,12 +363,9 @@ class FullGraphLoader:
         self.communicator.settle()  # stale rows of this epoch travelled until here
         if torch.is_grad_enabled():  # an evaluation says nothing of an epoch
             self._epoch_ns = time.perf_counter_ns() - start_ns
-        self._epochs_built += 1
         if is_first:
             self._give_back_memory()  # fetching features and making what is kept took more than stays
             give_back_compiler()
-        elif self._epochs_built == WARM_UP_EPOCHS and self._is_large:
-            gather_in_huge_pages()  # what epochs use is in use by now; in trials, before they are timed
 
     def _continue_trials(self) -> None:
         """Takes the last epoch's time to the trials and changes the plan where it is another one's turn. Collective."""

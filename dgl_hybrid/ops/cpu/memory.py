@@ -18,16 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-HUGE_BYTES = 2 << 20
-LEAST_RESIDENT = 0.8
-"""Part of a huge page's memory that is in use already, for it to be made one."""
-_COLLAPSE = 25
-"""MADV_COLLAPSE of Linux 6.1, which `mmap` does not name."""
 MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors hold no or one huge page; the allocator keeps their memory anyway."""
 
@@ -52,49 +45,13 @@ def ask_for_huge_heap() -> None:
     advise = _madvise()
     if advise is None:
         return
-    for begin, end in _heaps():
-        advise(begin, end - begin)
-
-
-def gather_in_huge_pages() -> int:
-    """Moves what lies in small pages of the C library's heap into huge ones, now; returns how many were asked for.
-
-    Where memory was taken piece by piece, small pages stay small for as long as they are in use. Which of them do
-    differs from run to run, and with it the time of an epoch, by a tenth. Only where most of a huge page is in use, so
-    that little memory is added. Takes a few tenths of a second for each GB. Linux 6.1 and later; elsewhere nothing.
-    """
-    advise = _madvise(_COLLAPSE)
-    if advise is None:
-        return 0
-    moved = 0
-    for begin, end in _heaps():
-        begin, end = -(-begin // HUGE_BYTES) * HUGE_BYTES, end // HUGE_BYTES * HUGE_BYTES
-        if begin >= end:
-            continue
-        resident = _resident_pages(begin, end).reshape(-1, HUGE_BYTES // mmap.PAGESIZE).mean(1)
-        for position in np.flatnonzero(resident >= LEAST_RESIDENT).tolist():
-            advise(begin + position * HUGE_BYTES, HUGE_BYTES)
-            moved += 1
-    return moved
-
-
-def _heaps() -> list[tuple[int, int]]:
-    """Returns where the C library's heap begins and ends; nothing where the system does not tell."""
     try:
         with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:
             heaps = [line.split()[0].split("-") for line in maps if line.rstrip().endswith("[heap]")]
     except OSError:
-        return []
-    return [(int(begin, 16), int(end, 16)) for begin, end in heaps]
-
-
-def _resident_pages(begin: int, end: int) -> npt.NDArray[np.bool_]:
-    """Returns a flag for each page of a range; all unset where the system does not tell."""
-    flags = np.zeros((end - begin) // mmap.PAGESIZE, dtype=np.uint8)
-    mincore = ctypes.CDLL(None).mincore
-    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
-    is_known: bool = mincore(begin, end - begin, flags.ctypes.data) == 0
-    return (flags & 1).astype(np.bool_) & is_known
+        return
+    for begin, end in heaps:
+        advise(int(begin, 16), int(end, 16) - int(begin, 16))
 
 
 def unmap_code_in(folder: Path) -> int:
@@ -149,9 +106,9 @@ def _mappings_in(folder: Path) -> list[_Mapping]:
 
 
 @functools.cache
-def _madvise(name: str | int = "MADV_HUGEPAGE") -> Callable[[int, int], None] | None:
+def _madvise(name: str = "MADV_HUGEPAGE") -> Callable[[int, int], None] | None:
     """Gives that advice on (address, bytes); whether it is taken is the system's choice, so no answer is looked at."""
-    advice = getattr(mmap, name, None) if isinstance(name, str) else name
+    advice = getattr(mmap, name, None)
     if sys.platform != "linux" or advice is None:
         return None
     function = ctypes.CDLL(None).madvise

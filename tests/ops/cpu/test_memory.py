@@ -40,42 +40,6 @@ def test_the_heap_is_advised_and_its_memory_stays() -> None:
     assert all(bool((rows == number).all()) for number, rows in enumerate(kept))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the heap is looked for on Linux")
-def test_what_lies_in_small_pages_is_moved_and_stays() -> None:
-    """In a process of its own, whose heap nobody asked huge pages for. Old kernels say no, and nothing is lost."""
-    code = """
-import ctypes, platform
-import torch
-import dgl_hybrid
-from dgl_hybrid.ops.cpu import memory
-
-def huge_kb():
-    with open("/proc/self/smaps_rollup") as lines:
-        return sum(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages:"))
-
-M_MMAP_MAX = -4
-ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)  # large tensors lie in the heap, too
-kept = [torch.full((1 << 18,), float(number)) for number in range(64)]
-freed = [torch.ones(1 << 20) for _ in range(4)]
-before = huge_kb()
-asked = memory.gather_in_huge_pages()
-assert 24 <= asked <= 48 + 200, asked
-assert all(bool((rows == number).all()) for number, rows in enumerate(kept))
-release = tuple(int(part) for part in platform.release().split(".")[:2])
-print("moved", huge_kb() - before, "expected", release >= (6, 1))
-"""
-    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").is_file():
-        pytest.skip("this kernel has no transparent huge pages")
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    moved, is_expected = run.stdout.split()[1], run.stdout.split()[3]
-    if (
-        "never" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text().split("[")[1]
-        and is_expected == "True"
-    ):
-        assert int(moved) >= 24 * 2048
-
-
 def test_the_compiler_leaves_memory_and_comes_back_when_it_is_needed() -> None:
     """In a process of its own: this one may have compiled long ago, or be shared with other tests."""
     code = """

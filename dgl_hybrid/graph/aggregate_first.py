@@ -42,16 +42,15 @@ def forward_graphconv(
     """`dgl.nn.GraphConv.forward`: same arguments, same result."""
     operands = _static_operands(graph, feat, edge_weight)
     both_weights = weight is not None and self.weight is not None
-    narrowing = self.weight if weight is None else weight
-    is_plain = not operands and _multiplies(narrowing, graph, feat, edge_weight)
+    matrix = self.weight if weight is None else weight
+    is_plain = not operands and _multiplies(matrix, graph, feat, edge_weight)
     is_ours = (operands or is_plain) and not both_weights
     if not is_ours or (not self._allow_zero_in_degree and bool((graph.in_degrees() == 0).any())):
         return dglnn.GraphConv.forward(self, graph, feat, weight, edge_weight)
     if is_plain:
-        return _forward_plain_graphconv(self, graph, feat, narrowing)
+        return _forward_plain_graphconv(self, graph, feat, matrix)
 
-    weight = narrowing
-    is_product = weight is not None and weight.dtype == feat.dtype
+    is_product = matrix is not None and matrix.dtype == feat.dtype
 
     def aggregate() -> Rows:
         x = feat
@@ -64,8 +63,8 @@ def forward_graphconv(
 
     rst: Any = graph.keep(("graphconv", self._norm, edge_weight is not None, is_product), operands, aggregate)
     count("graphconv", "ours: kept aggregate")
-    if weight is not None:
-        return _multiply(self, rst, weight)
+    if matrix is not None:
+        return _multiply(self, rst, matrix)
     rst = rst if self.bias is None else rst + self.bias
     return self._activation(rst) if self._activation is not None else rst
 

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.static_results import MAX_DENSITY
 
 SAMPLED_ROWS = 1024
-SPARSE_BELOW = 0.5
-"""Density of rows whose zeros matter; above it products are dense, whatever is made of the rows."""
 _FEATURE_NAMES = ("feat", "features", "feature", "x", "h")
 
 
@@ -92,7 +91,15 @@ class CallTemplate:
             )
         local = node_fields[names[0]].local
         zeros_like = local if _is_sparse(local) else None
-        x = _RowsOf("level", 0, tuple(local.shape[1:]), local.dtype, False, True, zeros_like)
+        x = _RowsOf(
+            "level",
+            0,
+            tuple(local.shape[1:]),
+            local.dtype,
+            requires_grad=False,
+            is_static=True,
+            zeros_like=zeros_like,
+        )
         return CallTemplate((_ALL_BLOCKS, x), {}, fields)
 
     @property
@@ -161,7 +168,7 @@ def _is_sparse(x: Tensor) -> bool:
     if not x.is_floating_point() or x.dim() != 2 or not x.numel():
         return False
     some = x[:: max(1, len(x) // SAMPLED_ROWS)]
-    return int(torch.count_nonzero(some)) < SPARSE_BELOW * some.numel()
+    return int(torch.count_nonzero(some)) <= MAX_DENSITY * some.numel()
 
 
 def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:

@@ -134,6 +134,7 @@ class FullGraphLoader:
         with self.communicator.agreed():
             config = planner if planner is not None else PlannerConfig(strategy=strategy)
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
+            sums_first = _sums_first_of(plan, self.num_layers)
             local_seeds = _as_ids(nids, g)
             self._row_order = check_row_order(row_order)
             if chunk_rows is not None and chunk_rows < 1:
@@ -157,6 +158,7 @@ class FullGraphLoader:
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
                 "chunk_rows of the plan": (plan.chunk_rows or 0) if isinstance(plan, DependencyPlan) else 0,
+                "sums_first of the plan, bit by layer": sum(is_first << i for i, is_first in enumerate(sums_first)),
             }
         )
         if self.approximation is not None and chunk_rows is not None:
@@ -196,7 +198,7 @@ class FullGraphLoader:
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
-            self._build(forced, _dense_below(plan, self.num_layers), chunk_rows, _sums_first_of(plan))
+            self._build(forced, _dense_below(plan, self.num_layers), chunk_rows, sums_first)
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
@@ -222,7 +224,7 @@ class FullGraphLoader:
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
         plan = outcome.plan
-        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, _sums_first_of(plan))
+        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, _sums_first_of(plan, self.num_layers))
         if self._trials is None and self._autotune and len(outcome.candidates) > 1:
             pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
             self._trials = PlanTrials(len(outcome.candidates), pure)
@@ -487,9 +489,16 @@ def _dense_below(plan: object, num_layers: int) -> int:
     return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
 
 
-def _sums_first_of(plan: object) -> tuple[bool, ...]:
+def _sums_first_of(plan: object, num_layers: int) -> tuple[bool, ...]:
     """The layers that sum before they multiply; bare ids say nothing of the model, which then runs as DGL has it."""
-    return plan.trace.sums_first if isinstance(plan, DependencyPlan) and plan.trace is not None else ()
+    if not isinstance(plan, DependencyPlan) or plan.trace is None:
+        return ()
+    if plan.trace.num_layers != num_layers:
+        raise PlanError(
+            f"the plan of rank {plan.rank} of {plan.world_size} holds the trace of a model of {plan.trace.num_layers} "
+            f"layers, but this one has {num_layers}. Plan again for this model."
+        )
+    return plan.trace.sums_first
 
 
 class _Prefetch:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
+from dgl_hybrid.errors import HybridError
 from dgl_hybrid.planner import load_plan, save_plan, uniform_topology
 from tests.helpers.exactness import LAYERS, assert_close
 from tests.helpers.graphs import power_law
@@ -87,6 +89,36 @@ def test_gradients(
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
                 assert_close(found[name], parameter.grad, name)
+
+
+def load_other_orders(rank: int, world_size: int, part_config: str) -> list[str]:
+    """Ranks give plans that were traced in different orders, and a trace of another model."""
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Net("sage_mean", False).double())
+    topology = uniform_topology(world_size, dense_flops_per_s=1e6)
+    seeds = g.owned_nodes("train_mask")
+    made = FullGraphLoader(g, seeds, 2, model=model, topology=topology, strategy="depcomm").outcome
+    assert made is not None
+    trace = made.plan.trace
+    assert trace is not None
+    assert trace.sums_first == (False, True)
+    mine = tuple(replace(layer, sums_first=layer.sums_first and rank != 1) for layer in trace.layers)
+    short = replace(trace, layers=trace.layers[:1], levels=trace.levels[:2])
+    said = []
+    for changed in (replace(trace, layers=mine), short if rank == 1 else trace):
+        with pytest.raises((ValueError, HybridError)) as failure:
+            FullGraphLoader(g, seeds, 2, plan=replace(made.plan, trace=changed))
+        said.append(str(failure.value))
+    return said
+
+
+def test_plans_of_other_orders_are_refused_on_all_ranks(partitions: PartitionStore) -> None:
+    """Ranks would exchange rows of different widths, or wait for each other."""
+    folder = partitions.get("power_law", power_law(), 3)
+    for alike, layers in run_ranks(3, load_other_orders, folder):
+        assert "sums_first of the plan" in alike
+        assert "on rank 1" in alike
+        assert "holds the trace of a model of 1 layers, but this one has 2" in layers
 
 
 def order_of(rank: int, world_size: int, part_config: str, dense_flops_per_s: float, seeds: str) -> list[bool]:

@@ -101,10 +101,8 @@ def _products_backward(
     rows: list[Tensor], grad: Tensor, output: Tensor | None, is_turned: Sequence[bool]
 ) -> list[Tensor]:
     """Gradients of the weights, turned where the weights are, and of the bias."""
-    width = grad.shape[1]
-    shapes = [(width, x.shape[1]) if turn else (x.shape[1], width) for x, turn in zip(rows, is_turned, strict=True)]
-    d_weights = [grad.new_zeros(shape) for shape in shapes]
-    d_bias = grad.new_zeros(width)
+    d_weights = [grad.new_zeros(shape) for shape in _weight_shapes(rows, grad, is_turned)]
+    d_bias = grad.new_zeros(grad.shape[1])
     for block in row_blocks(grad):
         part = mask_of_relu(grad[block], None if output is None else output[block])
         for x, d_weight, turn in zip(rows, d_weights, is_turned, strict=True):
@@ -116,9 +114,13 @@ def _products_backward(
 def _products_backward_meta(
     rows: list[Tensor], grad: Tensor, output: Tensor | None, is_turned: Sequence[bool]
 ) -> list[Tensor]:
+    shapes = _weight_shapes(rows, grad, is_turned)
+    return [*(grad.new_empty(shape) for shape in shapes), grad.new_empty(grad.shape[1])]
+
+
+def _weight_shapes(rows: list[Tensor], grad: Tensor, is_turned: Sequence[bool]) -> list[tuple[int, int]]:
     width = grad.shape[1]
-    shapes = [(width, x.shape[1]) if turn else (x.shape[1], width) for x, turn in zip(rows, is_turned, strict=True)]
-    return [*(grad.new_empty(shape) for shape in shapes), grad.new_empty(width)]
+    return [(width, x.shape[1]) if turn else (x.shape[1], width) for x, turn in zip(rows, is_turned, strict=True)]
 
 
 register(

@@ -41,15 +41,7 @@ def _product(
 
 
 def _product_meta(
-    rows: list[Tensor],
-    columns: list[Tensor],
-    values: Tensor,
-    column_values: Tensor,
-    weight: Tensor,
-    num_blocks: int,
-    addend: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
+    rows: list[Tensor], columns: list[Tensor], values: Tensor, column_values: Tensor, weight: Tensor, *others: Any
 ) -> Tensor:
     return weight.new_empty(num_rows_of(rows), weight.shape[1])
 

@@ -3,6 +3,10 @@
 
 Systems take turns, so that whatever slows the machine for a while slows all of them. A system that waits is asleep. As
 many wait at once as memory allows; then these are timed and ended, and the next ones come.
+
+Two processes that do the same are not equally fast: which physical pages they were given decides how often their rows
+push each other out of the caches, for as long as they live. Ours, which differ by little, are therefore started several
+times, and their epochs of all starts count.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import functools
 import hashlib
 import json
 import os
+import statistics
 import tempfile
 import time
 import uuid
@@ -37,6 +42,8 @@ WARMUP_LIMIT = 80
 TURN_S, TURN_LIMIT = 0.5, 10
 """A turn takes so long, in whole epochs and not more than so many. Where it has several, one more goes before them that
 is not counted: its rows have left the caches while others trained."""
+TYPICAL_EPOCHS = 3
+"""At the end of the warm-up; the fastest says how many epochs a turn has, so that a disturbed one does not decide."""
 SHAPING_TOLERANCE = 1.05
 MEMORY_RESERVE_SHARE = 0.4
 """Of all memory, to be free when systems train: with less of it, some get fewer huge pages and 20 % longer epochs."""
@@ -48,7 +55,9 @@ class Settings:
     """How cells are measured; part of what makes two measurements comparable."""
 
     rounds: int = 5
-    """Turns of each system; each turn is at least one epoch."""
+    """Turns of each start; each turn is at least one epoch."""
+    starts: int = 3
+    """How often each of our systems is started; the others, which are further away, once."""
     warmup: int = 2
     """Epochs before the first turn, those of the check not counted."""
     allocator: str = "keep"
@@ -57,19 +66,24 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        if self.rounds < 1 or self.warmup < 0 or not self.timeout_s > 0:
-            raise ValueError(f"rounds and timeout_s must be positive, warmup not negative (got {self})")
+        if min(self.rounds, self.starts) < 1 or self.warmup < 0 or not self.timeout_s > 0:
+            raise ValueError(f"rounds, starts and timeout_s must be positive, warmup not negative (got {self})")
         if self.allocator not in ALLOCATORS:
             raise ValueError(f"unknown allocator (got {self.allocator!r}); choose one of {', '.join(ALLOCATORS)}")
 
     def to_json(self) -> dict[str, Any]:
         """Returns what lines say: all but the time-out, which changes no figure."""
-        return {"rounds": self.rounds, "warmup": self.warmup, "allocator": self.allocator}
+        return {
+            "rounds": self.rounds,
+            "starts": self.starts,
+            "warmup": self.warmup,
+            "allocator": self.allocator,
+        }
 
 
 @dataclass(kw_only=True)
 class _Entry:
-    """One system of the cell that is being measured."""
+    """One start of a system of the cell that is being measured."""
 
     team: Team
     facts: dict[str, Any] = field(default_factory=dict)
@@ -80,6 +94,8 @@ class _Entry:
     epochs: list[list[dict[str, Any]]] = field(default_factory=list)
     """By epoch, then by rank."""
     peak_bytes: list[int] = field(default_factory=list)
+    together: list[str] = field(default_factory=list)
+    """Systems that took turns with this one."""
     failure: SystemFailure | gate.GateError | None = None
 
     @property
@@ -147,24 +163,30 @@ class Bench:
             tempfile.TemporaryDirectory(prefix="systems_") as folder,
             self._network(cell) as (network, link_bits_per_s),
         ):
-            waiting = [system for system in systems if missing[system] is None]
+            present = [system for system in systems if missing[system] is None]
             reference = self._reference_file(cell, graph)
-            if waiting[:1] != ["dgl"] and not reference.is_file():
+            if present[:1] != ["dgl"] and not reference.is_file():
                 self._make_reference(cell, graph, Path(folder), reference)
-            while waiting:
-                entries: list[_Entry] = []
-                try:
-                    self._start(cell, graph, waiting, network, Path(folder), reference, entries)
-                    self._take_turns(entries)
-                finally:
+            starts: dict[str, list[_Entry]] = {system: [] for system in present}
+            for number in range(self.settings.starts):
+                waiting = [system for system in present if number == 0 or system in OURS]
+                while waiting:
+                    entries: list[_Entry] = []
+                    try:
+                        self._start(cell, graph, waiting, network, Path(folder), reference, entries)
+                        self._take_turns(entries)
+                    finally:
+                        for entry in entries:
+                            entry.team.end()
+                    waiting = waiting[len(entries) :]
                     for entry in entries:
-                        entry.team.end()
-                waiting = waiting[len(entries) :]
-                together = [entry.system for entry in entries if entry.failure is None]
-                for entry in entries:
-                    line = self._line(cell, graph, run, entry.system) | self._result(cell, graph, entry)
-                    lines.append(line | {"in_turns_with": together, "link_bits_per_s": link_bits_per_s})
-        return [line | {"load_before": round(load, 1)} for line in lines]
+                        entry.together = [other.system for other in entries if other.failure is None]
+                        starts[entry.system].append(entry)
+            lines += [
+                self._line(cell, graph, run, system) | self._result(cell, graph, of_system)
+                for system, of_system in starts.items()
+            ]
+        return [line | {"load_before": round(load, 1), "link_bits_per_s": link_bits_per_s} for line in lines]
 
     @contextlib.contextmanager
     def _network(self, cell: Cell) -> Iterator[tuple[EmulatedNetwork | None, float | None]]:
@@ -246,16 +268,16 @@ class Bench:
         if not reference.is_file():
             raise SystemFailure("there is nothing to check it against: plain DGL has failed")
         entry.checked = gate.compare(sample, gate.merge([json.loads(reference.read_text(encoding="utf-8"))]))
-        typical: list[dict[str, Any]] = []
+        seconds: list[float] = []
         while entry.warmup < self.settings.warmup or (
             entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s))
         ):
-            typical = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
+            ranks = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
+            seconds.append(max(rank["elapsed_s"] for rank in ranks))
             entry.warmup += 1
         entry.facts |= team.ask("facts", timeout_s=timeout_s)[0]
-        if typical:
-            last_s = max(rank["elapsed_s"] for rank in typical)
-            entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / last_s)))
+        if seconds:
+            entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds[-TYPICAL_EPOCHS:]))))
         team.ask("forget_peak", timeout_s=timeout_s)
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:
@@ -320,28 +342,41 @@ class Bench:
             "predicted": None,
         }
 
-    def _result(self, cell: Cell, graph: PreparedGraph, entry: _Entry) -> dict[str, Any]:
-        if entry.failure is not None:
-            details = getattr(entry.failure, "details", "")
-            return {"status": FAILED, "error": str(entry.failure)[:500], "details": details[-2000:]}
-        result = summarise_epochs(entry.epochs, is_emulated=entry.team.network is not None)
-        if entry.team.network is not None and entry.system in OURS:
+    def _result(self, cell: Cell, graph: PreparedGraph, starts: Sequence[_Entry]) -> dict[str, Any]:
+        for entry in starts:
+            if entry.failure is not None:
+                details = getattr(entry.failure, "details", "")
+                return {"status": FAILED, "error": str(entry.failure)[:500], "details": details[-2000:]}
+        first = starts[0]
+        is_emulated = first.team.network is not None
+        result = summarise_epochs([epoch for entry in starts for epoch in entry.epochs], is_emulated=is_emulated)
+        if is_emulated and first.system in OURS:
             sent, wire = result["sent_bytes"], result["wire_bytes"]
             if sent is not None and wire < WIRE_TOLERANCE * sent:
                 return {
                     "status": FAILED,
                     "error": f"the links were bypassed: {sent:.0f} bytes of rows were sent, {wire:.0f} left the hosts",
                 }
-        facts = dict(entry.facts)
+        predicted = [entry.facts["predicted"] for entry in starts if entry.facts.get("predicted") is not None]
         return {
             "status": OK,
             **result,
-            "warmup": entry.warmup,
-            "predicted": facts.pop("predicted", None),
-            "prepare_s": entry.prepare_s,
-            "peak_rss_bytes": entry.peak_bytes,
-            "gate": entry.checked,
-            "facts": facts,
+            "warmup": max(entry.warmup for entry in starts),
+            "predicted": statistics.median(predicted) if predicted else None,
+            "prepare_s": statistics.median(entry.prepare_s for entry in starts),
+            "peak_rss_bytes": [max(peaks) for peaks in zip(*(entry.peak_bytes for entry in starts), strict=True)],
+            "gate": first.checked,
+            "facts": {name: value for name, value in first.facts.items() if name != "predicted"},
+            "starts": [
+                {
+                    "p50": summarise_epochs(entry.epochs, is_emulated=is_emulated)["p50"],
+                    "predicted": entry.facts.get("predicted"),
+                    "plan": entry.facts.get("plan"),
+                    "turn": entry.turn,
+                    "in_turns_with": entry.together,
+                }
+                for entry in starts
+            ],
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
 

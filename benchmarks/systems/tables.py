@@ -25,7 +25,7 @@ LABELS = {
 RATIOS = ("vs_distdgl_full", "vs_best_pure", "vs_neutronstar", "vs_sar", "vs_pipegcn", "vs_dgl")
 CELL_HEAD = ("cell", *LABELS.values(), *(name.removeprefix("vs_") for name in RATIOS), "predicted off by")
 LINE_HEAD = (
-    *("system", "epoch (p20 to p80)", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
+    *("system", "epoch (p20 to p80)", "starts", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
     *("peak memory per rank", "predicted", "floor", "prepared in"),
 )
 
@@ -61,6 +61,7 @@ def line_rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
             (
                 name,
                 f"{seconds_text(line['p50'])} ({seconds_text(line['p20'])} to {seconds_text(line['p80'])})",
+                ", ".join(seconds_text(start["p50"]) for start in line.get("starts", ())),
                 *(seconds_text(line[part]) for part in ("cpu_s", "compute_s", "exchange_s", "wait_s")),
                 *(bytes_text(line[part]) for part in ("sent_bytes", "wire_bytes")),
                 f"{memory} MB",

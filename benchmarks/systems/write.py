@@ -120,7 +120,8 @@ def _conditions(lines: Sequence[Line]) -> str:
         f"copies {rates['copy_bytes_per_s'] / 1e9:.1f} GB/s and multiplies at {rates['flops'] / 1e9:.0f} GFLOP/s. "
         f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
         f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
-        f"{settings['rounds']} turns of each system after {settings['warmup']} epochs of warm-up and the check. "
+        f"{settings['rounds']} turns of each start of a system after {settings['warmup']} epochs of warm-up "
+        f"and the check; {settings.get('starts', 1)} starts of each of ours. "
         f"Load average before a cell: {loads[0]} to {loads[-1]}."
     )
 

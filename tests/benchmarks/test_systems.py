@@ -412,7 +412,18 @@ def test_tiny_grid_end_to_end_and_again(
     words = "--json --graph powerlaw --scale 0.01 --model sage --layers 2 --hidden 128 --ranks 2 --network loopback"
     file = tmp_path / "results.jsonl"
     systems = ("--system", "hybrid", "--system", "sar")
-    places = ("--results", str(file), "--cache", str(tmp_path / "cache"), "--rounds", "1", "--peers", str(tmp_path))
+    places = (
+        "--results",
+        str(file),
+        "--cache",
+        str(tmp_path / "cache"),
+        "--rounds",
+        "1",
+        "--starts",
+        "2",
+        "--peers",
+        str(tmp_path),
+    )
     arguments = [*words.split(), *systems, *places]
     main(arguments)
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -426,7 +437,9 @@ def test_tiny_grid_end_to_end_and_again(
     assert own["gate"]["is_comparable"]
     assert own["gate"]["losses"] == 3
     assert own["gate"]["vertices"] > 50
-    assert own["iters"] >= 1
+    assert own["iters"] >= 2
+    assert len(own["starts"]) == 2
+    assert min(s["p50"] for s in own["starts"]) <= own["p50"] <= max(s["p50"] for s in own["starts"])
     assert own["wire_bytes"] is not None
     assert len(own["peak_rss_bytes"]) == 2
     content = file.read_bytes()

@@ -15,11 +15,11 @@ WARM_UP_EPOCHS = 2
 that is used from then on."""
 TIMED_EPOCHS = 2
 """Of each candidate; the fastest counts, since whatever disturbs an epoch makes it slower."""
-CLOSE = 1.15
-"""Candidates within this factor of the fastest run again: two epochs do not tell such times apart, and machines are
-slower for seconds at a time, so that it matters when a candidate had its turn."""
-FINAL_EPOCHS = 4
-"""Timed epochs of each of those."""
+CLOSE = (1.4, 1.15)
+"""Candidates within the first factor of the fastest run again, then those within the next: two epochs do not tell such
+times apart, and machines are slower for seconds at a time, so that it matters when a candidate had its turn."""
+FINAL_EPOCHS = 3
+"""Timed epochs of each of those, each time."""
 TIE = 1.02
 """Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
 DRIFT_WINDOW = 16
@@ -55,7 +55,7 @@ class PlanTrials:
         self.measured_s: list[float | None] = [None] * self._num_candidates
         self.current, self.is_settled = 0, False
         self._waiting = list(range(1, self._num_candidates))
-        self._is_final = False
+        self._finals = 0
         self._epochs_of_current = 0
 
     def record(self, epoch_s: float) -> None:
@@ -67,16 +67,17 @@ class PlanTrials:
         if self._epochs_of_current > WARM_UP_EPOCHS:
             best = self.measured_s[self.current]
             self.measured_s[self.current] = epoch_s if best is None else min(best, epoch_s)
-        if self._epochs_of_current == WARM_UP_EPOCHS + (FINAL_EPOCHS if self._is_final else TIMED_EPOCHS):
+        if self._epochs_of_current == WARM_UP_EPOCHS + (FINAL_EPOCHS if self._finals else TIMED_EPOCHS):
             self._next()
 
     def _next(self) -> None:
         self._epochs_of_current = 0
-        if not self._waiting and not self._is_final:
-            self._is_final = True
-            close = self._within(CLOSE)
+        while not self._waiting and self._finals < len(CLOSE):
+            close = self._within(CLOSE[self._finals])
+            self._finals += 1
             if len(close) > 1:
-                self._waiting = close[::-1]  # the last one may still be the current one
+                # There and back: the one whose turn it was may go on, and nobody always comes last.
+                self._waiting = close if close[0] == self.current else close[::-1]
         if self._waiting:
             self.current = self._waiting.pop(0)
             return

@@ -25,12 +25,13 @@ FIRST, FINAL = WARM_UP_EPOCHS + TIMED_EPOCHS, WARM_UP_EPOCHS + FINAL_EPOCHS
 
 
 def turns_of(seconds: list[float]) -> list[int]:
-    """Which candidate each epoch of the trials runs: all of them, then those near the fastest again, in reverse."""
-    close = [index for index, time_s in enumerate(seconds) if time_s <= CLOSE * min(seconds)]
-    finals = close[::-1] if len(close) > 1 else []
-    return [index for index in range(len(seconds)) for _ in range(FIRST)] + [
-        index for index in finals for _ in range(FINAL)
-    ]
+    """Which candidate each epoch of the trials runs: all, then those near the fastest, in reverse, then the nearest."""
+    turns = [index for index in range(len(seconds)) for _ in range(FIRST)]
+    for number, factor in enumerate(CLOSE):
+        close = [index for index, time_s in enumerate(seconds) if time_s <= factor * min(seconds)]
+        finals = close if number % 2 else close[::-1]
+        turns += [index for index in finals if len(close) > 1 for _ in range(FINAL)]
+    return turns
 
 
 def run_trials(trials: PlanTrials, seconds: list[float], *, warm_up_s: float = 9.0) -> list[int]:
@@ -52,9 +53,8 @@ def test_every_candidate_has_its_turn_and_the_fastest_stays() -> None:
 
 def test_those_near_the_fastest_run_again() -> None:
     trials = PlanTrials(4)
-    assert (
-        run_trials(trials, [1.1, 2.0, 1.0, 1.15]) == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4 + [3] * 6 + [2] * 6 + [0] * 6
-    )
+    first = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    assert run_trials(trials, [1.1, 2.0, 1.0, 1.3]) == first + [3] * 5 + [2] * 5 + [0] * 5 + [0] * 5 + [2] * 5
     assert trials.current == 2
 
 
@@ -62,16 +62,26 @@ def test_a_candidate_that_had_a_slow_time_of_the_machine_gets_another() -> None:
     trials = PlanTrials(2)
     for epoch_s in (9.0, 9.0, 1.1, 1.1, 9.0, 9.0, 1.0, 1.0):  # the first is the faster one, but everything was slow
         trials.record(epoch_s)
-    for epoch_s in (9.0, 9.0, 1.0, 1.0, 1.0, 1.0, 9.0, 9.0, 0.9, 0.9, 0.9, 0.9):
+    for epoch_s in (9.0, 9.0, 1.0, 1.0, 1.0, *(9.0, 9.0, 0.9, 0.9, 0.9) * 2, 9.0, 9.0, 1.0, 1.0, 1.0):
         assert not trials.is_settled
         trials.record(epoch_s)
+    assert trials.is_settled
     assert trials.current == 0
     assert trials.measured_s == [0.9, 1.0]
 
 
+def test_who_is_found_slower_in_a_second_look_gets_no_third() -> None:
+    trials = PlanTrials(3)
+    for epoch_s in (9.0, 9.0, 1.3, 1.3, 9.0, 9.0, 1.2, 1.2, 9.0, 9.0, 1.0, 1.0):
+        trials.record(epoch_s)
+    assert run_trials(trials, [1.3, 1.1, 1.0]) == [2] * 5 + [1] * 5 + [0] * 5 + [2] * 5 + [1] * 5
+    assert trials.current == 2
+    assert trials.measured_s == [1.3, 1.1, 1.0]
+
+
 def test_the_fastest_of_the_timed_epochs_counts_and_the_first_of_equals_stays() -> None:
     trials = PlanTrials(2)
-    for epoch_s in (9.0, 9.0, 5.0, 1.0, 9.0, 9.0, 1.0, 2.0, *(9.0, 9.0, 5.0, 5.0, 5.0, 5.0) * 2):
+    for epoch_s in (9.0, 9.0, 5.0, 1.0, 9.0, 9.0, 1.0, 2.0, *(9.0, 9.0, 5.0, 5.0, 5.0) * 4):
         assert not trials.is_settled
         trials.record(epoch_s)
     assert trials.is_settled
@@ -256,7 +266,7 @@ def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) 
 
 
 def test_nothing_of_a_plan_that_was_tried_is_left(partitions: PartitionStore) -> None:
-    epochs = 5 * (FIRST + FINAL) + 1
+    epochs = 6 * (FIRST + len(CLOSE) * FINAL) + 1
     for left in run_ranks(3, watch_what_stays, partitions.get("power_law", power_law(), 3), epochs):
         assert len(left) >= 3, "the first plan and two changes"
         assert left == [set()] * len(left)

@@ -15,14 +15,11 @@ from .forced import depcache_choice, depcomm_choice, ratio_choice
 from .greedy import Prices, greedy_choice, grow
 from .items import Bools, Items, build_items, require_match
 from .memory import choose_near, choose_within, too_large
-from .neutronstar import neutronstar_choice
+from .neutronstar import neutronstar_choice, quick_neutronstar_choice
 from .plan import DependencyPlan, plan_from_choice
 from .problem import PlanProblem
 
 logger = logging.getLogger(__name__)
-
-MAX_PUBLISHED_LAYERS, MAX_PUBLISHED_HALO = 2, 100_000
-"""Of a problem for which NeutronStar's greedy, one vertex and its subtree at a time, takes a few seconds at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,7 +79,7 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
 
     For strategy "hybrid": one cut per price on communication (the plan cheapest to one rank need not be the one that
     lets the slowest rank finish first, and overlap makes communication cheaper than it looks), then the greedy,
-    NeutronStar's (where its heap is quick; the greedy's again elsewhere), depcache and depcomm; with a memory budget,
+    NeutronStar's (where it is quick; the greedy's again elsewhere), depcache and depcomm; with a memory budget,
     first of all the plan made for it. For any other strategy: that one.
     A rank whose problem is past `max_sweep_edges` gives its one plan at the measured prices for each of the sweep.
     Candidates over the budget are marked by `estimate.fits`, not left out.
@@ -103,8 +100,9 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
         named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
     else:
         named += _sweep(items, costs, config)
-        is_quick = items.num_layers <= MAX_PUBLISHED_LAYERS and items.num_halo <= MAX_PUBLISHED_HALO
-        named.append(("neutronstar", neutronstar_choice(items, costs, budget) if is_quick else named[-1][1]))
+        is_large = items.reader.size > config.max_sweep_edges
+        published = None if is_large else quick_neutronstar_choice(items, costs, budget)
+        named.append(("neutronstar", named[-1][1] if published is None else published))
         named.append(("depcache", depcache_choice(items)))
         named.append(("depcomm", depcomm_choice(items)))
     candidates: list[Candidate] = []

@@ -20,6 +20,9 @@ import numpy as np
 from .costs import ItemCosts
 from .items import Bools, Floats, Ints, Items
 
+QUICK_VERTICES, QUICK_ROWS = 200_000, 2 * 10**8
+"""Halo vertices of a problem, and rows of the subtrees walked through, that take a few seconds."""
+
 
 def neutronstar_choice(items: Items, costs: ItemCosts, memory_bytes: float | None = None) -> Bools:
     """Returns the (L, H) choice of NeutronStar's greedy. One vertex at a time: minutes past a million halo vertices.
@@ -29,12 +32,23 @@ def neutronstar_choice(items: Items, costs: ItemCosts, memory_bytes: float | Non
         costs: of this rank.
         memory_bytes: S, for the rows replicated here and those received so far.
     """
-    return _Search(items, costs, memory_bytes).run()
+    search = _Search(items, costs, memory_bytes)
+    search.run()
+    return search.computed
+
+
+def quick_neutronstar_choice(items: Items, costs: ItemCosts, memory_bytes: float | None = None) -> Bools | None:
+    """Returns the same, or None where that would take more than a few seconds; counted in rows, not measured."""
+    if items.num_halo > QUICK_VERTICES:
+        return None
+    search = _Search(items, costs, memory_bytes, max_rows=QUICK_ROWS)
+    return search.computed if search.run() else None
 
 
 class _Search:
-    def __init__(self, items: Items, costs: ItemCosts, memory_bytes: float | None) -> None:
+    def __init__(self, items: Items, costs: ItemCosts, memory_bytes: float | None, max_rows: float = np.inf) -> None:
         self.items = items
+        self.rows_left = max_rows
         widths = np.array(costs.widths)
         self.vertex_s = _unit(np.array(costs.row_s), widths) * widths
         edge_s = _unit(np.array(costs.edge_s[1:]), widths[1:]) * widths
@@ -48,27 +62,32 @@ class _Search:
         self.indptr = np.searchsorted(items.reader, np.arange(items.num_halo + 1))
         self.computed: Bools = np.zeros((items.num_layers, items.num_halo), dtype=np.bool_)
         self.costs = costs
+        self.marks: Bools = np.zeros(items.num_halo, dtype=np.bool_)
         self.left = np.inf
         if memory_bytes is not None:
             self.left = memory_bytes - items.held_bytes(costs, self.computed)
 
-    def run(self) -> Bools:
+    def run(self) -> bool:
+        """Fills `computed`; tells whether that was done within `max_rows`."""
         for layer in range(1, self.items.num_layers + 1):
             self._run_layer(layer)
-        return self.computed
+        return self.rows_left >= 0
 
     def _run_layer(self, layer: int) -> None:
         level = layer - 1
         items = self.items
-        heap: list[tuple[float, int]] = []
-        for vertex in np.flatnonzero(items.demand[level] & items.allowed[level]).tolist():
-            subtree = self._subtree(vertex, level)
-            if subtree is not None:
-                heap.append((self._price(subtree), vertex))
+        vertices = np.flatnonzero(items.demand[level] & items.allowed[level])
+        heap = [(least, False, vertex) for least, vertex in zip(self._least(vertices, level), vertices.tolist())]
         heapq.heapify(heap)
-        while heap:
-            _, vertex = heapq.heappop(heap)
-            subtree = self._subtree(vertex, level)
+        at_first = self.computed.copy()
+        while heap and self.rows_left >= 0:
+            _, is_priced, vertex = heapq.heappop(heap)
+            if not is_priced:
+                subtree = self._subtree(vertex, level, at_first)
+                if subtree is not None:
+                    heapq.heappush(heap, (self._price(subtree), True, vertex))
+                continue
+            subtree = self._subtree(vertex, level, self.computed)
             if subtree is None or not self._price(subtree) < self.receive_s[level]:
                 return
             extra = self._extra_bytes(subtree, vertex, level)
@@ -78,7 +97,23 @@ class _Search:
             for k, vertices in enumerate(subtree):
                 self.computed[k, vertices] = True
 
-    def _subtree(self, vertex: int, level: int) -> list[Ints] | None:
+    def _least(self, vertices: Ints, level: int) -> list[float]:
+        """Returns less than what subtrees cost: their two highest levels, and of those below what the second has.
+
+        Most subtrees cost too much by these alone, and are never walked through.
+        """
+        items = self.items
+        own = np.where(self.computed[level], 0.0, self.vertex_s[level] + items.in_degree * self.edge_s[level])
+        below = np.zeros(items.num_halo)
+        for k in range(level):
+            missing = ~self.computed[level - 1] & ~self.computed[k]
+            below += np.where(missing, self.vertex_s[k] + items.in_degree * self.edge_s[k], 0.0)
+        of_sources = np.bincount(items.reader, weights=below[items.source], minlength=items.num_halo)
+        least = own + np.where(self.computed[level], 0.0, below + of_sources)
+        result: list[float] = ((1.0 - 1e-9) * least[vertices]).tolist()  # sums in another order round differently
+        return result
+
+    def _subtree(self, vertex: int, level: int, computed: Bools) -> list[Ints] | None:
         """Returns per level 0..level the vertices not yet replicated, or None if some in-edges are unknown here."""
         items = self.items
         result: list[Ints] = []
@@ -86,12 +121,24 @@ class _Search:
         for k in range(level, -1, -1):
             if not items.allowed[k, frontier].all():
                 return None
-            frontier = frontier[~self.computed[k, frontier]]
+            frontier = frontier[~computed[k, frontier]]
             result.append(frontier)
             if k and frontier.size:
-                spans = [items.source[self.indptr[v] : self.indptr[v + 1]] for v in frontier]
-                frontier = np.unique(np.concatenate([frontier, *spans]))
+                frontier = self._with_sources(frontier)
         return result[::-1]
+
+    def _with_sources(self, vertices: Ints) -> Ints:
+        """Returns vertices and their sources, ascending, each once."""
+        first, past = self.indptr[vertices], self.indptr[vertices + 1]
+        counts = past - first
+        begins = np.cumsum(counts) - counts
+        edges = np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
+        self.rows_left -= len(edges)
+        self.marks[vertices] = True
+        self.marks[self.items.source[edges]] = True
+        found = np.flatnonzero(self.marks)
+        self.marks[found] = False
+        return found
 
     def _price(self, subtree: list[Ints]) -> float:
         total = 0.0

@@ -7,6 +7,7 @@ ENV := .venv/.installed
 # `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, a few minutes of it.
 BENCH ?= systems
 ARGS ?=
+JOBS ?= auto
 
 .PHONY: env demo test lint bench clean
 
@@ -24,8 +25,9 @@ $(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
 demo: $(ENV)
 	$(BIN)/dgl-hybrid demo $(ARGS)
 
+# Each file in one process of several, since most tests wait for others they start. `JOBS=0` runs all in one.
 test: $(ENV)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(ENV)
 	$(BIN)/ruff check .

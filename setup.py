@@ -73,7 +73,15 @@ setup(
     ],
     extras_require={
         # NVRTC and the disassembler compile and read the CUDA source in tests; no GPU is needed for that.
-        "dev": ["mypy", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm", "nvidia-cuda-nvrtc", "pytest", "ruff"],
+        "dev": [
+            "mypy",
+            "nvidia-cuda-cuobjdump",
+            "nvidia-cuda-nvdisasm",
+            "nvidia-cuda-nvrtc",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+        ],
         "ogb": ["ogb"],
     },
     entry_points={"console_scripts": ["dgl-hybrid = dgl_hybrid.cli.main:main"]},

@@ -58,13 +58,14 @@ def unmap_code_in(folder: Path) -> int:
     """Takes a library that has done its work out of this process's resident memory; returns how many bytes that was.
 
     Only pages that are as they are on disk: whoever calls the library again finds them where they were, in the system's
-    page cache or on disk. What the process has written to (data, relocated tables) stays.
+    page cache or on disk. What the process has written to (data, relocated tables) stays. The system lists files by
+    their real paths: `folder` may be reached through links, as environments often are.
     """
     advise = _madvise("MADV_DONTNEED")
     if advise is None:
         return 0
     unmapped = 0
-    for mapping in _mappings_in(folder):
+    for mapping in _mappings_in(folder.resolve()):
         if mapping.is_writable or mapping.private_bytes:
             continue
         advise(mapping.begin, mapping.end - mapping.begin)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +20,26 @@ from dgl_hybrid.ops.cpu.spmm_kernels import (
     emit_select_backward_edges,
     emit_sum,
 )
+
+SLICE_BYTES = (128, 64)
+"""Of each row, where columns are packed: two cache lines, which processors fetch together, or one if there are more
+rows than fit the last cache by two."""
+LEAST_PACKED_BYTES = 16 << 20
+"""Of all rows. What is smaller mostly stays in the last cache as it is."""
+LEAST_PACKED_READS = 8
+"""Of each row on average: packing reads and writes it once."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Some columns of an operand, and where they lie."""
+
+    begin: int
+    block: Block
+    x: Tensor
+    offset: int
+    stride: int
+    """Between rows, in elements."""
 
 
 @dataclass(frozen=True)
@@ -46,22 +67,59 @@ class Operand:
             KINDS[self.x.dtype], index, block, self.by_edge, rows.has_edge_ids, self.weights is not None, least
         )
 
-    def arguments(self, column: int) -> list[int]:
-        """The kernels' arguments, from that column on."""
+    def columns(self, num_reads: int) -> Iterator[Columns]:
+        """Yields all columns, as many at once as registers hold sums of.
+
+        Rows that do not fit the last cache, and that many entries read, are packed some columns at a time: those fit.
+        Two processes on two cores take 1.2 to 2.8 times as long without (40,000 to 200,000 rows of 128 floats, 8 to 32
+        reads of each).
+
+        Args:
+            num_reads: How many entries there are in all.
+        """
+        num_rows, row_bytes = len(self.x), self.num_columns * self.x.element_size()
+        slice_bytes = SLICE_BYTES[0] if num_rows * SLICE_BYTES[0] <= LEAST_PACKED_BYTES else SLICE_BYTES[1]
+        size = slice_bytes // self.x.element_size()
+        is_packed = (
+            not self.by_edge
+            and row_bytes >= 2 * slice_bytes
+            and num_rows * row_bytes >= LEAST_PACKED_BYTES
+            and num_reads >= LEAST_PACKED_READS * num_rows
+        )
+        if not is_packed:
+            for begin, block in column_blocks(*self.shape, accumulator_elements(self.x.dtype)):
+                yield self.in_place(begin, block)
+            return
+        rows = self.x.view(num_rows, self.num_columns)
+        memory = new_tensor((num_rows * size,), self.x.dtype)
+        for begin, block in column_blocks(*self.shape, size):
+            packed = memory[: num_rows * block.size].view(num_rows, block.size)
+            packed.copy_(rows[:, begin : begin + block.size])
+            yield Columns(begin, block, packed, 0, block.size)
+
+    def arguments(self, columns: Columns) -> list[int]:
+        """The kernels' arguments for these columns."""
         heads, width = self.shape
-        head = column // width
-        return [address(self.x, column), self.num_columns, address(self.weights, head), heads]
+        first = address(columns.x, columns.offset)
+        return [first, columns.stride, address(self.weights, columns.begin // width), heads]
+
+    def in_place(self, begin: int, block: Block) -> Columns:
+        """Columns where they are."""
+        return Columns(begin, block, self.x, begin, self.num_columns)
 
 
 def sum_rows(plan: RowPlan, operand: Operand) -> Tensor:
     """(N, H, D): the sums over each row's entries."""
-    out = new_tensor((plan.num_rows, *operand.x.shape[1:]), operand.x.dtype)
-    _run_sum(plan.index, plan.ordinary, operand, out)
+    runs = [plan.ordinary, *([plan.parts] if plan.has_long_rows else ())]
+    sums = [new_tensor((rows.num_rows, *operand.x.shape[1:]), operand.x.dtype) for rows in runs]
+    for columns in operand.columns(plan.ordinary.num_entries):
+        for rows, out in zip(runs, sums, strict=True):
+            spec = operand.spec(rows, plan.index, columns.block)
+            arguments: list[int | float] = [*rows.arguments(), *operand.arguments(columns)]
+            run(emit_sum, (spec,), rows.bounds, [*arguments, address(out, columns.begin), operand.num_columns])
     if plan.has_long_rows:
-        parts = new_tensor((plan.parts.num_rows, *operand.x.shape[1:]), operand.x.dtype)
-        _run_sum(plan.index, plan.parts, operand, parts)
-        out[plan.long_rows] = sum_rows(plan.merger, Operand(parts, by_edge=True))
-    return out
+        sums[0][plan.long_rows] = sum_rows(plan.merger, Operand(sums[1], by_edge=True))
+    return sums[0]
 
 
 def select_rows(plan: RowPlan, operand: Operand, *, least: bool) -> tuple[Tensor, Tensor]:
@@ -105,20 +163,13 @@ def select_backward_edges(plan: RowPlan, grad: Tensor, arg: Tensor, x: Tensor | 
     return out
 
 
-def _run_sum(index: Kind, rows: Rows, operand: Operand, out: Tensor) -> None:
-    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype)):
-        spec = operand.spec(rows, index, block)
-        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
-        run(emit_sum, (spec,), rows.bounds, [*arguments, address(out, column), operand.num_columns])
-
-
 def _run_select(plan: RowPlan, rows: Rows, operand: Operand, least: bool) -> tuple[Tensor, Tensor]:
     shape = (rows.num_rows, *operand.x.shape[1:])
     out = new_tensor(shape, operand.x.dtype)
     arg = new_tensor(shape, torch.int32 if plan.index == "i32" else torch.int64)
     for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype) // 2):
         spec = operand.spec(rows, plan.index, block, least=least)
-        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
+        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(operand.in_place(column, block))]
         arguments += [address(out, column), operand.num_columns, address(arg, column)]
         run(emit_select, (spec,), rows.bounds, arguments)
     return out, arg
@@ -127,6 +178,6 @@ def _run_select(plan: RowPlan, rows: Rows, operand: Operand, least: bool) -> tup
 def _run_select_backward(index: Kind, rows: Rows, operand: Operand, arg: Tensor, out: Tensor) -> None:
     for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype)):
         spec = operand.spec(rows, index, block)
-        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(column)]
+        arguments: list[int | float] = [*rows.arguments(), *operand.arguments(operand.in_place(column, block))]
         arguments += [address(arg, column), address(out, column), operand.num_columns]
         run(emit_select_backward, (spec,), rows.bounds, arguments)

@@ -17,7 +17,7 @@ def test_every_dependency_is_pinned_within_its_range() -> None:
     pins = dict(line.lower().split("==") for line in lines if line and not line.startswith("#"))
     setup = (ROOT / "setup.py").read_text()
     runtime = re.search(r"install_requires=\[(.*?)\]", setup, re.DOTALL)
-    develop = re.search(r'"dev": \[(.*?)\]', setup)
+    develop = re.search(r'"dev": \[(.*?)\]', setup, re.DOTALL)
     assert runtime is not None
     assert develop is not None
     for text in [*re.findall(r'"([^"]+)"', runtime[1] + develop[1]), "setuptools"]:

@@ -42,8 +42,6 @@ WARMUP_LIMIT = 80
 TURN_S, TURN_LIMIT = 0.5, 10
 """A turn takes so long, in whole epochs and not more than so many. Where it has several, one more goes before them that
 is not counted: its rows have left the caches while others trained."""
-TYPICAL_EPOCHS = 3
-"""At the end of the warm-up; the fastest says how many epochs a turn has, so that a disturbed one does not decide."""
 SHAPING_TOLERANCE = 1.05
 MEMORY_RESERVE_SHARE = 0.4
 """Of all memory, to be free when systems train: with less of it, some get fewer huge pages and 20 % longer epochs."""
@@ -59,7 +57,8 @@ class Settings:
     starts: int = 3
     """How often each of our systems is started; the others, which are further away, once."""
     warmup: int = 2
-    """Epochs before the first turn, those of the check not counted."""
+    """Epochs before the first turn once a system is settled, those of the check not counted. The fastest says how many
+    epochs a turn has, so that a disturbed one does not decide."""
     allocator: str = "keep"
     timeout_s: float = 1800.0
     """For each order: preparing, checking, a turn."""
@@ -269,15 +268,15 @@ class Bench:
             raise SystemFailure("there is nothing to check it against: plain DGL has failed")
         entry.checked = gate.compare(sample, gate.merge([json.loads(reference.read_text(encoding="utf-8"))]))
         seconds: list[float] = []
-        while entry.warmup < self.settings.warmup or (
-            entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s))
-        ):
+        while len(seconds) < self.settings.warmup:
+            if entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s)):
+                seconds.clear()  # so far they were those of other plans
             ranks = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
             seconds.append(max(rank["elapsed_s"] for rank in ranks))
             entry.warmup += 1
         entry.facts |= team.ask("facts", timeout_s=timeout_s)[0]
         if seconds:
-            entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds[-TYPICAL_EPOCHS:]))))
+            entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds))))
         team.ask("forget_peak", timeout_s=timeout_s)
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.ops import cpu
+from benchmarks.ops import cpu, packing
 
 
 def test_the_grid_runs_and_is_summed_up(
@@ -43,3 +43,39 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_ratio_is_theirs_by_ours_round_by_round() -> None:
     assert cpu.ratio([2.0, 9.0, 8.0], [1.0, 3.0, 1.0]) == 3.0
+
+
+def test_packing_is_measured_in_processes_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n\n" + packing.MARK + "\n\nold\n")
+    monkeypatch.setattr(packing, "README", readme)
+    packing.main(["--rows", "300", "--rows", "500", "--rounds", "2", "--processes", "3", "--json", "--write"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["rows"], cell["columns"]) for cell in result["cells"][::4]] == [
+        (rows, columns) for columns in packing.WIDTHS for rows in (300, 500)
+    ]
+    for cell in result["cells"]:
+        assert cell["gain"] == cell["in_place_s"] / cell["packed_s"]
+        assert not cell["by_rule"]
+    assert result["packed_gain_median"] is None
+    assert result["left_gain_max"] == max(cell["gain"] for cell in result["cells"])
+    text = readme.read_text()
+    assert text.startswith("above\n")
+    assert "old" not in text
+    assert text.count("\n| ") == 2 + len(result["cells"])
+
+
+def test_packed_sums_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = packing.Operand.columns
+
+    def shifted(self, num_reads):  # type: ignore[no-untyped-def]
+        for one in columns(self, num_reads):
+            if one.x is not self.x:
+                one.x.add_(0.01)
+            yield one
+
+    monkeypatch.setattr(packing.Operand, "columns", shifted)
+    with pytest.raises(AssertionError, match="not close"):
+        packing.measure_here((100, 4, 64), 1)

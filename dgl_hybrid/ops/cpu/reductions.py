@@ -67,33 +67,39 @@ class Operand:
             KINDS[self.x.dtype], index, block, self.by_edge, rows.has_edge_ids, self.weights is not None, least
         )
 
+    def is_packed(self, num_reads: int) -> bool:
+        """Whether rows are packed some columns at a time before so many entries read them."""
+        row_bytes = self.num_columns * self.x.element_size()
+        return (
+            not self.by_edge
+            and row_bytes >= 2 * self._slice_bytes
+            and len(self.x) * row_bytes >= LEAST_PACKED_BYTES
+            and num_reads >= LEAST_PACKED_READS * len(self.x)
+        )
+
+    @property
+    def _slice_bytes(self) -> int:
+        wide, narrow = SLICE_BYTES
+        return wide if len(self.x) * wide <= LEAST_PACKED_BYTES else narrow
+
     def columns(self, num_reads: int) -> Iterator[Columns]:
         """Yields all columns, as many at once as registers hold sums of.
 
         Rows that do not fit the last cache, and that many entries read, are packed some columns at a time: those fit.
-        Two processes on two cores take 1.2 to 2.8 times as long without (40,000 to 200,000 rows of 128 floats, 8 to 32
-        reads of each).
+        `benchmarks.ops.packing` shows what that gains.
 
         Args:
             num_reads: How many entries there are in all.
         """
-        num_rows, row_bytes = len(self.x), self.num_columns * self.x.element_size()
-        slice_bytes = SLICE_BYTES[0] if num_rows * SLICE_BYTES[0] <= LEAST_PACKED_BYTES else SLICE_BYTES[1]
-        size = slice_bytes // self.x.element_size()
-        is_packed = (
-            not self.by_edge
-            and row_bytes >= 2 * slice_bytes
-            and num_rows * row_bytes >= LEAST_PACKED_BYTES
-            and num_reads >= LEAST_PACKED_READS * num_rows
-        )
-        if not is_packed:
+        if not self.is_packed(num_reads):
             for begin, block in column_blocks(*self.shape, accumulator_elements(self.x.dtype)):
                 yield self.in_place(begin, block)
             return
-        rows = self.x.view(num_rows, self.num_columns)
-        memory = new_tensor((num_rows * size,), self.x.dtype)
+        size = self._slice_bytes // self.x.element_size()
+        rows = self.x.view(len(self.x), self.num_columns)
+        memory = new_tensor((len(rows) * size,), self.x.dtype)
         for begin, block in column_blocks(*self.shape, size):
-            packed = memory[: num_rows * block.size].view(num_rows, block.size)
+            packed = memory[: len(rows) * block.size].view(len(rows), block.size)
             packed.copy_(rows[:, begin : begin + block.size])
             yield Columns(begin, block, packed, 0, block.size)
 

@@ -6,11 +6,14 @@ A ratio above 1 means that hybrid is faster. Both its times are medians of the s
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.systems.grid import PURE, SAR
+import numpy as np
+
+from benchmarks.systems.grid import OURS, PURE, SAR
 from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, newest
 
 Systems = Mapping[str, Line]
@@ -27,6 +30,26 @@ def ratio(systems: Systems, *names: str) -> float | None:
     """Returns the time of the best of some systems over that of hybrid."""
     other, own = seconds(systems, *names), seconds(systems, "hybrid")
     return None if other is None or own is None else other / own
+
+
+def ratio_error(systems: Systems) -> float | None:
+    """Returns the standard error of a ratio of two of our systems, relative; None if they were not started repeatedly.
+
+    Starts of a system differ by what the machine was like, which systems of one start share, and by what cannot be told
+    from chance, as where in memory a process lies: the latter is what a system's time deviates from both means.
+    """
+    times = [
+        [start["p50"] for start in systems[name].get("starts", ())]
+        for name in OURS
+        if name in systems and systems[name]["status"] == OK
+    ]
+    num_starts = min(map(len, times), default=0)
+    if len(times) < 2 or num_starts < 2:
+        return None
+    logs = np.log([of_system[:num_starts] for of_system in times])
+    rest = logs - logs.mean(axis=1, keepdims=True) - logs.mean(axis=0) + logs.mean()
+    variance = float((rest**2).sum()) / ((len(times) - 1) * (num_starts - 1))
+    return math.sqrt(2.0 * variance / num_starts)
 
 
 def best_of(systems: Systems, *names: str) -> Line | None:
@@ -50,6 +73,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "vs_distdgl_full": ratio(systems, "distdgl_full"),
         "vs_best_pure": ratio(systems, *PURE) if is_distributed else None,
         "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
+        "ratio_error": ratio_error(systems),
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
         "vs_dgl": ratio(systems, "dgl"),
@@ -68,12 +92,17 @@ def predicted_error(line: Line | None) -> float | None:
 
 
 def lost(cells: Iterable[Mapping[str, Any]], *, least: float = 1.0) -> list[dict[str, Any]]:
-    """Returns where hybrid is not at least so many times as fast as another: cell, against what, and the ratio."""
+    """Returns where hybrid is not at least so many times as fast as another: cell, against what, ratio, and its error.
+
+    Ratios to the systems of others have none: those are started once.
+    """
     found = []
     for cell in cells:
         for name in ("vs_distdgl_full", "vs_best_pure", "vs_neutronstar", "vs_sar", "vs_pipegcn", "vs_dgl"):
             if cell[name] is not None and cell[name] < least:
-                found.append({"cell": cell["cell"], "against": name.removeprefix("vs_"), "ratio": cell[name]})
+                error = cell["ratio_error"] if name in ("vs_best_pure", "vs_neutronstar") else None
+                against = name.removeprefix("vs_")
+                found.append({"cell": cell["cell"], "against": against, "ratio": cell[name], "ratio_error": error})
     return sorted(found, key=lambda one: float(one["ratio"]))
 
 
@@ -107,6 +136,7 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
         "predicted_error_max": over("predicted_error", max),
         "cells": cells,
         "more": {
+            "vs_pure_and_neutronstar_error_median": over("ratio_error", median),
             "vs_distdgl_full_max": over("vs_distdgl_full", max),
             "vs_pipegcn_median": over("vs_pipegcn", median),
             "vs_pipegcn_min": over("vs_pipegcn", min),

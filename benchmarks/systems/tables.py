@@ -23,7 +23,7 @@ LABELS = {
 }
 """Systems in the order of tables and pictures."""
 RATIOS = ("vs_distdgl_full", "vs_best_pure", "vs_neutronstar", "vs_sar", "vs_pipegcn", "vs_dgl")
-CELL_HEAD = ("cell", *LABELS.values(), *(name.removeprefix("vs_") for name in RATIOS), "predicted off by")
+CELL_HEAD = ("cell", *LABELS.values(), *(name.removeprefix("vs_") for name in RATIOS), "±", "predicted off by")
 LINE_HEAD = (
     *("system", "epoch (p20 to p80)", "starts", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
     *("peak memory per rank", "predicted", "floor", "prepared in"),
@@ -41,8 +41,7 @@ def cell_rows(cells: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             else:
                 words.append(seconds_text(cell["seconds"].get(system)))
         words += [ratio_text(cell[name]) for name in RATIOS]
-        error = cell["predicted_error"]
-        words.append("" if error is None else f"{error:.0%}")
+        words += ["" if cell[name] is None else f"{cell[name]:.0%}" for name in ("ratio_error", "predicted_error")]
         rows.append(tuple(words))
     return rows
 

@@ -70,11 +70,21 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     parts += [f"![epoch times]({picture})" for picture in pictures if picture.endswith(".png")]
     parts.append(
         "### Every cell\n\nGraph/model-layers x width/ranks/network; medians of epochs; columns right of the systems: "
-        "their time over hybrid's, in asterisks where hybrid is slower."
+        "their time over hybrid's, in asterisks where hybrid is slower; ±: the standard error of ratios to best_pure "
+        "and neutronstar, from how starts of one system differ."
     )
     parts.append(markdown(*drop_empty_columns(CELL_HEAD, cell_rows(cells))))
-    lost = [(one["cell"], one["against"], f"{one['ratio']:.2f}") for one in more["lost"]]
-    parts.append("### Where hybrid is slower\n\n" + (markdown(("cell", "than", "ratio"), lost) if lost else "Nowhere."))
+    lost = [
+        (
+            one["cell"],
+            one["against"],
+            f"{one['ratio']:.2f}",
+            "" if one["ratio_error"] is None else f"{one['ratio_error']:.0%}",
+        )
+        for one in more["lost"]
+    ]
+    head = ("cell", "than", "ratio", "standard error")
+    parts.append("### Where hybrid is slower\n\n" + (markdown(head, lost) if lost else "Nowhere."))
     failed = [(one["cell"], one["system"], one["error"].replace("|", "/")) for one in more["failed"]]
     parts.append("### What failed\n\n" + (markdown(("cell", "system", "error"), failed) if failed else "Nothing."))
     if more["accuracy"]:

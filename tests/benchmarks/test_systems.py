@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from benchmarks.systems.job import Job
 from benchmarks.systems.measure import Settings, summarise_epochs
 from benchmarks.systems.results import append_lines, is_measured, newest, read_lines, spread
 from benchmarks.systems.run import main
-from benchmarks.systems.summary import summarise
+from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
 from benchmarks.systems.write import BEGIN, END, write
@@ -98,6 +99,31 @@ def lines() -> list[dict[str, Any]]:
     shaped[0]["predicted"] = 2.2
     one = cell(ONE_SAGE, hybrid=1.0, dgl=1.6, distdgl_full=3.0) + cell(ONE_GAT, hybrid=1.0, dgl=3.5)
     return [*two, *shaped, *one]
+
+
+def test_error_of_ratios_is_what_starts_have_not_in_common(lines: list[dict[str, Any]]) -> None:
+    systems = {line["variant"]: line for line in lines if line["cell"] == TWO.key}
+    assert ratio_error(systems) is None, "started once, so it is not known"
+    machine = (1.0, 1.4, 0.9)  # slower for everybody in one start
+    for name, time_s in (("hybrid", 1.0), ("depcache", 2.0), ("depcomm", 1.5)):
+        systems[name]["starts"] = [{"p50": time_s * factor} for factor in machine]
+    del systems["neutronstar"]
+    assert ratio_error(systems) == pytest.approx(0.0, abs=1e-12)
+    del systems["depcomm"]
+    for name in ("hybrid", "depcache"):
+        systems[name]["starts"] = [{"p50": 1.0}, {"p50": 1.0}, {"p50": 9.0}]
+    systems["hybrid"]["starts"][1]["p50"] = math.exp(0.3)
+    # By hand, of logs 0 0.3 / 0 0: all four deviate by 0.075, with one degree of freedom, over two starts.
+    two = {name: systems[name] | {"starts": systems[name]["starts"][:2]} for name in ("hybrid", "depcache")}
+    assert ratio_error(two) == pytest.approx(math.sqrt(2 * 4 * 0.075**2 / 2))
+    systems["depcache"]["starts"].pop()
+    assert ratio_error(systems) == pytest.approx(ratio_error(two)), "of starts that both had"
+    systems["depcache"]["status"] = results.FAILED
+    assert ratio_error(systems) is None
+    summary = summarise([line | {"starts": two["hybrid"]["starts"]} for line in lines], {})
+    slower = {(one["cell"], one["against"]): one["ratio_error"] for one in summary["more"]["lost"]}
+    assert slower[SHAPED.key, "best_pure"] == pytest.approx(0.0), "alike in all"
+    assert all(error is None for (_, against), error in slower.items() if against not in ("best_pure", "neutronstar"))
 
 
 # -------------------------------------------------------------------- the grid and the graphs
@@ -294,7 +320,8 @@ def test_final_object(lines: list[dict[str, Any]]) -> None:
 
 def test_lost_cells_and_failures_are_told(lines: list[dict[str, Any]]) -> None:
     more = summarise(lines, {})["more"]
-    assert more["lost"] == [{"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95)}]
+    (lost,) = more["lost"]
+    assert lost == {"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95), "ratio_error": None}
     assert more["failed"] == [{"cell": SHAPED.key, "system": "sar", "error": "it broke | here"}]
 
 

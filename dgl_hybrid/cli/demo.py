@@ -41,7 +41,7 @@ class DemoConfig:
     """Number of layers."""
     hidden: int = 128
     """Width of the hidden layers."""
-    epochs: int = 30
+    epochs: int = 80
     """Epochs in float32, for time, bytes, memory and accuracy."""
     check_epochs: int = 5
     """Epochs in float64, for the digits that the loss agrees with plain DGL's."""

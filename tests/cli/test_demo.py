@@ -122,6 +122,6 @@ def test_seconds(value: float, text: str) -> None:
 
 def test_wrong_demo() -> None:
     with pytest.raises(
-        ValueError, match=r"ranks and check_epochs must be at least 1, epochs at least 2 \(got 0, 5, 30\)"
+        ValueError, match=r"ranks and check_epochs must be at least 1, epochs at least 2 \(got 0, 5, 80\)"
     ):
         DemoConfig(ranks=0)

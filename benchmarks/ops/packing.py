@@ -63,14 +63,19 @@ def measure_here(cell: tuple[int, int, int], rounds: int) -> Result:
     return {"in_place_s": in_place_s, "packed_s": packed_s, "by_rule": by_rule}
 
 
-def _start(rounds: int, barrier: Any) -> None:
+_together: Any = None
+"""Of the processes of a pool: a barrier, which only an initializer can hand them."""
+
+
+def _start(barrier: Any) -> None:
+    global _together
     torch.set_num_threads(1)
-    _start.rounds, _start.barrier = rounds, barrier  # type: ignore[attr-defined]
+    _together = barrier
 
 
-def _measure(cell: tuple[int, int, int]) -> Result:
-    _start.barrier.wait()  # type: ignore[attr-defined]
-    return measure_here(cell, _start.rounds)  # type: ignore[attr-defined]
+def _measure(cell: tuple[int, int, int], rounds: int) -> Result:
+    _together.wait()
+    return measure_here(cell, rounds)
 
 
 def measure(cells: list[tuple[int, int, int]], *, processes: int, rounds: int) -> list[Result]:
@@ -79,10 +84,10 @@ def measure(cells: list[tuple[int, int, int]], *, processes: int, rounds: int) -
     results = []
     with (
         mock.patch.dict(os.environ, ALLOCATORS["keep"] | {"OMP_NUM_THREADS": "1"}),
-        context.Pool(processes, _start, (rounds, context.Barrier(processes))) as pool,
+        context.Pool(processes, _start, (context.Barrier(processes),)) as pool,
     ):
         for cell in cells:
-            found = pool.map(_measure, [cell] * processes, chunksize=1)
+            found = pool.starmap(_measure, [(cell, rounds)] * processes, chunksize=1)
             num_rows, reads, width = cell
             result: Result = {"rows": num_rows, "columns": width, "reads": reads, "bytes": 4 * num_rows * width}
             result |= {way: max(one[way] for one in found) for way in ("in_place_s", "packed_s")}

@@ -4,9 +4,8 @@
 Systems take turns, so that whatever slows the machine for a while slows all of them. A system that waits is asleep. As
 many wait at once as memory allows; then these are timed and ended, and the next ones come.
 
-Two processes that do the same are not equally fast: which physical pages they were given decides how often their rows
-push each other out of the caches, for as long as they live. Ours, which differ by little, are therefore started several
-times, and their epochs of all starts count.
+Two processes that do the same are not equally fast, some for as long as they live; why is not known. Ours, which differ
+by little, are therefore started several times, and their epochs of all starts count.
 """
 
 from __future__ import annotations
@@ -268,9 +267,11 @@ class Bench:
             raise SystemFailure("there is nothing to check it against: plain DGL has failed")
         entry.checked = gate.compare(sample, gate.merge([json.loads(reference.read_text(encoding="utf-8"))]))
         seconds: list[float] = []
-        while len(seconds) < self.settings.warmup:
+        while True:
             if entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s)):
                 seconds.clear()  # so far they were those of other plans
+            elif len(seconds) >= self.settings.warmup:
+                break
             ranks = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
             seconds.append(max(rank["elapsed_s"] for rank in ranks))
             entry.warmup += 1

@@ -36,7 +36,7 @@ def ratio_error(systems: Systems) -> float | None:
     """Returns the standard error of a ratio of two of our systems, relative; None if they were not started repeatedly.
 
     Starts of a system differ by what the machine was like, which systems of one start share, and by what cannot be told
-    from chance, as where in memory a process lies: the latter is what a system's time deviates from both means.
+    from chance: the latter is what a system's time deviates from both means.
     """
     times = [
         [start["p50"] for start in systems[name].get("starts", ())]

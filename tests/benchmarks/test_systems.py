@@ -7,13 +7,14 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
 
-from benchmarks.systems import gate, results
+from benchmarks.systems import gate, measure, results
 from benchmarks.systems.accuracy import MARGIN, judge, time_to
 from benchmarks.systems.graphs import SHAPES, GraphShape, generate
 from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
@@ -430,6 +431,36 @@ def test_lines_of_sources_that_changed_are_of_no_version(monkeypatch: pytest.Mon
     assert results.mark_changed([{"code": "b"}], {"code": "b"}) == [{"code": "b"}]
     (line,) = results.mark_changed([{"code": "a"}], {"code": "a"})
     assert "changed" in line["code"]
+
+
+@pytest.mark.parametrize(("warmup", "num_epochs", "turn"), [(2, 5, 5), (0, 4, 1)])
+def test_turns_are_as_long_as_epochs_of_the_plan_that_stays_allow(
+    warmup: int, num_epochs: int, turn: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Settled once the fourth epoch has begun, the first of the plan that stays, which makes what is kept."""
+    seconds = iter((0.01, 0.01, 0.01, 0.4, 0.1, 0.1))
+    done: list[float] = []
+
+    class FakeTeam:
+        job = SimpleNamespace(system="hybrid")
+
+        def start(self) -> None: ...
+
+        def ask(self, order: str, **arguments: Any) -> list[Any]:
+            if order == "epochs":
+                done.append(next(seconds))
+                return [[{"elapsed_s": done[-1]}], [{"elapsed_s": 0.001}]]
+            return [{}, {}] if order != "is_settled" else [len(done) >= 4, True]
+
+    monkeypatch.setattr(measure.gate, "merge", lambda samples: {})
+    monkeypatch.setattr(measure.gate, "compare", lambda *samples: {})
+    reference = tmp_path / "reference.json"
+    reference.write_text("{}")
+    bench = SimpleNamespace(settings=Settings(warmup=warmup))
+    entry = measure._Entry(team=FakeTeam())  # type: ignore[arg-type]
+    measure.Bench._prepare(bench, entry, reference)  # type: ignore[arg-type]
+    assert len(done) == entry.warmup == num_epochs
+    assert entry.turn == turn
 
 
 def test_tiny_grid_end_to_end_and_again(

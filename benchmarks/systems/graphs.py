@@ -28,6 +28,9 @@ ROOT = Path(__file__).resolve().parents[2]
 DATA_VARIABLE = "DGL_HYBRID_DATA"
 _VERSION = 2
 """Part of every generated file's name: raised when graphs come out differently."""
+ORIGINAL_IDS = ".benchmark_original_ids.npy"
+"""Beside the partition: (num_nodes,) int64 original ids by global id. Ranks that read whole partitions for them would
+be measured with what that leaves in their heaps."""
 IntArray = npt.NDArray[np.int64]
 
 
@@ -203,9 +206,10 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
 
     config = DataConfig(**data_config(graph, scale, cache))
     prepared = prepare_partition(config, PartitionConfig(ranks=ranks, workspace=str(cache / "parts")))
-    facts = prepared.part_config.parent / ".benchmark_facts_2.json"
+    facts = prepared.part_config.parent / ".benchmark_facts_3.json"
     if not facts.is_file():
         num_edges = num_train = halo_rows = feat_dim = num_nodes = num_entries = 0
+        original: list[IntArray] = []
         for rank in range(ranks):
             part = load_partition(prepared.part_config, rank)
             sources = np.unique(part.src_global.numpy())
@@ -216,6 +220,8 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
             num_train += int(part.node_data["train_mask"].sum())
             feat_dim = int(part.node_data["feat"].shape[1])
             num_entries += int(part.node_data["feat"].count_nonzero())
+            if part.orig_node_ids is not None:
+                original.append(part.orig_node_ids.numpy())
         record = PreparedGraph(
             part_config=str(prepared.part_config),
             data=asdict(config),
@@ -227,6 +233,9 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
             halo_rows=halo_rows,
             feat_density=num_entries / max(1, num_nodes * feat_dim),
         )
+        ids = facts.with_name(f".{os.getpid()}{ORIGINAL_IDS}")
+        np.save(ids, np.concatenate(original))
+        ids.rename(facts.with_name(ORIGINAL_IDS))
         aside = facts.with_suffix(f".{os.getpid()}")
         aside.write_text(json.dumps(asdict(record)), encoding="utf-8")
         aside.rename(facts)

@@ -30,7 +30,7 @@ class LayerStructure:
     indices: Tensor
     """(E,) int64 source positions: below `num_held` held here, from there on received."""
     eid_global: Tensor
-    """(E,) int64."""
+    """(E,) int64. Those of a layer are the first of those of the layer before; so are its row starts."""
     exchange: ExchangePlan
     interior: Tensor
     """(num_dst,) bool: no received source, so this row can be aggregated while the exchange is in flight."""
@@ -153,15 +153,23 @@ def close_levels(
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
     traffic = communicator.gather_ints([len(ids) for ids in received])
-    layers = []
+    # Destinations are prefixes of one order and their lists are complete, so layer 1 has the edges of all layers in the
+    # order of each: higher layers share its memory.
+    counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[1])])
+    indptr = indptr_of(counts)
+    del counts
+    layers: list[LayerStructure] = []
     for layer in range(1, num_layers + 1):
         level = layer - 1
-        dst_global = rows_global[: len(computed[layer])]
-        counts, src_global, eid_global = in_edges.lookup(dst_global)
-        num_held = len(computed[level])
-        indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global)
-        indptr = indptr_of(counts)
+        num_dst, num_held = len(computed[layer]), len(computed[level])
+        num_edges = int(indptr[num_dst])
+        if layers and not len(received[level]) and not len(received[level - 1]):
+            indices = layers[-1].indices[:num_edges]
+            is_remote = torch.zeros(num_edges, dtype=torch.bool)
+        else:
+            indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges])
         num_remote = indptr_of(is_remote.to(torch.int64))
+        starts = indptr[: num_dst + 1]
         routing_of = routings[level]
         assert routing_of is not None
         _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start)
@@ -179,13 +187,13 @@ def close_levels(
         layers.append(
             LayerStructure(
                 layer=layer,
-                num_dst=len(dst_global),
+                num_dst=num_dst,
                 num_held=num_held,
-                indptr=indptr,
+                indptr=starts,
                 indices=indices,
-                eid_global=eid_global,
+                eid_global=eid_global[:num_edges],
                 exchange=exchange,
-                interior=num_remote[indptr[1:]] == num_remote[indptr[:-1]],
+                interior=num_remote[starts[1:]] == num_remote[starts[:-1]],
             )
         )
     with communicator.agreed():

@@ -228,6 +228,12 @@ class Communicator:
             return self.transport.send_buffer(num_bytes).view(dtype).view(tuple(shape))
         return self.buffers.take(shape, dtype, device)
 
+    def drop_free_memory(self) -> None:
+        """Gives back what lies ready for exchanges like the last ones and is in nobody's use. Not collective."""
+        self.buffers.drop_free()
+        if self.transport is not None:
+            self.transport.drop_free()
+
     def _cross_check(
         self, send: Tensor, send_counts: Sequence[int], recv_counts: Sequence[int], layer: int, backward: bool
     ) -> None:

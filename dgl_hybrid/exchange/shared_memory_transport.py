@@ -216,6 +216,11 @@ class SharedMemoryTransport(Transport):
                 parts.append(part.view(send.dtype).view(recv_counts[rank], *send.shape[1:]))
             return parts
 
+    def drop_free(self) -> None:
+        with self._lock:
+            self._outbox.drop_free()
+        self._group.drop_free()
+
     def all_reduce(self, tensor: Tensor) -> None:
         self._group.all_reduce(tensor)
 

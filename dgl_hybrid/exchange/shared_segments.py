@@ -24,7 +24,8 @@ _ALIGNED_TO_BYTES = 1 << 12
 class Outbox:
     """Memory of one rank's messages: the next one never lies where the last one does, which peers may still read.
 
-    The file only grows, which its seal makes certain for those who map it: no read of theirs can go past its end.
+    The file only grows, which its seal makes certain for those who map it: no read of theirs can go past its end. Its
+    memory is reserved when it is needed, by the MiB, and what nobody reads can be given back (`drop_free`).
 
     Attributes:
         descriptor: To be passed to peers.
@@ -35,7 +36,8 @@ class Outbox:
         try:
             os.fchmod(self.descriptor, 0o600)
             fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-            self._memory = self._grow(_GROWN_BY_BYTES)
+            self._is_reserved = bytearray()
+            self._reserve(0, 1)
         except BaseException:
             os.close(self.descriptor)
             raise
@@ -59,22 +61,40 @@ class Outbox:
         """
         begin, end = self._posted
         start = 0 if num_bytes <= begin else -(-end // _ALIGNED_TO_BYTES) * _ALIGNED_TO_BYTES
-        if start + num_bytes > self.num_bytes:
-            size = -(-(start + num_bytes) // _GROWN_BY_BYTES) * _GROWN_BY_BYTES
+        first, last = start // _GROWN_BY_BYTES, -(-(start + num_bytes) // _GROWN_BY_BYTES)
+        if last > len(self._is_reserved) or 0 in self._is_reserved[first:last]:
             try:
-                self._memory = self._grow(size)
+                self._reserve(first, last)
             except OSError as error:
                 raise ExchangeError(
-                    f"this rank needs {size} bytes of shared memory to send rows but could not get them ({error}). "
-                    f"Give transport='collective', or the processes more memory."
+                    f"this rank needs {last * _GROWN_BY_BYTES} bytes of shared memory to send rows but could not get "
+                    f"them ({error}). Give transport='collective', or the processes more memory."
                 ) from error
         self._placed = (start, start + num_bytes)
         return self._memory[start : start + num_bytes]
 
-    def _grow(self, size: int) -> Tensor:
+    def _reserve(self, first: int, last: int) -> None:
+        """Takes memory for these MiB of the file, and makes it reach so far."""
         # Reserved here, so that a lack of memory is an error of this call and not a signal at some later write.
-        os.posix_fallocate(self.descriptor, 0, size)
-        return _map(self.descriptor, size, is_writable=True)
+        os.posix_fallocate(self.descriptor, first * _GROWN_BY_BYTES, (last - first) * _GROWN_BY_BYTES)
+        if last > len(self._is_reserved):
+            self._mapping, self._memory = _map(self.descriptor, last * _GROWN_BY_BYTES, is_writable=True)
+            self._is_reserved.extend(bytes(last - len(self._is_reserved)))
+        self._is_reserved[first:last] = b"\1" * (last - first)
+
+    def drop_free(self) -> None:
+        """Gives back to the system what holds neither the message being written nor the one posted last.
+
+        What an earlier plan sent, and features when a graph was opened, may be many times what epochs send now.
+        """
+        for unit, is_reserved in enumerate(self._is_reserved):
+            begin, end = unit * _GROWN_BY_BYTES, (unit + 1) * _GROWN_BY_BYTES
+            if is_reserved and not any(first < end and begin < last for first, last in (self._placed, self._posted)):
+                try:
+                    self._mapping.madvise(mmap.MADV_REMOVE, begin, _GROWN_BY_BYTES)
+                except OSError:  # A sandbox may forbid it: then it stays.
+                    return
+                self._is_reserved[unit] = 0
 
     def holds(self, tensor: Tensor) -> bool:
         """Says whether a contiguous tensor lies where the last `place` put it."""
@@ -115,12 +135,12 @@ class PeerSegment:
             size = os.fstat(self.descriptor).st_size
             if end > size:
                 raise RuntimeError(f"a message must lie within its sender's memory of {size} bytes (got one to {end})")
-            self._memory = _map(self.descriptor, size, is_writable=False)
+            _, self._memory = _map(self.descriptor, size, is_writable=False)
         return self._memory[offset:end]
 
 
-def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
-    """Maps the first `size` bytes, (size,) uint8; unmapped when the last view dies.
+def _map(descriptor: int, size: int, *, is_writable: bool) -> tuple[mmap.mmap, Tensor]:
+    """Maps the first `size` bytes, also as (size,) uint8; unmapped when the last view dies.
 
     A writer gets all pages at once. A reader gets those that it reads, once: a part of the file is meant for it.
     """
@@ -131,4 +151,4 @@ def _map(descriptor: int, size: int, *, is_writable: bool) -> Tensor:
     # Made in inference mode it could not be used outside of it.
     with torch.inference_mode(False), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return mapped, torch.frombuffer(mapped, dtype=torch.uint8)

@@ -98,6 +98,9 @@ class Transport(ABC):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns every rank's tensor, by rank; shapes are equal."""
 
+    def drop_free(self) -> None:  # noqa: B027  most have nothing
+        """Gives back memory of the transport's own that no operation needs at present. Not collective."""
+
     @abstractmethod
     def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
         """Returns the ranks that did not come to a call that failed here, as far as can be told.

@@ -48,6 +48,7 @@ def build_layer_blocks(
         sums_first: (L,) which layers sum before they multiply although that makes rows narrower; empty: none.
     """
     blocks = []
+    edge_numbers = torch.arange(max(len(structure.indices) for structure in sets.layers))
     for structure in sets.layers:
         blocks.append(
             LayerBlock(
@@ -58,6 +59,7 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
+                edge_numbers=edge_numbers,
                 sums_first=bool(sums_first) and sums_first[structure.layer - 1],
                 split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
                 if overlap or chunk_rows

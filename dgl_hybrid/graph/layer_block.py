@@ -113,6 +113,7 @@ class LayerBlock:
         approximation: ApproximateRows | None = None,
         split: SplitBlock | None = None,
         sums_first: bool = False,
+        edge_numbers: Tensor | None = None,
         _block: Any = None,
     ) -> None:
         self.structure = structure
@@ -135,7 +136,7 @@ class LayerBlock:
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
         self.is_dry_run = False
         """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
-        self._block = self._build_block(device) if _block is None else _block
+        self._block = self._build_block(device, edge_numbers) if _block is None else _block
         claim(self._block._graph)
         self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
         self._source = SourceFields(structure.num_held, self._where)
@@ -143,12 +144,13 @@ class LayerBlock:
         self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
         dispatch.install()
 
-    def _build_block(self, device: torch.device) -> Any:
+    def _build_block(self, device: torch.device, edge_numbers: Tensor | None) -> Any:
         structure = self.structure
         num_src = structure.num_held + structure.exchange.num_received
         # Edge ids are spelled out although they are 0..E-1: without them DGL's float32 kernels fail on the reversed
         # block ("Check notnull: edges"), that is in the backward of attention.
-        edge_ids = torch.arange(len(structure.indices))
+        num_edges = len(structure.indices)
+        edge_ids = torch.arange(num_edges) if edge_numbers is None else edge_numbers[:num_edges]
         block = dgl.create_block(
             ("csc", (structure.indptr, structure.indices, edge_ids)),
             num_src_nodes=num_src,

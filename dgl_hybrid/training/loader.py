@@ -40,7 +40,7 @@ _logger = logging.getLogger(__name__)
 
 Batch = tuple[Tensor, Tensor, list[LayerBlock]]
 
-_MANY_EDGES = 1 << 18
+_MANY_EDGES = 1 << 16
 
 
 class FullGraphLoader:
@@ -291,11 +291,12 @@ class FullGraphLoader:
             return
         for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
             self.__dict__.pop(name, None)
-        self.communicator.buffers.drop_free()
+        self.communicator.drop_free_memory()
         give_back_memory()
 
     def _give_back_memory(self) -> None:
-        """Where it is worth the time."""
+        """Ends what lies ready for exchanges like the last ones; where it is worth the time, trims the heap too."""
+        self.communicator.drop_free_memory()
         if sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES:
             give_back_memory()
 
@@ -303,18 +304,22 @@ class FullGraphLoader:
         self._prefetch.fill(self.graph, self.blocks)
         self._prefetched = self._prefetch.versions(self.graph)
 
-    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, list[Tensor]]:
-        """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective."""
+    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, Tensor]:
+        """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
+
+        Returns:
+            (|C_0|,) and (E_1,) int64; the edges of higher layers are the first ones of layer 1.
+        """
         g, partition = self.graph, self.graph.partition
         known = self.communicator.gather_ints(
             [int(partition.orig_node_ids is not None), int(partition.orig_edge_ids is not None)]
         )
-        node_keys, edge_keys = sets.rows_global, [layer.eid_global for layer in sets.layers]
+        node_keys, edge_keys = sets.rows_global, sets.layers[0].eid_global
         if all(row[0] for row in known) and partition.orig_node_ids is not None:
             node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
         if all(row[1] for row in known) and partition.orig_edge_ids is not None:
-            edge_keys = [fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, ids) for ids in edge_keys]
-        return node_keys.to(self.device), [keys.to(self.device) for keys in edge_keys]
+            edge_keys = fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, edge_keys)
+        return node_keys.to(self.device), edge_keys.to(self.device)
 
     # ---------------------------------------------------------------- iteration
 

@@ -30,8 +30,8 @@ class Step:
     blocks: list[LayerBlock]
     node_keys: Tensor
     """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
-    edge_keys: list[Tensor]
-    """For each layer (E,) int64, likewise."""
+    edge_keys: Tensor
+    """(E_1,) int64, likewise, of the edges of layer 1; those of higher layers are the first of them."""
     loss_weight: float
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
@@ -79,8 +79,11 @@ class Step:
             seed=self.seed,
             step=self.number,
             call_index=self.next_random_call(),
-            edge_keys=self.edge_keys[block.layer - 1].to(block.device),
+            edge_keys=self._edge_keys_of(block).to(block.device),
         )
+
+    def _edge_keys_of(self, block: LayerBlock) -> Tensor:
+        return self.edge_keys[: len(block.structure.eid_global)]
 
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.sets.sizes
@@ -96,7 +99,7 @@ class Step:
         is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
         matches_edges = block is not None and len(block.structure.eid_global) == num_rows
         if block is not None and is_edge_result:
-            return self.edge_keys[block.layer - 1]
+            return self._edge_keys_of(block)
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.
         is_unclear = self.is_level(num_rows) and matches_edges and x.dim() > 2
         if is_unclear and block is not None and block.is_in_scope and self.communicator.world_size > 1:
@@ -108,7 +111,7 @@ class Step:
         if self.is_level(num_rows):
             return self.node_keys[:num_rows]
         if block is not None and matches_edges:
-            return self.edge_keys[block.layer - 1]
+            return self._edge_keys_of(block)
         raise BlockError(
             f"{what} inside the model: a tensor of shape {tuple(x.shape)} has neither the rows of a level "
             f"{sorted(set(self.sets.sizes))} nor those of the layer's edges, so its randomness cannot be made equal on "

@@ -36,11 +36,26 @@ def run_closure(
         dense_below=dense_below,
         row_order=row_order,
     )
-    in_lists = {}
+    in_lists, edge_lists = {}, {}
     g.in_edges.ensure(foreign)
     for node in everything.tolist():
-        in_lists[node] = g.in_edges.lookup(torch.tensor([node]))[1].tolist()
-    return {"sets": sets, "cached": cached, "owned": g.nodes.owned(), "seeds": seeds, "in": in_lists}
+        _, sources, edges = g.in_edges.lookup(torch.tensor([node]))
+        in_lists[node], edge_lists[node] = sources.tolist(), edges.tolist()
+    # Asked here: tensors that come from another process share nothing.
+    shares = {
+        name: len({getattr(layer, name).untyped_storage().data_ptr() for layer in sets.layers}) == 1
+        for name in ("indptr", "indices", "eid_global")
+    }
+    owned = g.nodes.owned()
+    return {
+        "sets": sets,
+        "cached": cached,
+        "owned": owned,
+        "seeds": seeds,
+        "in": in_lists,
+        "edges": edge_lists,
+        "shares": shares,
+    }
 
 
 def by_definition(results: list[dict[str, Any]], dense_below: int) -> tuple[list[list[set[int]]], list[list[set[int]]]]:
@@ -82,7 +97,21 @@ def test_level_sets_by_definition(chance: float, dense_below: int, folder: str) 
             for row in range(structure.num_dst):
                 listed = structure.indices[structure.indptr[row] : structure.indptr[row + 1]]
                 assert sources[listed].tolist() == result["in"][int(sets.rows_global[row])]
+                edges = structure.eid_global[structure.indptr[row] : structure.indptr[row + 1]]
+                assert edges.tolist() == result["edges"][int(sets.rows_global[row])]
                 assert bool(structure.interior[row]) == bool((listed < structure.num_held).all())
+
+
+def test_layers_share_the_memory_of_their_edges(folder: str) -> None:
+    for result in run_ranks(3, run_closure, folder, 1.0, 0):
+        assert not any(len(structure.exchange.recv_global) for structure in result["sets"].layers)
+        assert result["shares"] == {"indptr": True, "indices": True, "eid_global": True}
+
+
+def test_layers_that_receive_share_all_but_positions(folder: str) -> None:
+    for result in run_ranks(3, run_closure, folder, 0.0, 0):
+        assert any(len(structure.exchange.recv_global) for structure in result["sets"].layers)
+        assert result["shares"] == {"indptr": True, "indices": False, "eid_global": True}
 
 
 def test_a_rank_without_seeds_borrows_one(folder: str) -> None:

@@ -411,6 +411,54 @@ def test_messages_of_two_rounds_never_overlap() -> None:
     os.close(outbox.descriptor)
 
 
+def allocated_bytes(outbox: Outbox) -> int:
+    return os.fstat(outbox.descriptor).st_blocks * 512
+
+
+def test_free_memory_goes_back_and_comes_again() -> None:
+    outbox, mib = Outbox(), 1 << 20
+    outbox.place(40 * mib).fill_(1)
+    outbox.post()
+    outbox.place(5 * mib).fill_(2)
+    segment = PeerSegment(os.dup(outbox.descriptor))
+    posted, placed = segment.read(0, 40 * mib), segment.read(outbox.offset, 5 * mib)
+    outbox.drop_free()  # a peer may still read the first, the second is being written
+    assert bool((posted == 1).all())
+    assert bool((placed == 2).all())
+    outbox.post()
+    outbox.drop_free()
+    assert allocated_bytes(outbox) == 5 * mib
+    assert bool((placed == 2).all())
+    assert outbox.num_bytes == 45 * mib  # as far as peers have mapped it
+    outbox.place(3 * mib + 5).fill_(3)
+    assert outbox.offset == 0
+    assert allocated_bytes(outbox) == (5 + 4) * mib
+    assert bool((segment.read(0, 3 * mib + 5) == 3).all())
+    assert bool((placed == 2).all())
+    outbox.post()
+    outbox.place(50 * mib).fill_(4)
+    assert bool((segment.read(outbox.offset, 50 * mib) == 4).all())
+    for descriptor in (outbox.descriptor, segment.descriptor):
+        os.close(descriptor)
+
+
+def test_memory_given_back_that_cannot_be_had_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    outbox = Outbox()
+    outbox.place(4 << 20)
+    outbox.post()
+    outbox.place(1 << 20)
+    outbox.post()
+    outbox.drop_free()
+
+    def refuse(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    with pytest.raises(ExchangeError, match=r"needs 2097152 bytes .* No space left"):
+        outbox.place(2 << 20)
+    os.close(outbox.descriptor)
+
+
 def test_memory_is_private_cannot_shrink_and_is_checked() -> None:
     outbox = Outbox()
     outbox.place(5000).fill_(3)

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.systems.graphs import ORIGINAL_IDS
 from benchmarks.systems.job import Job
-from dgl_hybrid.partition import load_partition
 from dgl_hybrid.training.models import GraphStack, build_model
 
 PATIENCE = timedelta(hours=6)
@@ -150,9 +150,7 @@ def sample_ids(job: Job) -> Tensor:
 
 def original_ids(job: Job) -> Tensor:
     """Returns (num_nodes,) original ids by global id."""
-    parts = [load_partition(job.part_config, rank, verify=False) for rank in range(job.world_size)]
-    known = [part.orig_node_ids for part in parts if part.orig_node_ids is not None]
-    return torch.cat(known)
+    return torch.from_numpy(np.load(Path(job.part_config).with_name(ORIGINAL_IDS), allow_pickle=False))
 
 
 def pick_logits(original: Tensor, logits: Tensor, wanted: Tensor) -> dict[int, list[float]]:

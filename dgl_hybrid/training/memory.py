@@ -7,10 +7,14 @@ import ctypes
 import gc
 import resource
 import sys
+from pathlib import Path
 
 import psutil
 
-from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap
+from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in
+
+_PLANNING_LIBRARIES = ("ortools",)
+"""Whose code epochs do not run."""
 
 
 def current_rss_bytes() -> int:
@@ -29,10 +33,14 @@ def give_back_memory() -> None:
 
     Planning and building take several times what stays of them. A C library that is told to keep freed memory (which
     saves the page faults of every epoch, see `exchange/buffers.py`) would hold all of that for good, and scatter what
-    epochs need over it. Costs a few tenths of a second, and the next epoch the faults of what it really uses.
+    epochs need over it. The code of libraries that only planning runs leaves resident memory, too. Costs a few tenths
+    of a second, and the next epoch the faults of what it really uses.
     """
     gc.collect()  # blocks and steps refer to each other
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc
         trim(0)
     ask_for_huge_heap()
+    for name in _PLANNING_LIBRARIES:
+        if (path := getattr(sys.modules.get(name), "__file__", None)) is not None:
+            unmap_code_in(Path(path).parent)

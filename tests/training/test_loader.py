@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import weakref
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case, Model, assert_close
 from tests.helpers.graphs import power_law
@@ -380,6 +382,38 @@ def test_masks_where_vertices_and_edges_are_equally_many(partitions: PartitionSt
     assert totals == pytest.approx([totals[0]] * 3, rel=1e-9)
     # Everything is cached: no rank receives anything, and all know it.
     assert all(exchanges == 0 for results in curves for _, exchanges in results)
+
+
+def send_much_once(rank: int, world_size: int, part_config: str) -> list[int]:
+    """Returns how much shared and pooled memory this rank holds: after a large exchange, and after an epoch."""
+    g, model = open_graph(part_config)
+    communicator, held = g.communicator, []
+
+    def measure() -> None:
+        transport = communicator.transport
+        assert isinstance(transport, SharedMemoryTransport)
+        shared = os.fstat(transport._outbox.descriptor).st_blocks * 512
+        held.append(shared + communicator.buffers.free_bytes)
+
+    for fill in (1, 2):  # as when features are fetched, then something else
+        send = communicator.send_buffer((world_size, 8 << 20), torch.uint8, torch.device("cpu")).fill_(fill)
+        received = communicator.buffers.take((world_size, 8 << 20), torch.uint8)
+        assert communicator.transport is not None
+        communicator.transport.all_to_all(received, send, [1] * world_size, [1] * world_size)
+        assert bool((received == fill).all())
+    del send, received
+    measure()
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, seed=0, strategy="depcomm")
+    for input_nodes, _, blocks in loader:
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+    measure()
+    return held
+
+
+def test_memory_of_earlier_exchanges_is_given_back(partitions: PartitionStore) -> None:
+    for before, after in run_ranks(3, send_much_once, partitions.get("power_law", power_law(), 3)):
+        assert before > 60 << 20
+        assert after <= 4 << 20
 
 
 def make_and_drop(rank: int, world_size: int, part_config: str) -> list[bool]:

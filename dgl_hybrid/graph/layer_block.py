@@ -148,8 +148,8 @@ class LayerBlock:
         structure = self.structure
         num_src = structure.num_held + structure.exchange.num_received
         # Edge ids are spelled out although they are 0..E-1: without them DGL's float32 kernels fail on the reversed
-        # block ("Check notnull: edges"), that is in the backward of attention. Layers share the memory of all this, which
-        # is never sorted in place: what DGL does that in (global negative sampling) is not for blocks (`_DELEGATED`).
+        # block ("Check notnull: edges"), that is in the backward of attention. Layers share the memory of all this. DGL
+        # sorts it in place for global negative sampling alone, which is not for these blocks (`_DELEGATED`).
         num_edges = len(structure.indices)
         edge_ids = torch.arange(num_edges) if edge_numbers is None else edge_numbers[:num_edges]
         block = dgl.create_block(

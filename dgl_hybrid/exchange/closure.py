@@ -154,7 +154,8 @@ def close_levels(
     sorted_rows = rows_global[order]
     traffic = communicator.gather_ints([len(ids) for ids in received])
     # Destinations are prefixes of one order and their lists are complete, so layer 1 has the edges of all layers in the
-    # order of each: higher layers share its memory.
+    # order of each: higher layers share its memory. Their sources have the same positions, too, where none is received:
+    # what one layer computes here, the layer below holds.
     counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[1])])
     indptr = indptr_of(counts)
     del counts
@@ -163,7 +164,7 @@ def close_levels(
         level = layer - 1
         num_dst, num_held = len(computed[layer]), len(computed[level])
         num_edges = int(indptr[num_dst])
-        if layers and not len(received[level]) and not len(received[level - 1]):
+        if layers and not len(received[level]):
             indices = layers[-1].indices[:num_edges]
             is_remote = torch.zeros(num_edges, dtype=torch.bool)
         else:

@@ -15,16 +15,19 @@ from dgl_hybrid.exchange.plan import check_symmetry
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 NUM_LAYERS = 3
+Chance = float | tuple[float, ...]
+"""That a foreign vertex is cached, at every level or at each."""
 
 
 def run_closure(
-    rank: int, world_size: int, part_config: str, chance: float, dense_below: int, row_order: RowOrder = "id"
+    rank: int, world_size: int, part_config: str, chance: Chance, dense_below: int, row_order: RowOrder = "id"
 ) -> dict[str, Any]:
     g = PartitionedGraph.open(part_config)
     everything = torch.arange(g.num_nodes())
     foreign = everything[~g.nodes.is_owned(everything)]
     generator = torch.Generator().manual_seed(rank)
-    cached = [foreign[torch.rand(len(foreign), generator=generator) < chance] for _ in range(NUM_LAYERS)]
+    chances = chance if isinstance(chance, tuple) else (chance,) * NUM_LAYERS
+    cached = [foreign[torch.rand(len(foreign), generator=generator) < chance] for chance in chances]
     seeds, num_borrowed = settle_seeds(g.communicator, g.nodes, torch.tensor([1, 30, 1]) if rank == 0 else foreign[:0])
     sets = close_levels(
         g.communicator,
@@ -79,8 +82,8 @@ def by_definition(results: list[dict[str, Any]], dense_below: int) -> tuple[list
     return computed, received
 
 
-@pytest.mark.parametrize(("chance", "dense_below"), [(0.0, 0), (1.0, 0), (0.5, 0), (0.5, 2)])
-def test_level_sets_by_definition(chance: float, dense_below: int, folder: str) -> None:
+@pytest.mark.parametrize(("chance", "dense_below"), [(0.0, 0), (1.0, 0), (0.5, 0), (0.5, 2), ((0.0, 0.0, 1.0), 0)])
+def test_level_sets_by_definition(chance: Chance, dense_below: int, folder: str) -> None:
     results = run_ranks(3, run_closure, folder, chance, dense_below)
     computed, received = by_definition(results, dense_below)
     for layer in range(NUM_LAYERS):

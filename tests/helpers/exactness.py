@@ -80,8 +80,8 @@ class WeightedConv(nn.Module):
         return self.conv(graph, feat, edge_weight=self.norm(graph, graph.edata["w"]))
 
 
-def _gat(kind: Any, a: int, b: int) -> nn.Module:
-    return kind(a, b, 2, residual=True, allow_zero_in_degree=True)
+def _gat(kind: Any, a: int, b: int, **options: float) -> nn.Module:
+    return kind(a, b, 2, residual=True, allow_zero_in_degree=True, **options)
 
 
 LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
@@ -94,6 +94,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "sage_pool": lambda a, b: dglnn.SAGEConv(a, b, "pool"),
     "gat": lambda a, b: _gat(dglnn.GATConv, a, b),
     "gatv2": lambda a, b: _gat(dglnn.GATv2Conv, a, b),
+    "gat_attn_drop": lambda a, b: _gat(dglnn.GATConv, a, b, attn_drop=0.3),
     "gin": lambda a, b: dglnn.GINConv(nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b)), "sum"),
     "gin_max": lambda a, b: dglnn.GINConv(nn.Linear(a, b), "max"),
     "edge_weight_norm": WeightedConv,

@@ -93,10 +93,13 @@ def test_what_cannot_be_split_is_exact_too(kind: str, partitions: PartitionStore
         assert num_split(counts) == 0
 
 
+@pytest.mark.parametrize("kind", ["gat", "gat_attn_drop"])
 @pytest.mark.parametrize("chunk_rows", [None, 5])
-def test_dropout_of_attention_is_that_of_one_rank(chunk_rows: int | None, partitions: PartitionStore) -> None:
+def test_dropout_around_and_of_attention_is_that_of_one_rank(
+    chunk_rows: int | None, kind: str, partitions: PartitionStore
+) -> None:
     folder = {ranks: partitions.get("power_law", power_law(), ranks) for ranks in (1, 3)}
-    case = Case(kind="gat", dropout=0.3, optimized=True, chunk_rows=chunk_rows, epochs=2)
+    case = Case(kind=kind, dropout=0.3, optimized=True, chunk_rows=chunk_rows, epochs=2)
     (alone,) = run_ranks(1, run_step, folder[1], case)
     together = run_ranks(3, run_step, folder[3], case)
     for epoch, loss in enumerate(alone.losses):

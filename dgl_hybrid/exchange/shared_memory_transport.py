@@ -218,7 +218,8 @@ class SharedMemoryTransport(Transport):
 
     def drop_free(self) -> None:
         with self._lock:
-            self._outbox.drop_free()
+            if not self._is_awaiting:  # else peers may still read the message before the last
+                self._outbox.drop_free()
         self._group.drop_free()
 
     def all_reduce(self, tensor: Tensor) -> None:

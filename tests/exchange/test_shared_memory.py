@@ -164,6 +164,27 @@ def run_outbox_size(rank: int, world_size: int) -> tuple[int, int]:
     return int((received != rows).sum()), transport._outbox.num_bytes
 
 
+def run_drop_amid_an_exchange(rank: int, world_size: int) -> list[int]:
+    """Returns the MiB of the outbox: before, when asked to drop amid an exchange, and after it."""
+    transport = through_memory().transport
+    assert isinstance(transport, SharedMemoryTransport)
+    held, counts = [], [8 << 20] * world_size
+    send, received = (torch.full((sum(counts),), rank, dtype=torch.uint8) for _ in range(2))
+    transport.all_to_all(received, send, counts, counts)
+    finish = transport.start_all_to_all(received, send, counts, counts)
+    for drop in (lambda: None, transport.drop_free, finish, transport.drop_free):
+        drop()
+        held.append(allocated_bytes(transport._outbox) >> 20)
+    assert torch.unique_consecutive(received).tolist() == list(range(world_size))
+    return [held[0], held[1], held[3]]
+
+
+def test_nothing_is_dropped_amid_an_exchange() -> None:
+    for before, amid, after in run_ranks(3, run_drop_amid_an_exchange):
+        assert amid == before
+        assert after < before
+
+
 def test_large_transfers_go_in_rounds_of_bounded_memory() -> None:
     for num_wrong, outbox_bytes in run_ranks(2, run_outbox_size):
         assert num_wrong == 0

@@ -40,6 +40,7 @@ def figures_of(line: Line) -> Result:
         "epoch_s": line["p50"],
         "blocked_s": line["exchange_s"] + line["wait_s"],
         "sent_bytes": line["sent_bytes"],
+        "exchanges": line["exchanges"],
     }
 
 
@@ -47,11 +48,23 @@ def put_together(apart: Result, together: Result, sums: Result) -> Result:
     """Compares the variants.
 
     `hidden` is the share of the blocked time (exchange and wait) that is gone once exchange and aggregation go
-    together; `gain` is what an epoch gains by it, which includes the copies that are not made any more.
+    together; `gain` is what an epoch gains by it, which includes the copies that are not made any more. `enough` are
+    the exchanges, by layer and direction, beside which at least as long was worked as they block on their own, and
+    `hidden_of_enough` the share of their blocked time that is gone.
     """
+    alone = {(one["layer"], one["backward"]): one["blocked_s"] for one in apart["exchanges"]}
+    enough = {
+        (one["layer"], one["backward"]): one["blocked_s"]
+        for one in together["exchanges"]
+        if one["beside_s"] >= alone[one["layer"], one["backward"]]
+    }
+    alone_s = sum(alone[kind] for kind in enough)
     return {
         "gain": apart["epoch_s"] / together["epoch_s"],
         "hidden": 1.0 - together["blocked_s"] / apart["blocked_s"] if apart["blocked_s"] else None,
+        "beside_s": sum(one["beside_s"] for one in together["exchanges"]),
+        "enough": [{"layer": layer, "backward": backward} for layer, backward in enough],
+        "hidden_of_enough": 1.0 - sum(enough.values()) / alone_s if alone_s else None,
         "gain_of_sums": together["epoch_s"] / sums["epoch_s"],
         "bytes_saved": 1.0 - sums["sent_bytes"] / together["sent_bytes"] if together["sent_bytes"] else None,
     }
@@ -65,11 +78,18 @@ def row_of(result: Result) -> tuple[str, ...]:
         f"{1e3 * together['epoch_s']:.0f}",
         f"{result['gain']:.2f}",
         f"{1e3 * apart['blocked_s']:.0f}",
+        f"{1e3 * result['beside_s']:.0f}",
         f"{1e3 * together['blocked_s']:.0f}",
-        "" if result["hidden"] is None else f"{result['hidden']:.0%}",
+        _share(result["hidden"]),
+        f"{len(result['enough'])} of {len(apart['exchanges'])}",
+        _share(result["hidden_of_enough"]),
         f"{1e3 * sums['epoch_s']:.0f}",
-        "" if result["bytes_saved"] is None else f"{result['bytes_saved']:.0%}",
+        _share(result["bytes_saved"]),
     )
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 COMPARISON = Comparison(
@@ -78,8 +98,8 @@ COMPARISON = Comparison(
     put_together=put_together,
     title="Milliseconds per epoch (median), everything communicated",
     head=(
-        *("cell", "apart", "together", "gain", "blocked apart", "blocked together", "hidden"),
-        *("with sums", "rows saved"),
+        *("cell", "apart", "together", "gain", "blocked apart", "work beside", "blocked together", "hidden"),
+        *("enough work", "hidden of these", "with sums", "rows saved"),
     ),
     row_of=row_of,
     readme=Path(__file__).parent / "README.md",

@@ -389,6 +389,26 @@ def _keep(file: Path, sample: dict[str, Any]) -> None:
     aside.rename(file)
 
 
+def _median_exchanges(epochs: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns the median blocked time of each layer's exchanges in each direction, and that of the work beside them."""
+    kinds = list(dict.fromkeys((one["layer"], one["backward"]) for epoch in epochs for one in epoch))
+
+    def median(kind: tuple[int, bool], name: str) -> float:
+        return statistics.median(
+            sum(one[name] for one in epoch if (one["layer"], one["backward"]) == kind) for epoch in epochs
+        )
+
+    return [
+        {
+            "layer": kind[0],
+            "backward": kind[1],
+            "blocked_s": median(kind, "blocked_s"),
+            "beside_s": median(kind, "beside_s"),
+        }
+        for kind in kinds
+    ]
+
+
 def summarise_epochs(epochs: Sequence[Sequence[dict[str, Any]]], *, is_emulated: bool) -> dict[str, Any]:
     """Returns the figures of a measurement: times of the slowest rank, bytes of all ranks, the split of the mean rank.
 
@@ -406,6 +426,7 @@ def summarise_epochs(epochs: Sequence[Sequence[dict[str, Any]]], *, is_emulated:
     def mean(values: list[float]) -> float:
         return sum(values) / len(values)
 
+    exchanges = [ranks[0].get("exchanges") for ranks in epochs]  # means over ranks: all tell the same
     return {
         **spread([max(rank["elapsed_s"] for rank in ranks) for ranks in epochs]),
         "iters": len(epochs),
@@ -413,6 +434,7 @@ def summarise_epochs(epochs: Sequence[Sequence[dict[str, Any]]], *, is_emulated:
         "compute_s": middle("compute_s", mean),
         "exchange_s": middle("exchange_s", mean),
         "wait_s": middle("wait_s", mean),
+        "exchanges": None if None in exchanges else _median_exchanges(exchanges),
         "sent_bytes": middle("sent_bytes", sum),
         "wire_bytes": middle("wire_bytes", sum if is_emulated else lambda values: values[0]),
     }

@@ -18,6 +18,9 @@ class ExchangeEvent:
     start_s: float
     """`time.perf_counter()` of this rank when it entered the collective."""
     elapsed_s: float
+    """In which this rank did nothing else."""
+    beside_s: float
+    """From when it was begun to when its rows were asked for: what this rank did meanwhile."""
 
 
 @dataclass(slots=True)

@@ -442,6 +442,7 @@ class PendingRows:
                 bytes_sent=self._bytes_sent,
                 start_s=self._start_s,
                 elapsed_s=self._blocked_s + time.perf_counter() - begun_s,
+                beside_s=begun_s - self._start_s - self._blocked_s,
             )
         )
         return rows

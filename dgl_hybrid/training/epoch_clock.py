@@ -4,10 +4,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dgl_hybrid.exchange.clock import split_wait
+from dgl_hybrid.exchange.clock import ExchangeEvent, split_wait
 from dgl_hybrid.exchange.communicator import Communicator
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeTimes:
+    """One exchange of an epoch: means over ranks."""
+
+    layer: int
+    backward: bool
+    blocked_s: float
+    """In which ranks did nothing else, waiting for a later one included."""
+    beside_s: float
+    """What they did while rows were under way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +34,8 @@ class EpochTimes:
     forward_bytes: tuple[int, ...]
     """(L,) by layer."""
     backward_bytes: tuple[int, ...]
+    exchanges: tuple[ExchangeTimes, ...]
+    """In program order."""
 
 
 class EpochClock:
@@ -44,12 +59,8 @@ class EpochClock:
         communicator, num_layers = self._communicator, self._num_layers
         # Layer 0 is static data: features and labels fetched once, in the first epoch.
         events = [event for event in communicator.clock.drain() if event.layer > 0]
-        entered = [communicator.common_time_s(event.start_s) for event in events]
-        wait_s, exchange_s = split_wait(
-            communicator.gather_floats(entered) if entered else [[] for _ in range(communicator.world_size)],
-            [event.elapsed_s for event in events],
-            communicator.rank,
-        )
+        entered, blocked, beside = self._gather_times(events)
+        wait_s, exchange_s = split_wait(entered, [event.elapsed_s for event in events], communicator.rank)
         sent = [0] * (2 * num_layers)
         for event in events:
             sent[event.layer - 1 + num_layers * event.backward] += event.bytes_sent
@@ -67,4 +78,28 @@ class EpochClock:
             wait_s=mean_wait_s,
             forward_bytes=tuple(total[:num_layers]),
             backward_bytes=tuple(total[num_layers:]),
+            exchanges=tuple(
+                ExchangeTimes(
+                    layer=event.layer,
+                    backward=event.backward,
+                    blocked_s=sum(row[position] for row in blocked) / world_size,
+                    beside_s=sum(row[position] for row in beside) / world_size,
+                )
+                for position, event in enumerate(events)
+            ),
         )
+
+    def _gather_times(self, events: Sequence[ExchangeEvent]) -> list[list[list[float]]]:
+        """Returns `[rank][event]` when exchanges were entered, how long they blocked, and how long work beside them
+        took. Collective, where there were any.
+        """
+        communicator = self._communicator
+        if not events:
+            return [[[] for _ in range(communicator.world_size)]] * 3
+        told = [
+            *(communicator.common_time_s(event.start_s) for event in events),
+            *(event.elapsed_s for event in events),
+            *(event.beside_s for event in events),
+        ]
+        by_rank, count = communicator.gather_floats(told), len(events)
+        return [[row[begin : begin + count] for row in by_rank] for begin in (0, count, 2 * count)]

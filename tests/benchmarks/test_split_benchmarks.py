@@ -25,19 +25,32 @@ def test_every_variant_is_a_system() -> None:
 
 
 def test_overlap_compares_blocked_times_and_epochs() -> None:
+    def exchanges(*seconds: tuple[float, float]) -> list[dict[str, Any]]:
+        return [
+            {"layer": 2, "backward": backward, "blocked_s": blocked, "beside_s": beside}
+            for backward, (blocked, beside) in zip((False, True), seconds, strict=True)
+        ]
+
+    apart = exchanges((0.12, 0.0), (0.08, 0.0))
+    together = exchanges((0.03, 0.13), (0.02, 0.07))
     lines = [
-        line(overlap.APART, p50=0.4, exchange_s=0.15, wait_s=0.05, sent_bytes=1000),
-        line(overlap.TOGETHER, p50=0.25, exchange_s=0.05, sent_bytes=1000),
-        line(overlap.SUMS, p50=0.2, exchange_s=0.04, sent_bytes=600),
+        line(overlap.APART, p50=0.4, exchange_s=0.15, wait_s=0.05, sent_bytes=1000, exchanges=apart),
+        line(overlap.TOGETHER, p50=0.25, exchange_s=0.05, sent_bytes=1000, exchanges=together),
+        line(overlap.SUMS, p50=0.2, exchange_s=0.04, sent_bytes=600, exchanges=together),
     ]
     found = overlap.COMPARISON.compare(lines)
     assert found["gain"] == pytest.approx(1.6)
     assert found["hidden"] == pytest.approx(0.75)
     assert found["gain_of_sums"] == pytest.approx(1.25)
     assert found["bytes_saved"] == pytest.approx(0.4)
+    # Backward, less was done meanwhile than the exchange takes.
+    assert found["enough"] == [{"layer": 2, "backward": False}]
+    assert found["hidden_of_enough"] == pytest.approx(0.75)
+    assert found["beside_s"] == pytest.approx(0.2)
     (row,) = overlap.COMPARISON.rows_of([found])
     assert len(row) == len(overlap.COMPARISON.head)
-    assert row[1:] == ("400", "250", "1.60", "200", "50", "75%", "200", "40%")
+    figures = ("400", "250", "1.60", "200", "200", "50", "75%", "1 of 2", "75%", "200", "40%")
+    assert row[1:] == figures
 
 
 def test_memory_is_compared_with_that_of_few_rows() -> None:

@@ -245,8 +245,27 @@ def test_epochs_are_of_the_slowest_rank() -> None:
     found = summarise_epochs(epochs, is_emulated=True)
     assert (found["p50"], found["iters"], found["sent_bytes"], found["wire_bytes"]) == (2.5, 2, 30, 300)
     assert found["exchange_s"] is None
+    assert found["exchanges"] is None
     # Ranks that share one interface all count the same bytes.
     assert summarise_epochs(epochs, is_emulated=False)["wire_bytes"] == 100
+
+
+def test_exchanges_are_told_by_layer_and_direction() -> None:
+    def epoch(*blocked: float) -> list[dict[str, Any]]:
+        # The first layer exchanges twice in a forward.
+        kinds = ((1, False), (1, False), (1, True))
+        exchanges = [
+            {"layer": layer, "backward": backward, "blocked_s": one, "beside_s": 2 * one}
+            for (layer, backward), one in zip(kinds, blocked, strict=True)
+        ]
+        parts = dict.fromkeys(("cpu_s", "compute_s", "exchange_s", "wait_s", "sent_bytes", "wire_bytes"))
+        return [{"elapsed_s": 1.0, "exchanges": exchanges, **parts}]
+
+    found = summarise_epochs([epoch(1.0, 2.0, 5.0), epoch(1.0, 1.0, 3.0), epoch(4.0, 4.0, 4.0)], is_emulated=False)
+    assert found["exchanges"] == [
+        {"layer": 1, "backward": False, "blocked_s": 3.0, "beside_s": 6.0},
+        {"layer": 1, "backward": True, "blocked_s": 4.0, "beside_s": 8.0},
+    ]
 
 
 def test_lines_survive_a_run_that_was_broken_off(tmp_path: Path) -> None:

@@ -36,6 +36,9 @@ class Epoch:
     exchange_s: float | None = None
     wait_s: float | None = None
     """Inside exchanges until the last rank had come."""
+    exchanges: tuple[dict[str, Any], ...] | None = None
+    """Each exchange of rows in program order: `layer`, `backward`, `blocked_s` and, of what was done meanwhile,
+    `beside_s`; means over ranks."""
     sent_bytes: int | None = None
     """Rows handed to other ranks, gradients of weights not counted."""
 

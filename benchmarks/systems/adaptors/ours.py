@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ class Ours(System):
             compute_s=times.compute_s,
             exchange_s=times.exchange_s,
             wait_s=times.wait_s,
+            exchanges=tuple(asdict(exchange) for exchange in times.exchanges),
             sent_bytes=sent if self.rank == 0 else 0,  # of all ranks together
         )
 

@@ -14,10 +14,11 @@ import textwrap
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS
@@ -36,12 +37,27 @@ CHOICES: dict[str, Sequence[str]] = {
 }
 
 
-def add_config_options(parser: argparse.ArgumentParser, configs: Sequence[type]) -> None:
-    """Adds an option for every field; those not given are absent from the parsed namespace."""
+def add_config_options(
+    parser: argparse.ArgumentParser,
+    configs: Sequence[type],
+    *,
+    without: Collection[str] = (),
+    texts: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Adds an option for every field; those not given are absent from the parsed namespace.
+
+    Args:
+        parser: Gets the options, a group for each config.
+        configs: Dataclasses.
+        without: Fields that are no options of this command.
+        texts: Help by field, where the field's doc string is not what this command does.
+    """
     for config in configs:
         group = parser.add_argument_group(config.__name__.removesuffix("Config").lower())
-        documentation = field_docs(config)
+        documentation = {**field_docs(config), **texts}
         for field in fields(config):
+            if field.name in without:
+                continue
             default = "" if field.default is None else f" [{field.default}]"
             text = (documentation.get(field.name, "") + default).replace("%", "%%")
             flag = "--" + field.name.replace("_", "-")

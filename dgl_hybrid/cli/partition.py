@@ -13,12 +13,22 @@ from dgl_hybrid.cli.tables import make_console
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, describe, prepare_partition, write_partition
 
 CONFIGS = (DataConfig, PartitionConfig, RunConfig)
+WITHOUT = ("partition", "threads")
+"""Fields that are no options here: a partition is made, not read, by one process that starts no ranks."""
+TEXTS = {
+    "symmetric": "Add the reverse of every arc; not done unless given. `train --model gcn` does it for graphs that it "
+    "partitions itself: give --symmetric --self-loops here for the same.",
+    "self_loops": "Give every vertex one self-loop; not done unless given. `train` does it for gcn, gat and gatv2 with "
+    "graphs that it partitions itself.",
+    "ranks": "Number of parts, one for each rank; 2 if not given.",
+    "out": "Folder for the partition; a folder of the workspace, whose name is printed, if not given.",
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
     add_common_options(parser)
-    add_config_options(parser, CONFIGS)
+    add_config_options(parser, CONFIGS, without=WITHOUT, texts=TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -30,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return print_config(configs)
     data, partition, options = configs
     if partition.partition is not None:
-        raise ValueError("--partition names an existing partition; name the new one with --out")
+        raise ValueError("partition names an existing partition; name the new one with --out")
     if options.out is None:
         part_config = prepare_partition(data, partition).part_config
     else:

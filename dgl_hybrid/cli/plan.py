@@ -12,10 +12,20 @@ from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import make_console, print_plan
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.launch.local import run_local
-from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
+from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, check_existing_partition, prepare_partition
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
 CONFIGS = (DataConfig, PartitionConfig, ModelConfig, StrategyConfig, TrainConfig, RunConfig)
+WITHOUT = ("plan",)
+"""Fields that are no options here: plans are made, not read."""
+_TRAINING_ONLY = "No effect on a plan; known so that the words of `train` are understood."
+TEXTS = {
+    "out": "Folder for the plans; plans/ beside the partition if not given.",
+    "eval_every": _TRAINING_ONLY,
+    "epochs": _TRAINING_ONLY,
+    "lr": _TRAINING_ONLY,
+    "weight_decay": _TRAINING_ONLY,
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--explain", type=int, metavar="VERTEX", help="say why, for a vertex by its id in the original graph"
     )
     which.add_argument("--explain-global", type=int, metavar="VERTEX", help="the same, by its id after partitioning")
-    add_config_options(parser, CONFIGS)
+    add_config_options(parser, CONFIGS, without=WITHOUT, texts=TEXTS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         return print_config(configs)
     data, partition, model, strategy, training, options = configs
     if strategy.plan is not None:
-        raise ValueError("--plan names plans to train with; choose where new ones go with --out")
+        raise ValueError("plan names plans to train with; choose where new ones go with --out")
+    check_existing_partition(data, partition)
     prepared = prepare_partition(data.for_model(model.model), partition)
     job = make_job(prepared, model, strategy, training)
     default = f"{model.model}-{model.num_layers}x{model.hidden}-{strategy.strategy}"

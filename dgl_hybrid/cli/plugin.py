@@ -19,15 +19,18 @@ def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = Fa
         "--strategy",
         choices=(*STRATEGIES, OFF) if can_be_off else STRATEGIES,
         default=HaloConfig().strategy,
-        help="how halo vertices are read: hybrid decides per vertex, depcache holds all that is reached, depcomm reads "
-        "them from their owners as DistDGL does" + (", off leaves the plugin out" if can_be_off else "") + " [hybrid]",
+        help="how sampled training reads halo vertices: hybrid decides per vertex within the budget, depcache holds "
+        "all that is reached, whatever the budget, depcomm reads them from their owners, as sampled DistDGL does"
+        + (", off leaves the plugin out" if can_be_off else "")
+        + " [hybrid]",
     )
     group.add_argument(
         "--budget",
         default=HaloConfig().budget,
         metavar="BYTES",
-        help="what each trainer may hold of other machines' data: auto, unlimited, a share of the node features "
-        "(10%%) or bytes (256MB) [auto]",
+        help="with hybrid, what each trainer may hold of other machines' data: auto (its part of a quarter of the "
+        "host's free memory), unlimited, a share of the bytes of all node features of the graph (10%%) or bytes "
+        "(256MB) [auto]",
     )
 
 

@@ -18,8 +18,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
     parser.usage = USAGE
     parser.epilog = (
-        "The script runs as `python SCRIPT ARGUMENT ...` would run it, in place of this process: under torchrun or "
-        "DGL's own launcher, as server, trainer or by itself. After --, -m MODULE works as well."
+        "The script runs as `python SCRIPT ARGUMENT ...` would run it, in place of this process, as server, trainer or "
+        "by itself. After --, -m MODULE works as well. Under torchrun: torchrun ... -m dgl_hybrid.cli run SCRIPT. With "
+        "DGL's tools/launch.py, which puts torch's launcher behind the word python of its command, leave the command "
+        "as it is and add --extra_envs DGL_HYBRID_ENABLE=1."
     )
     add_plugin_options(parser)
     group = parser.add_argument_group("general")

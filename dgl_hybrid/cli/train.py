@@ -12,7 +12,13 @@ from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config, w
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.launch.local import run_local
-from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, PreparedGraph, prepare_partition
+from dgl_hybrid.launch.workspace import (
+    DataConfig,
+    PartitionConfig,
+    PreparedGraph,
+    check_existing_partition,
+    prepare_partition,
+)
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
 
@@ -31,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     if args.print_config:
         return print_config(configs)
     data, partition, model, strategy, training, options = configs
+    check_existing_partition(data, partition)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from dgl_hybrid.cli.torchrun import train_under_torchrun
 

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dgl_hybrid.datasets import GraphDataset, load_dataset
@@ -22,6 +22,7 @@ _logger = logging.getLogger(__name__)
 
 PART_METHODS = ("metis", "random", "contiguous")
 _WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
+_OF_A_NEW_PARTITION = ("part_method", "num_hops")
 _DATASET_FILE = "dataset.json"
 _FORMAT = 2
 """Part of every key: raised when datasets or partitions come out differently."""
@@ -84,7 +85,7 @@ class PartitionConfig:
     num_hops: int = 1
     """Hops of halo stored with each part; what is missing for caching is fetched at the start."""
     partition: str | None = None
-    """Existing partition to train on, a folder or its JSON file, instead of partitioning the graph."""
+    """Existing partition to train on, a folder or its JSON file, instead of loading and partitioning a graph."""
     workspace: str | None = None
     """Folder that keeps partitions for later runs; ~/.cache/dgl_hybrid if not given."""
 
@@ -106,6 +107,30 @@ class PreparedGraph:
     dataset: str
     num_classes: int | None
     num_parts: int
+
+
+def check_existing_partition(data: DataConfig, partition: PartitionConfig) -> None:
+    """Checks that an existing partition is not asked to be another one: it is used as it was written.
+
+    Args:
+        data: As given, without a model's defaults.
+        partition: As given.
+    Raises:
+        ValueError: An option of how a graph is loaded or split is given together with `partition`.
+    """
+    if partition.partition is None:
+        return
+    given: list[str] = []
+    for config, names in ((data, [field.name for field in fields(data)]), (partition, _OF_A_NEW_PARTITION)):
+        for name in names:
+            value = getattr(config, name)
+            if value != getattr(type(config)(), name):
+                given.append(("--no-" if value is False else "--") + name.replace("_", "-"))
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} cannot be given with --partition: the graph in {partition.partition} was loaded and "
+            f"split before. Make another partition with `dgl-hybrid partition`, or leave out --partition."
+        )
 
 
 def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedGraph:

@@ -28,7 +28,7 @@ class Budget:
     share: float | None = None
     """Of the bytes of all node features of the graph."""
     is_auto: bool = False
-    """A quarter of the memory that is free at the first read or loader, shared by the host's trainers."""
+    """A quarter of the memory that is free at the first read or loader, by the host's trainers and their samplers."""
 
     @property
     def is_unlimited(self) -> bool:
@@ -46,7 +46,8 @@ class HaloConfig:
     strategy: Strategy = "hybrid"
     """`hybrid` decides per vertex, `depcache` holds all that the loaders reach, `depcomm` reads as DistDGL does."""
     budget: str | int = "auto"
-    """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each trainer."""
+    """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each trainer. Counts
+    with `hybrid` alone: `depcache` holds what it reaches, `depcomm` holds nothing."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

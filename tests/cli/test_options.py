@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import fields
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -33,6 +34,41 @@ def parse(*words: str) -> argparse.Namespace:
 def test_options_are_the_known_ones() -> None:
     assert {field.name for config in train.CONFIGS for field in fields(config)} == TRAIN_OPTIONS
     assert set(main.COMMANDS) == {"demo", "partition", "plan", "train", "launch", "run", "doctor"}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (train, TRAIN_OPTIONS),
+        (plan, TRAIN_OPTIONS - {"plan"} | {"explain", "explain_global"}),
+        (
+            partition,
+            {*("data", "symmetric", "self_loops", "normalize_features"), *("ranks", "part_method", "num_hops")}
+            | {"workspace", "out"},
+        ),
+    ],
+)
+def test_commands_have_the_options_that_have_an_effect(command: ModuleType, expected: set[str]) -> None:
+    parser = OneLineParser(prog="p")
+    command.add_options(parser)
+    general = {"help", "config", "print_config", "json", "verbose", "debug"}
+    assert {action.dest for action in parser._actions} - general == expected
+
+
+def help_of(command: ModuleType) -> dict[str, str]:
+    parser = OneLineParser(prog="p")
+    command.add_options(parser)
+    return {action.dest: action.help or "" for action in parser._actions}
+
+
+def test_help_says_what_the_command_does() -> None:
+    """An option that several commands have may do another thing in each."""
+    texts = {command: help_of(command) for command in (train, plan, partition)}
+    assert len({texts[command]["out"] for command in texts}) == 3
+    assert "by default for the model gcn" in texts[train]["symmetric"]
+    assert "not done unless given" in texts[partition]["symmetric"], "partition knows no model"
+    assert texts[plan]["epochs"].startswith("No effect on a plan")
+    assert plan.TEXTS.keys() | partition.TEXTS.keys() <= TRAIN_OPTIONS
 
 
 @pytest.mark.parametrize("config", [*train.CONFIGS, *plan.CONFIGS, *partition.CONFIGS, demo.DemoConfig])
@@ -113,8 +149,16 @@ def test_wrong_config_files(content: str, message: str, tmp_path: Path) -> None:
         (["train", "--config", "nope.json"], 1, "config file nope.json cannot be read: No such file"),
         (["train", "--partition", "nope"], 1, "nope does not exist. Give a partition folder"),
         (["train", "--ranks", "0"], 1, "ranks must be at least 1 (got 0)"),
-        (["plan", "--plan", "x"], 1, "choose where new ones go with --out"),
-        (["partition", "--partition", "x"], 1, "name the new one with --out"),
+        (["train", "--partition", "parts", "--symmetric"], 1, "--symmetric cannot be given with --partition"),
+        (["train", "--partition", "parts", "--no-self-loops"], 1, "--no-self-loops cannot be given with --partition"),
+        (
+            ["plan", "--partition", "parts", "--data", "x.npz", "--normalize-features", "--num-hops", "2"],
+            1,
+            "--data, --normalize-features, --num-hops cannot be given with --partition: the graph in parts was loaded",
+        ),
+        (["plan", "--plan", "x"], 2, "unrecognized arguments: --plan x"),
+        (["partition", "--partition", "x"], 2, "unrecognized arguments: --partition x"),
+        (["partition", "--threads", "2"], 2, "unrecognized arguments: --threads 2"),
     ],
 )
 def test_wrong_words_end_in_one_line(
@@ -132,6 +176,31 @@ def test_wrong_words_end_in_one_line(
     assert captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("dgl-hybrid")
     assert message in captured.err
+
+
+@pytest.mark.parametrize(
+    ("command", "content", "message"),
+    [
+        ("plan", {"plan": "x"}, "choose where new ones go with --out"),
+        ("partition", {"partition": "x"}, "name the new one with --out"),
+        ("train", {"partition": "x", "symmetric": True}, "--symmetric cannot be given with --partition"),
+        ("train", {"partition": "x", "part_method": "random"}, "--part-method cannot be given with --partition"),
+    ],
+)
+def test_config_files_that_ask_for_two_things(
+    command: str, content: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(content))
+    assert main.main([command, "--config", str(tmp_path / "c.json")]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_printed_config_goes_with_an_existing_partition(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It names every option: those at their default are not taken for wishes."""
+    assert main.main(["train", "--partition", str(tmp_path / "none"), "--print-config"]) == 0
+    (tmp_path / "c.json").write_text(capsys.readouterr().out)
+    assert main.main(["train", "--config", str(tmp_path / "c.json")]) == 1
+    assert "none does not exist. Give a partition folder" in capsys.readouterr().err
 
 
 def test_options_of_one_command_do_not_leak(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 from dgl_hybrid.errors import DatasetError, PartitionError
-from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, find_part_config, prepare_partition
+from dgl_hybrid.launch.workspace import (
+    DataConfig,
+    PartitionConfig,
+    check_existing_partition,
+    find_part_config,
+    prepare_partition,
+)
 from dgl_hybrid.partition import load_partition, verify_partition
 
 SMALL = "powerlaw:nodes=120,degree=6,features=5,classes=3"
@@ -97,6 +103,21 @@ def test_existing_partition(tmp_path: Path) -> None:
         assert (prepared.part_config, prepared.num_parts, prepared.num_classes) == (part_config, 2, 3)
     with pytest.raises(PartitionError, match=r"has 2 parts, but --ranks is 3. Start 2 ranks, or partition"):
         prepare_partition(DataConfig(), PartitionConfig(partition=str(part_config), ranks=3))
+
+
+def test_an_existing_partition_takes_no_options_of_a_new_one() -> None:
+    existing = PartitionConfig(partition="parts", ranks=2, workspace="w")
+    check_existing_partition(DataConfig(), existing)
+    check_existing_partition(DataConfig(symmetric=True), PartitionConfig())
+    for data, named in (
+        (DataConfig(symmetric=True), "--symmetric"),
+        (DataConfig(self_loops=False), "--no-self-loops"),
+        (DataConfig(data="x.npz", normalize_features=True), "--data, --normalize-features"),
+    ):
+        with pytest.raises(ValueError, match=f"^{named} cannot be given with --partition: the graph in parts was"):
+            check_existing_partition(data, existing)
+    with pytest.raises(ValueError, match=r"^--part-method, --num-hops cannot be given"):
+        check_existing_partition(DataConfig(), PartitionConfig(partition="p", part_method="random", num_hops=2))
 
 
 def test_no_partition(tmp_path: Path) -> None:

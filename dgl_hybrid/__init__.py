@@ -33,6 +33,7 @@ _EXPORTS: dict[str, str] = {
     "read_counts": "dgl_hybrid.sampling.counts",
     "reset_op_counts": "dgl_hybrid.ops.op_counts",
     "reset_read_counts": "dgl_hybrid.sampling.counts",
+    "restore": "dgl_hybrid.graph.optimize",
     "route_ops": "dgl_hybrid.ops.routing",
 }
 

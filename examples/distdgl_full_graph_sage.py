@@ -6,7 +6,8 @@
         examples/distdgl_full_graph_sage.py --graph-name powerlaw --part-config parts/powerlaw.json --num-epochs 60
 
 The loader yields the whole graph as one batch: an epoch is one optimizer step. Of the sampler only the depth counts,
-batch size and shuffling have no effect.
+batch size and shuffling have no effect. `model = dgl_hybrid.optimize(model)` before DDP makes epochs faster; it is left
+out here, so that one object differs.
 """
 
 import argparse

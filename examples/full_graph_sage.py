@@ -5,7 +5,8 @@
     torchrun --nproc_per_node 2 examples/full_graph_sage.py parts/powerlaw.json
 
 Only the loader differs from a mini-batch script: it yields one batch an epoch, the whole graph. The model, its layers,
-DDP, the optimizer and the loss are plain DGL and PyTorch.
+DDP, the optimizer and the loss are plain DGL and PyTorch. `dgl_hybrid.optimize` is optional: layers then compute the
+same in fewer passes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def main() -> None:
 
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
     loader = dgl_hybrid.FullGraphLoader(g, g.owned_nodes("train_mask"), sampler)
-    model = nn.parallel.DistributedDataParallel(SAGE(g.ndata["feat"].shape[1], 64, num_classes))
+    model = dgl_hybrid.optimize(SAGE(g.ndata["feat"].shape[1], 64, num_classes))
+    model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
     for epoch in range(args.num_epochs):

@@ -61,7 +61,7 @@ class FullGraphLoader:
         model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
             with everything communicated; the plan is made at the second, from the call that was seen.
         strategy: "hybrid", "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
-        planner: All options of the planner; `strategy` is taken from here if given.
+        planner: All options of the planner; if given, its strategy counts and `strategy` has no effect.
         topology: Measured or assumed rates to plan with; None probes these ranks once a process.
         plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
@@ -71,11 +71,13 @@ class FullGraphLoader:
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
         autotune: With strategy "hybrid": the pure plans, up to three hybrids and NeutronStar's each run four epochs,
-            those near the fastest another six, and the one that measured fastest stays; trials begin anew when epochs
-            drift. The id tensors that are yielded change with the plan, so read by them in every epoch. False takes
-            what is predicted fastest.
+            those near the fastest five or ten more, and the one that measured fastest stays: 24 to 84 epochs with six
+            candidates. `is_settled` says when they are over; trials begin anew when epochs drift. The id tensors that
+            are yielded change with the plan, so read by them in every epoch. False takes what is predicted fastest:
+            for short runs.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
-            costs its bytes. Recognised by identity: a script that drops or copies its features pays as before.
+            costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
+            gains nothing.
         approximate: Exchange less, approximately, in training steps: "bf16" or "int8" (narrower rows and gradients),
             "stale" (those of the epoch before), "stale+bf16" or "stale+int8"; see `exchange/approximate.py`. The same
             on all ranks. None is exact, and so is everything that needs no gradient, whatever is given here.

@@ -14,6 +14,7 @@ from dgl_hybrid.cli import main, train
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training.config import MODELS
+from tests.cli import test_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -103,3 +104,13 @@ def test_names_of_the_package_exist() -> None:
     names = set(re.findall(r"\bdgl_hybrid\.(\w+)\(?", "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))
     assert {"FullGraphLoader", "PartitionedGraph", "infer"} <= names
     assert names <= set(dgl_hybrid.__all__)
+    assert all(callable(getattr(dgl_hybrid, name)) for name in names)
+
+
+def test_commands_of_the_accuracy_table_are_those_of_its_test() -> None:
+    (mark,) = (mark for mark in test_accuracy.test_accuracy.pytestmark if mark.name == "parametrize")
+    tested = {name: list(options) for name, options, _ in mark.args[1]}
+    rows = {row[0]: row[1].strip("`").split() for row in table_after("Test accuracy with 3 ranks")}
+    assert rows == {
+        name: ["dgl-hybrid", "train", "--data", f"{name}.npz", *options] for name, options in tested.items()
+    }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real graphs, three ranks, hybrid, the README's commands: the accuracy the data's own table names."""
+"""Real graphs, three ranks, hybrid, the README's commands: near the accuracy that the data's own table names."""
 
 from __future__ import annotations
 

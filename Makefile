@@ -35,8 +35,8 @@ lint: $(ENV)
 	$(BIN)/mypy
 
 bench: $(ENV)
-	@test -e benchmarks/$(subst .,/,$(BENCH)) || test -e benchmarks/$(subst .,/,$(BENCH)).py || \
-	    { echo "make bench: there is no benchmarks/$(BENCH); choose one: make bench BENCH=<name>" >&2; exit 1; }
+	@test -e benchmarks/$(subst .,/,$(BENCH))/__main__.py || test -e benchmarks/$(subst .,/,$(BENCH)).py || \
+	    { echo "make bench: benchmarks.$(BENCH) is nothing to run; benchmarks/README.md lists what is: make bench BENCH=ops.cpu" >&2; exit 1; }
 	$(BIN)/python -m benchmarks.$(BENCH) $(if $(filter systems,$(BENCH)),$(or $(ARGS),--quick --json),$(ARGS))
 
 clean:

@@ -8,6 +8,7 @@ Of a measurement that was repeated the newest line counts.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ import matplotlib.pyplot as plt
 
 from benchmarks.distdgl_reads.cells import Line, cell_key
 from benchmarks.distdgl_reads.tables import COUNT_HEAD, TIME_HEAD, count_rows, markdown, time_rows
+
+# Names of elements in SVG files are drawn from it: a drawing of the same lines is the same file.
+matplotlib.rcParams["svg.hashsalt"] = "dgl_hybrid"
 
 FOLDER = Path(__file__).parent
 # Okabe and Ito's palette.
@@ -59,7 +63,9 @@ def draw(lines: Sequence[Line], title: str, unit: str, file: Path) -> None:
     plt.close(figure)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Draw results.jsonl and print the tables of README.md.")
+    parser.parse_args(arguments)
     lines = newest([json.loads(line) for line in (FOLDER / "results.jsonl").read_text("utf-8").splitlines()])
     counts = [line for line in lines if line["metric"] == "reads_per_epoch"]
     draw(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.distdgl_reads import plot
 from benchmarks.distdgl_reads.cells import count_payback_epochs, measurements, spread, summarise
 from benchmarks.distdgl_reads.jobs import DATA_VARIABLE, find_data, plan_jobs
 from benchmarks.distdgl_reads.schedule import Schedule, read_message, write_message
@@ -162,3 +163,19 @@ def test_graphs_that_are_absent_are_generated(tmp_path: Path, monkeypatch: pytes
     assert "moby-thesaurus.npz not found" in why
     (tmp_path / "moby-thesaurus.npz").touch()
     assert find_data()[1] is None
+
+
+def test_a_drawing_of_the_same_lines_is_the_same_file(tmp_path: Path) -> None:
+    """Else each drawing would look like a change of the committed figures."""
+    cell = {"dataset": "graph", "num_parts": 2, "fanouts": [10, 25], "unit": "rows"}
+    lines = [{**cell, "variant": name, "p20": 1.0, "p50": 2.0, "p80": 3.0} for name in plot.COLOURS]
+    for name in ("a", "b"):
+        plot.draw(lines, "title", "rows", tmp_path / name)
+    for ending in (".svg", ".png"):
+        assert (tmp_path / f"a{ending}").read_bytes() == (tmp_path / f"b{ending}").read_bytes()
+
+
+def test_help_draws_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plot, "draw", lambda *_: pytest.fail("drawn"))
+    with pytest.raises(SystemExit):
+        plot.main(["--help"])

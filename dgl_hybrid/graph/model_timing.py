@@ -14,7 +14,6 @@ their sum is scaled to the time of an epoch that nobody watches.
 
 from __future__ import annotations
 
-import copy
 import functools
 import statistics
 import time
@@ -32,6 +31,7 @@ from torch.utils.checkpoint import CheckpointError
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks
 from dgl_hybrid.ops import EdgeDropout
@@ -90,7 +90,7 @@ def time_model(
         own_rows=own_rows,
         budget_s=budget_s,
     )
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
+    with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
         try:
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
             factor = FIRST_EDGES / max(timer.num_edges, 1)
@@ -173,8 +173,7 @@ class _Timer:
     ) -> None:
         self._budget_s, self._own_rows, self._sums_first = budget_s, own_rows, trace.sums_first
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-        # A copy, so that weights, running statistics, gradients and hooks of the original stay as they are.
-        self._model = copy.deepcopy(inner).train()
+        self._model = copy_of(inner).train()
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         # What most scripts use; the parameters are few beside the rows.
         self._optimizer = torch.optim.Adam(self._parameters) if self._parameters else None

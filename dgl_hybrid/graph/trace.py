@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import dgl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
-from dgl_hybrid.graph.layer_block import FusedOp
+from dgl_hybrid.graph.layer_block import BlockObserver, FusedOp, LayerBlock
+from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
 from dgl_hybrid.graph.op_rates import attention_slowdown, row_slowdown, weighted_slowdown
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
@@ -260,9 +261,8 @@ def trace_model(
     taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
     taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
     # The caller may be evaluating; the trace needs a backward.
-    with torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad():
-        # A copy, so that running statistics, gradients and hooks of the original stay as they are.
-        copied = copy.deepcopy(inner).cpu().train()
+    with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
+        copied = copy_of(inner).cpu().train()
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
         record = _Record.empty(num_layers)
         observer = _Observer(record, num_edges)
@@ -300,7 +300,7 @@ def trace_model(
                 "the model normalises the output of its last layer over rows (batch norm): only the seeds are computed "
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
-        _check_rows_apart(copied, args, kwargs, record, sizes)
+        _check_rows_apart(copied, args, kwargs, blocks, record, sizes)
     parameters = sum(parameter.numel() for parameter in inner.parameters())
     dtype = next((str(x.dtype).removeprefix("torch.") for x in inner.parameters() if x.is_floating_point()), "float32")
     return TraceResult(
@@ -354,9 +354,18 @@ def _check_all_used(record: _Record, num_layers: int) -> None:
 
 
 def _check_rows_apart(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], record: _Record, sizes: list[int]
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    blocks: list[LayerBlock],
+    record: _Record,
+    sizes: list[int],
 ) -> None:
-    """Changes row 0, which no other row reads, and looks whether any other row of the output changes."""
+    """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
+
+    Row 0 of what the model is given, of the fields it finds in the blocks, and of what it first exchanges, which may
+    come from a table of its own.
+    """
 
     def copied(value: Any) -> Any:
         # Disturbed rows are no static tensor, and layers sum in another order then: so must the plain ones be.
@@ -364,13 +373,32 @@ def _check_rows_apart(
 
     def disturb(value: Any) -> Any:
         changed = copied(value)
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim() and len(value) in sizes:
-            changed[0] = -3.0 * changed[0] + 1.0
+        if isinstance(value, Tensor) and value.dim() and len(value) in sizes:
+            if value.is_floating_point():
+                changed[0] = -3.0 * changed[0] + 1.0
+            elif value.dtype in (torch.int32, torch.int64):
+                changed[0] += 1  # an id: made-up ones are all 0
         return changed
 
+    frames = [blocks[0].srcdata, blocks[-1].dstdata]
+    given = [{name: rows for name, rows in frame.items() if name != dgl.NID} for frame in frames]
+
+    def run(change: Callable[[Any], Any], observer: BlockObserver | None) -> list[Tensor]:
+        for frame, fields in zip(frames, given, strict=True):
+            for name, rows in fields.items():
+                frame[name] = change(rows)
+        blocks[0].observer = observer
+        try:
+            return _tensors(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
+        finally:
+            blocks[0].observer = None
+
     with torch.no_grad(), _QuietMode(record, sizes):
-        plain = _tensors(model(*map_leaves(args, copied), **map_leaves(kwargs, copied)))
-        disturbed = _tensors(model(*map_leaves(args, disturb), **map_leaves(kwargs, disturb)))
+        plain = run(copied, None)
+        try:
+            disturbed = run(disturb, _Disturber())
+        except (IndexError, RuntimeError):  # of a table with one row
+            disturbed = run(lambda x: copied(x) if _is_integer(x) else disturb(x), _Disturber())
     for before, after in zip(plain, disturbed, strict=True):
         rows_of_level = before.dim() and len(before) in sizes
         if rows_of_level and not torch.allclose(before[1:], after[1:], rtol=1e-5, atol=1e-7, equal_nan=True):
@@ -379,6 +407,25 @@ def _check_rows_apart(
                 "which cannot be exact on a partition. Use BatchNorm1d, which is supported, or a norm over features "
                 "such as LayerNorm."
             )
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+class _Disturber:
+    """Changes row 0 of whatever a block exchanges."""
+
+    def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
+        for rows in fields:
+            if rows.is_floating_point() and len(rows):
+                rows[0] = -3.0 * rows[0] + 1.0
+
+    def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
+
+    def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None: ...
+
+    def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -267,6 +267,40 @@ def check_planned(g: Any, view: PartitionedGraph, transport: str) -> list[float]
     return losses
 
 
+class WithEmbedding(nn.Module):
+    """A model with learned rows inside, called with ids."""
+
+    def __init__(self, inner: nn.Module, embedding: Any) -> None:
+        super().__init__()
+        self.inner, self.embedding = inner, embedding
+
+    def forward(self, blocks: Any, ids: Tensor) -> Any:
+        return self.inner(blocks, self.embedding(ids))
+
+
+def check_embedding_inside(g: Any, view: PartitionedGraph, transport: str) -> dict[str, Any]:
+    """Planning runs copies of the model; what they read must not be deleted with them, nor remembered as read."""
+    embedding = dgl.distributed.DistEmbedding(g.num_nodes(), 5, f"inside_{transport}", embedding_rows)
+    ids = torch.arange(g.num_nodes())
+    before = embedding._tensor[ids]
+    model = WithEmbedding(Case(kind="sage_mean", dtype=torch.float32).build(5), embedding)
+    loader = FullGraphLoader(g, view.owned_nodes("train_mask"), 2, transport=transport)
+    losses, num_traced = [], []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            loss = nn.functional.cross_entropy(model(blocks, input_nodes), g.ndata["label"][seeds])
+            losses.append(loss.item() * loader.loss_weight / view.nodes.world_size)
+            num_traced.append(len(embedding._trace))
+            embedding.reset_trace()
+    g.barrier()
+    return {
+        "is_planned": loader.outcome is not None,
+        "losses": losses,
+        "num_traced": num_traced,
+        "is_there": torch.equal(embedding._tensor[ids], before),
+    }
+
+
 def check_messages(g: Any, view: PartitionedGraph, transport: str) -> dict[str, Any]:
     """What a communicator moves, whatever carries it."""
     communicator = view.communicator
@@ -344,6 +378,7 @@ CHECKS: dict[str, Callable[[Any, PartitionedGraph, str], Any]] = {
     "reads": check_reads,
     "inference": check_inference,
     "embedding": check_embedding,
+    "embedding inside": check_embedding_inside,
     "planned": check_planned,
     "sampled": check_sampled,
 }

@@ -52,7 +52,9 @@ class Setting:
     """The folder was written by DGL alone."""
     hops: int = 2
     cases: tuple[Case, ...] = tuple(FEW)
-    checks: tuple[str, ...] = ("memory", "share", "reads", "inference", "messages", "embedding", "planned")
+    checks: tuple[str, ...] = (
+        *("memory", "share", "reads", "inference", "messages", "embedding", "embedding inside", "planned"),
+    )
 
     @property
     def num_ranks(self) -> int:
@@ -259,6 +261,16 @@ def test_embeddings_learn_from_the_whole_graph(outcome: Outcome) -> None:
         before, after = (torch.cat([facts[epoch]["x"][facts[epoch]["own"]] for facts in seen]) for epoch in range(2))
         grad = torch.cat([facts[0]["grad"][facts[0]["own"]] for facts in seen])
         assert_close(after, before - 0.1 * grad / (grad.abs() + 1e-10), "Adagrad's first step", 1e-5)
+
+
+def test_planning_leaves_learned_rows_inside_the_model(outcome: Outcome) -> None:
+    for transport, seen in each(outcome, "embedding inside"):
+        for facts in seen:
+            assert facts["is_planned"], transport
+            assert facts["is_there"], transport
+            assert facts["num_traced"] == [1, 1, 1], transport
+        for epoch in zip(*(facts["losses"] for facts in seen), strict=True):
+            assert sum(epoch) == pytest.approx(sum(facts["losses"][0] for facts in seen), rel=1e-5), transport
 
 
 def test_plans_made_over_the_transport(outcome: Outcome) -> None:

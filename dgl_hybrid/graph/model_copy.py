@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a model to run on made-up blocks, and running them without a trace in the process they run in."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections.abc import Iterator
+from typing import TypeVar
+
+import numpy as np
+import torch
+from dgl.distributed import DistGraph, DistTensor, PartitionPolicy
+from torch import nn
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_ON_SERVERS: tuple[type, ...] = (DistTensor, DistGraph, PartitionPolicy)
+"""What stands for something on DistDGL's servers. A second `DistTensor` of one name would delete that when it ends, and
+to delete is collective."""
+
+
+def copy_of(model: ModelT) -> ModelT:
+    """Returns a deep copy, so that weights, running statistics, gradients and hooks of the model stay as they are.
+
+    A `DistEmbedding` inside is copied, so that it remembers its own reads alone, but the tensor it reads is the same:
+    copies may read it and must not write to it. Not collective.
+    """
+    with _shared_by_copies(_ON_SERVERS):
+        return copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def _shared_by_copies(classes: tuple[type, ...]) -> Iterator[None]:
+    """Lets deep copies hold the very objects of these classes that their original holds."""
+    before = [vars(cls).get("__deepcopy__") for cls in classes]
+    for cls in classes:
+        cls.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for cls, method in zip(classes, before, strict=True):
+            if method is None:
+                del cls.__deepcopy__  # type: ignore[attr-defined]
+            else:
+                cls.__deepcopy__ = method  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def with_own_randomness() -> Iterator[None]:
+    """Puts the generators of PyTorch (CPU), Python and NumPy back to where they were.
+
+    Ranks run a model on made-up blocks as often as they have time for. A model that draws from any of them, which layer
+    to skip, say, would otherwise go different ways on different ranks from then on.
+    """
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)

@@ -98,7 +98,8 @@ class Agent:
 
     def run(self) -> int:
         """Serves until there is nothing left to do, then cleans up; returns the exit code."""
-        os.set_blocking(0, False)
+        # Left blocking: a remote shell may have given one socket for both directions, and writing must wait. It is read
+        # from only when there is something.
         self._selector.register(0, selectors.EVENT_READ)
         for number in (signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)

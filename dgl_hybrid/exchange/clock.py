@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
+
+MOST_EVENTS = 1 << 16
+"""That are remembered: most scripts never ask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,16 +29,17 @@ class ExchangeEvent:
 
 @dataclass(slots=True)
 class ExchangeClock:
-    """The exchanges since the last `drain`, in program order: equal in number and kind on every rank."""
+    """The last exchanges since the last `drain`, in program order: equal in number and kind on every rank."""
 
-    events: list[ExchangeEvent] = field(default_factory=list)
+    events: deque[ExchangeEvent] = field(default_factory=lambda: deque(maxlen=MOST_EVENTS))
 
     def record(self, event: ExchangeEvent) -> None:
         self.events.append(event)
 
     def drain(self) -> list[ExchangeEvent]:
         """Returns the events recorded since the last call and forgets them."""
-        events, self.events = self.events, []
+        events = list(self.events)
+        self.events.clear()
         return events
 
 

@@ -193,8 +193,22 @@ class Communicator:
         send_counts: list[int],
         tag: ExchangeTag,
     ) -> Callable[[], list[Tensor]]:
-        """Rows of the GPU that a backend cannot move are staged in pinned memory."""
+        """Rows that a backend cannot move from where they are are taken to where it can: those of the GPU to pinned
+        memory, and with NCCL ids and static data, which are on the host, to the GPU.
+        """
         place = _as_moved(received)
+        if transport.device.type != "cpu" and send.device.type == "cpu":
+            staged_recv = torch.empty(place.shape, dtype=place.dtype, device=transport.device)
+            end_there = transport.start_all_to_all(
+                staged_recv, send.to(transport.device), recv_counts, send_counts, tag
+            )
+
+            def finish_there() -> list[Tensor]:
+                end_there()
+                place.copy_(staged_recv)
+                return list(received.split(recv_counts))
+
+            return finish_there
         if not (send.is_cuda and transport.device.type == "cpu"):
             end = transport.start_all_to_all(place, send, recv_counts, send_counts, tag)
 
@@ -278,10 +292,10 @@ class Communicator:
         if self.transport is not None:
             self.settle()
             with self._named("sum over ranks"):
-                if tensor.is_cuda and self.transport.device.type == "cpu":
-                    host = tensor.cpu()
-                    self.transport.all_reduce(host)
-                    tensor.copy_(host)
+                if tensor.device.type != self.transport.device.type:
+                    moved = tensor.to(self.transport.device)
+                    self.transport.all_reduce(moved)
+                    tensor.copy_(moved)
                 else:
                     self.transport.all_reduce(tensor)
         return tensor
@@ -506,7 +520,8 @@ def create_communicator(
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(None)
     chosen = backend or str(dist.get_backend())
-    if "nccl" in chosen and "gloo" in chosen:  # "cpu:gloo,cuda:nccl": rows travel where they lie.
+    if chosen == "undefined" or ("nccl" in chosen and "gloo" in chosen):
+        # No backend was named, or "cpu:gloo,cuda:nccl" was: there is one for each kind of device.
         chosen = "nccl" if torch.cuda.is_available() else "gloo"
     if chosen not in ("gloo", "nccl"):
         raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")

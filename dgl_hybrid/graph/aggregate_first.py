@@ -26,6 +26,7 @@ from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.row_products import (
     are_plain,
     is_relu,
+    is_watched,
     narrowed_rows,
     product,
     rows_and_own,
@@ -120,7 +121,8 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     """`dgl.nn.SAGEConv.forward`: same arguments, same result."""
     operands: tuple[Tensor, ...] = ()
     # With p = 0, or while evaluating, dropout hands back the very tensor.
-    is_plain = type(self.feat_drop) is nn.Dropout and not (self.training and self.feat_drop.p > 0)
+    drop = self.feat_drop
+    is_plain = type(drop) is nn.Dropout and not (drop.training and drop.p > 0) and not is_watched(drop)
     if self._aggre_type in ("mean", "gcn") and is_plain:
         operands = _static_operands(graph, feat, edge_weight)
     if not operands:

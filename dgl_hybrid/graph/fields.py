@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ class SourceFields(MutableMapping[str, Tensor]):
         self._where = where
         self._held: dict[str, Tensor] = {}
         self._extended: dict[str, tuple[Tensor, int]] = {}  # and the version of the field it was made from
+        self._complete: set[str] = set()
         self._set_in_scope: list[str] = []
         self._scopes: list[tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], list[str]]] = []
 
@@ -61,6 +62,19 @@ class SourceFields(MutableMapping[str, Tensor]):
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
         self._held[key], self._extended[key] = held, (extended, _version_of(held))
+        self._complete.add(key)
+
+    def reset(self, known: Mapping[str, Tensor], *, keeps_received: bool) -> None:
+        """Leaves these fields alone, and those whose received rows were known from the beginning.
+
+        Args:
+            known: May be there already; the same tensor stays with what was received for it if `keeps_received`.
+        """
+        for name in [name for name in self._held if name not in known and name not in self._complete]:
+            del self[name]
+        for name, tensor in known.items():
+            if self._held.get(name) is not tensor or not keeps_received:
+                self[name] = tensor
 
     def complete(self, names: Sequence[str], extend: ExtendFields) -> dict[str, Tensor]:
         """Exchanges those of the named fields that lack received rows, in one call of `extend`.
@@ -103,7 +117,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""
-        self._held, self._extended = dict(other._held), dict(other._extended)
+        self._held, self._extended, self._complete = dict(other._held), dict(other._extended), set(other._complete)
 
     @property
     def is_in_scope(self) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
-from dgl_hybrid.graph.row_products import linear
+from dgl_hybrid.graph.row_products import is_watched, linear
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
@@ -120,7 +120,7 @@ def _find_edges(
         return "dtype of the features"
     for part, expected in ((layer.attn_drop, nn.Dropout), (layer.leaky_relu, nn.LeakyReLU)):
         # Fused, these modules do not run.
-        if type(part) is not expected or _has_hooks(part):
+        if type(part) is not expected or is_watched(part):
             return f"{expected.__name__} replaced or hooked"
     index = graph.real_index if isinstance(graph, LayerBlock) else graph._graph
     edges = sparse_graph_of(index, inputs[0].device)
@@ -129,12 +129,6 @@ def _find_edges(
     if not layer._allow_zero_in_degree and bool((graph.in_degrees() == 0).any()):
         return "zero in-degree"
     return edges
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(
-        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
-    )
 
 
 def _drop_inputs(layer: Any, graph: Any, feat: Any) -> tuple[Tensor, Tensor]:

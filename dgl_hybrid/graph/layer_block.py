@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, Protocol
 
 import dgl
@@ -239,6 +239,27 @@ class LayerBlock:
                 yield
             finally:
                 self._source.pop_scope()
+
+    def begin_epoch(
+        self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor], edge: Mapping[str, Tensor]
+    ) -> None:
+        """Forgets what the last epoch left in it: a block is new to every epoch, as blocks of a sampler are.
+
+        Args:
+            source, destination, edge: Fields that are there from the beginning. Rows received for the same tensor
+                before stay, unless exchanges are approximated, which are counted from the beginning.
+        """
+        self._source.reset(source, keeps_received=self.approximation is None)
+        _reset_frame(self._block.srcdata, {}, None)
+        _reset_frame(self._block.dstdata, destination, dgl.NID)
+        _reset_frame(self._block.edata, edge, dgl.EID)
+        if self.approximation is not None:
+            self.approximation.begin_epoch()
+
+    def retire(self) -> None:
+        """Lets go of everything, whoever still holds this block; using it raises an error from now on."""
+        self.__dict__.clear()
+        self.__class__ = _RetiredBlock
 
     def local_var(self) -> LayerBlock:
         """Returns a copy whose fields can be changed without changing this block's."""
@@ -477,25 +498,37 @@ class LayerBlock:
             results.update(reduce_func(nodes))
             return results
 
-        fields = [value for name, value in self._source.items() if name != dgl.NID]
-        for data, given in ((probe.srcdata, self._source), (probe.dstdata, self._block.dstdata)):
+        # What needs a gradient, as it is here and as it is made up there; of sources with the received rows.
+        real: list[Tensor] = []
+        leaves: list[Tensor] = []
+        sources = {name: self._block.srcdata[name] for name in self._names_read_by(message_func)}
+        for data, given in (
+            (probe.srcdata, {**self._source, **sources}),
+            (probe.dstdata, dict(self._block.dstdata)),
+            (probe.edata, dict(self._block.edata)),
+        ):
             for name, value in given.items():
-                data[name] = made_up(value)
-        for name, value in self._block.edata.items():
-            probe.edata[name] = made_up(value)
+                rows = made_up(value)
+                if value.requires_grad:
+                    real.append(value)
+                    leaves.append(rows.requires_grad_())
+                    rows = rows.clone()  # functions may write into what they are given
+                data[name] = rows
         self.is_dry_run = True
         try:
             probe.update_all(message_func, reduce_and_note)
         finally:
             self.is_dry_run = False
-        anchors = [self._block.srcdata[name] for name in self._names_read_by(message_func) if name != dgl.NID] + fields
-        anchors += [value for data in (self._block.dstdata, self._block.edata) for _, value in data.items()]
-        anchors = [anchor for anchor in anchors if anchor.requires_grad]
         # Whatever the reduce returns is set, also where a field of that name was there before.
         for name, value in results.items():
             shape = (self.structure.num_dst, *value.shape[1:])
             zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
-            self._block.dstdata[name] = _Anchored.apply(zeros, value, *anchors)
+            if value.requires_grad:
+                # As on ranks that have edges: what was not used has no part in the backward, nor has its exchange.
+                grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True) if leaves else ()
+                used = [field for field, grad in zip(real, grads, strict=True) if grad is not None]
+                zeros = _Anchored.apply(zeros, value, *used)
+            self._block.dstdata[name] = zeros
         if apply_node_func is not None:
             self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
 
@@ -518,6 +551,29 @@ class LayerBlock:
             f"LayerBlock(layer={s.layer}, num_src_nodes={s.num_held} (+ {s.exchange.num_received} received), "
             f"num_dst_nodes={s.num_dst}, num_edges={len(s.eid_global)})"
         )
+
+
+class _RetiredBlock(LayerBlock):
+    """A block whose plan was replaced by another one."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"'LayerBlock' object has no attribute {name!r}")
+        raise BlockError(
+            "this block is of a plan that was replaced since: take the blocks, and the ids, that the loader yields in "
+            "each epoch (plans take turns in the first epochs of strategy 'hybrid' unless autotune=False)"
+        )
+
+    def __repr__(self) -> str:
+        return "LayerBlock(of a plan that was replaced)"
+
+
+def _reset_frame(frame: Any, known: Mapping[str, Tensor], ids: str | None) -> None:
+    for name in [name for name in frame if name not in known and name != ids]:
+        frame.pop(name)
+    for name, rows in known.items():
+        if name not in frame or frame[name] is not rows:
+            frame[name] = rows
 
 
 class _Anchored(torch.autograd.Function):

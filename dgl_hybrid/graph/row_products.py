@@ -115,15 +115,21 @@ def product(
     return torch.relu(result) if relu else result
 
 
+def is_watched(module: nn.Module) -> bool:
+    """Whether somebody is told of this module's calls, or has given it a forward of its own."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in vars(module)
+    )
+
+
 def is_relu(activation: Any) -> bool:
     """Whether this is a ReLU that nobody watches."""
     if type(activation) is nn.ReLU:
-        return not (
-            activation._forward_hooks
-            or activation._forward_pre_hooks
-            or activation._backward_hooks
-            or activation._backward_pre_hooks
-        )
+        return not is_watched(activation)
     return activation is F.relu or activation is torch.relu
 
 
@@ -150,6 +156,8 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
 
 def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
     """Returns `x` and `of_own(x[:num_own])`, where `are_plain((of_own,), x)` holds: both gradients in one tensor."""
+    if not x.requires_grad:  # nor must it seem to: its rows travel, and so would a gradient that nobody asks for
+        return x, _products([x[:num_own]], [of_own.weight.t()], bias=of_own.bias)
     both: tuple[Tensor, Tensor] = _RowsAndOwn.apply(x, of_own.weight, of_own.bias, num_own)
     return both
 
@@ -176,10 +184,4 @@ def are_plain(layers: tuple[Any, ...], x: Tensor) -> bool:
     """Whether these layers do nothing but multiply rows of x by their weights, seen by nobody."""
     if x.dim() != 2 or torch.is_autocast_enabled(x.device.type):
         return False
-    return all(
-        type(layer) is nn.Linear
-        and layer.weight.dtype == x.dtype
-        and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
-        and not (layer._backward_pre_hooks or "forward" in vars(layer))
-        for layer in layers
-    )
+    return all(type(layer) is nn.Linear and layer.weight.dtype == x.dtype and not is_watched(layer) for layer in layers)

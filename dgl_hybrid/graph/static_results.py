@@ -10,20 +10,19 @@ PyTorch counts what is written into a tensor, but not through `.data`, NumPy or 
 compared before each epoch, which finds a field that was scaled or shuffled in that way, not one changed row.
 
 Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
-every rank; whether somebody wrote into one is agreed on before each epoch (`drop_changed`).
+every rank; whether somebody wrote into one is agreed on before each epoch (`FullGraphLoader`).
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.ops import SparseRows
 
 RowsT = TypeVar("RowsT", Tensor, Tensor | SparseRows)
@@ -75,8 +74,15 @@ class _Kept:
     result_version: int
 
     @property
+    def has_ended(self) -> bool:
+        """Nobody has an operand any more, so nobody can ask for it."""
+        return any(operand.tensor() is None for operand in self.operands)
+
+    @property
     def is_written(self) -> bool:
-        return self.result_version != _version_of(self.result)
+        """Also if it was made a leaf, whose gradients would add up from epoch to epoch."""
+        is_leaf = isinstance(self.result, Tensor) and self.result.requires_grad
+        return is_leaf or self.result_version != _version_of(self.result)
 
     @property
     def was_changed(self) -> bool:
@@ -137,6 +143,7 @@ class StaticResults:
         return self._get(key, operands, make)
 
     def _get(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], KeptT]) -> KeptT:
+        key = (key, tuple(map(id, operands)))  # the operands' objects are compared below
         kept = self._kept.get(key)
         is_current = (
             kept is not None
@@ -152,6 +159,7 @@ class StaticResults:
                     result = make()
             finally:
                 self._is_making = False
+            self._kept = {other: result for other, result in self._kept.items() if not result.has_ended}
             kept = _Kept(tuple(_Operand.of(x) for x in operands), result, _version_of(result))
             self._kept[key] = kept
         return cast("KeptT", kept.result)
@@ -180,14 +188,6 @@ def _bytes_of(result: Rows | None) -> int:
     if isinstance(result, Tensor):
         return result.numel() * result.element_size()
     return 0 if result is None else result.num_bytes
-
-
-def drop_changed(results: Sequence[StaticResults], communicator: Communicator) -> None:
-    """Drops what is kept, on all ranks, if on any of them something was written into. Collective."""
-    changed = any(kept.was_changed for kept in results)
-    if any(count for (count,) in communicator.gather_ints([int(changed)])):
-        for kept in results:
-            kept.clear()
 
 
 def nothing_is_static(tensor: Tensor) -> bool:

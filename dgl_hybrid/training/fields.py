@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,16 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    rows: Tensor
+    version: int
+
+    @property
+    def was_changed(self) -> bool:
+        return was_changed(self.rows, self.version)
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,8 @@ class StoredField(GraphField):
         self._version = 0
         self._row_sets = row_sets
         self._kind = kind
-        self._read: dict[int, tuple[Tensor, int]] = {}  # by identity of the ids: rows, and their version
+        self._local_version = _version_of(local)
+        self._read: dict[int, _Read | None] = {}  # by identity of the ids; None: dropped, as each key has a finalizer
 
     @property
     def local(self) -> Tensor:
@@ -92,14 +104,15 @@ class StoredField(GraphField):
         known = self._row_sets.find(self._kind, ids)
         if known is not None:
             key = id(ids)
-            if key not in self._read or was_changed(*self._read[key]):
+            read = self._read.get(key)
+            if read is None or read.was_changed:
                 # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
                 with torch.inference_mode(False):
                     rows = fetch_rows(self._row_sets.communicator, self.ownership, self.local, known).to(ids.device)
                 if key not in self._read:
                     weakref.finalize(ids, self._read.pop, key, None)
-                self._read[key] = rows, rows._version
-            return self._read[key][0]
+                read = self._read[key] = _Read(rows, rows._version)
+            return read.rows
         given: Any = ids
         ids_global = torch.empty(()) if given is None or isinstance(given, slice) else torch.as_tensor(given)
         if ids_global.dim() != 1 or ids_global.dtype == torch.bool or ids_global.is_floating_point():
@@ -117,23 +130,50 @@ class StoredField(GraphField):
         return self.local[host_ids - self.ownership.start].to(ids_global.device)
 
     def identify(self, rows: Tensor) -> bool:
-        return any(rows is known for known, _ in self._read.values())
+        return any(read is not None and read.rows is rows for read in self._read.values())
 
     def set_local(self, rows: Tensor) -> None:
         """Replaces this rank's rows; every rank must do so, since rows read before are read again."""
         if len(rows) != len(self.local):
             raise ValueError(f"{self._kind} field {self.name!r} must have {len(self.local)} rows (got {len(rows)})")
         self._local = rows
+        self._local_version = _version_of(rows)
         self._version += 1
-        self._read.clear()
+        self._read.update(dict.fromkeys(self._read))
+
+    def find_writes(self) -> int:
+        """Says what happened here since the last `drop_reads`: 2 if `local` was written to, 1 if only rows that were
+        read from it were, else 0. Ranks may differ.
+        """
+        if _version_of(self._local) != self._local_version:
+            return _WROTE_FIELD
+        return _WROTE_ROWS if any(read is not None and read.was_changed for read in self._read.values()) else 0
+
+    def forget(self, ids: Tensor) -> None:
+        """Drops the rows of one id tensor; they are read again if asked for."""
+        if id(ids) in self._read:
+            self._read[id(ids)] = None
+
+    def drop_reads(self, writes: int) -> None:
+        """Lets all rows be read again; every rank does so with the greatest of what `find_writes` returned on any."""
+        self._read.update(dict.fromkeys(self._read))
+        self._local_version = _version_of(self._local)
+        self._version += writes == _WROTE_FIELD
+
+
+_WROTE_ROWS, _WROTE_FIELD = 1, 2
 
 
 def was_changed(rows: Tensor, version: int) -> bool:
     """Whether the script wrote into rows it had read, or made them a leaf: the next read gives the field's rows anew.
 
-    Alike on every rank, as it follows from the program.
+    Within an epoch this is alike on every rank only if the program is; before each epoch ranks agree on it.
     """
     return rows._version != version or rows.requires_grad
+
+
+def _version_of(rows: Tensor) -> int:
+    return 0 if rows.is_inference() else rows._version
 
 
 class RowSets:
@@ -183,6 +223,9 @@ class StoredFields(GraphFields):
             raise KeyError(f"no {self._kind} field {name!r}; there are {sorted(self._fields) or 'none'}")
         return self._fields[name]
 
+    def stored(self) -> Iterable[tuple[str, StoredField]]:
+        return self._fields.items()
+
     def __contains__(self, name: object) -> bool:
         return name in self._fields
 
@@ -201,3 +244,17 @@ class StoredFields(GraphFields):
 
     def __len__(self) -> int:
         return len(self._fields)
+
+
+def agree_on_stored_writes(communicator: Communicator, fields_by_kind: Mapping[str, StoredFields]) -> None:
+    """Makes rows of fields that any rank wrote to be read again on all. Collective."""
+    fields = {f"{kind} {name}": field for kind, of_kind in fields_by_kind.items() for name, field in of_kind.stored()}
+    found = {key: writes for key, field in fields.items() if (writes := field.find_writes())}
+    if not any(count for (count,) in communicator.gather_ints([len(found)])):
+        return
+    most: Counter[str] = Counter()
+    for of_rank in communicator.gather_json(found):
+        most |= Counter(of_rank)  # the greater of both
+    for key, writes in most.items():
+        if key in fields:
+            fields[key].drop_reads(writes)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +14,18 @@ from torch import Tensor, nn
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, and then each of its modules back into the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 def infer(
@@ -29,7 +43,7 @@ def infer(
     """Runs `model(blocks, x)` in evaluation mode for some nodes. Collective; no gradients.
 
     Args:
-        model: Any module a loader's blocks work with, wrapped in DDP or not; its mode is restored afterwards.
+        model: Any module a loader's blocks work with, wrapped in DDP or not; its modules' modes are restored.
         g: A running `DistGraph`, or the graph as this rank sees it.
         sampler: A DGL sampler or the number of layers, as for `FullGraphLoader`.
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
@@ -46,13 +60,8 @@ def infer(
         graph = as_partitioned(g, transport)
         wanted = graph.owned_nodes() if nids is None else nids
         loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)
-    was_training = inner.training
-    inner.eval()
-    try:
-        with torch.no_grad():
-            input_nodes, seeds, blocks = next(iter(loader))
-            output = inner(blocks, loader.graph.ndata[feature][input_nodes])
-    finally:
-        inner.train(was_training)
+    with evaluating(inner), torch.no_grad():
+        input_nodes, seeds, blocks = next(iter(loader))
+        output = inner(blocks, loader.graph.ndata[feature][input_nodes])
     ids, order = seeds[: loader.num_seeds].sort()
     return ids, output[: loader.num_seeds][order]

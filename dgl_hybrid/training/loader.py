@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,9 +23,10 @@ from dgl_hybrid.exchange.locality import RowOrder, check_row_order
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.static_results import drop_changed, nothing_is_static
+from dgl_hybrid.graph.static_results import nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
+from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.fields import GraphFields
@@ -159,6 +160,10 @@ class FullGraphLoader:
                 "overlap": overlap,
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
+                "strategy": STRATEGIES.index(config.strategy),
+                "a memory budget given": config.memory_budget_bytes is not None,
+                "rates given": topology is not None,
+                "prices": len(config.prices),
                 "chunk_rows of the plan": (plan.chunk_rows or 0) if isinstance(plan, DependencyPlan) else 0,
                 "sums_first of the plan, bit by layer": sum(is_first << i for i, is_first in enumerate(sums_first)),
             }
@@ -191,6 +196,7 @@ class FullGraphLoader:
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
         self._steps_done = 0
+        self._is_warned = False
         self._is_new = True
         self._epoch_ns = 0
         self._trials: PlanTrials | None = None
@@ -284,13 +290,17 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
             g.row_sets.register_edges(block.edata[dgl.EID])
         self._node_keys, self._edge_keys = self._find_keys(sets)
-        self._fill_prefetched()
+        self._prefetch.fill(g, self.blocks)
         self._give_back_memory()
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
         if "blocks" not in self.__dict__:
             return
+        # The script's variables still hold what was yielded last.
+        for block in self.blocks:
+            self.graph.forget_reads([block.srcdata[dgl.NID], block.dstdata[dgl.NID], block.edata[dgl.EID]])
+            block.retire()
         for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
             self.__dict__.pop(name, None)
         self.communicator.drop_free_memory()
@@ -301,10 +311,6 @@ class FullGraphLoader:
         self.communicator.drop_free_memory()
         if sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES:
             give_back_memory()
-
-    def _fill_prefetched(self) -> None:
-        self._prefetch.fill(self.graph, self.blocks)
-        self._prefetched = self._prefetch.versions(self.graph)
 
     def _find_keys(self, sets: LevelSets) -> tuple[Tensor, Tensor]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
@@ -323,6 +329,28 @@ class FullGraphLoader:
             edge_keys = fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, edge_keys)
         return node_keys.to(self.device), edge_keys.to(self.device)
 
+    # ---------------------------------------------------------------- resuming
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns what a checkpoint needs for dropout to go on as it would have: steps that drew masks, and the seed.
+
+        The same on every rank, between epochs. The plan is not in it: give `plan=` to keep it.
+        """
+        step: Step | None = self.__dict__.get("_step")
+        has_drawn = step is not None and step.num_random_calls > 0
+        return {"steps": self._steps_done + has_drawn, "seed": self.seed}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on where `state_dict` was taken; every rank does so, between epochs.
+
+        Raises:
+            ValueError: If this is not what `state_dict` returns.
+        """
+        if set(state) != {"steps", "seed"} or not all(isinstance(v, int) and v >= 0 for v in state.values()):
+            raise ValueError(f"expected what FullGraphLoader.state_dict returns: steps and seed (got {dict(state)!r})")
+        self._steps_done, self.seed = state["steps"], state["seed"]
+        self.__dict__.pop("_step", None)
+
     # ---------------------------------------------------------------- iteration
 
     def __len__(self) -> int:
@@ -338,11 +366,8 @@ class FullGraphLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
         self.graph.agree_on_writes()
-        self._continue_trials()
-        if self._keep_static:
-            drop_changed([block.static_results for block in self.blocks], self.communicator)
-        if self._prefetch.versions(self.graph) != self._prefetched:
-            self._fill_prefetched()
+        self._agree_on_last_epoch()
+        self._prefetch.fill(self.graph, self.blocks)
         if self.outcome is None and not (self.forced and self._is_checked):
             self._use_first_call()
         step = Step(
@@ -360,31 +385,62 @@ class FullGraphLoader:
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
         is_first, self._is_new = self._is_new, False
-        for block in self.blocks:
-            if block.approximation is not None:
-                block.approximation.begin_epoch()
-        self._steps_done += 1
         session.follow(step)
         self._step = step
-        self._epoch_ns = 0
-        start_ns = time.perf_counter_ns()
-        yield self.input_nodes, self.seeds, self.blocks
+        start_ns = self._now_ns()
+        try:
+            yield self.input_nodes, self.seeds, list(self.blocks)
+        except GeneratorExit:
+            # A script that leaves its loop, or takes the batch by `next`, has ended its epoch, too.
+            self._note_epoch(step, start_ns)
+            raise
         self.communicator.settle()  # stale rows of this epoch travelled until here
-        if torch.is_grad_enabled():  # an evaluation says nothing of an epoch
-            self._epoch_ns = time.perf_counter_ns() - start_ns
+        self._note_epoch(step, start_ns)
         if is_first:
             self._give_back_memory()  # fetching features and making what is kept took more than stays
             give_back_compiler()
 
-    def _continue_trials(self) -> None:
-        """Takes the last epoch's time to the trials and changes the plan where it is another one's turn. Collective."""
-        trials, outcome = self._trials, self.outcome
-        if trials is None or outcome is None:
-            return
-        elapsed_ns = [row[0] for row in self.communicator.gather_ints([self._epoch_ns])]
-        if min(elapsed_ns) == 0:
-            return
+    def _now_ns(self) -> int:
+        if self.device.type == "cuda" and not self.is_settled:
+            torch.cuda.synchronize(self.device)  # the time of the work, not of its launches
+        return time.perf_counter_ns()
+
+    def _note_epoch(self, step: Step, start_ns: int) -> None:
+        if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
+            self._epoch_ns = self._now_ns() - start_ns
+
+    def _agree_on_last_epoch(self) -> None:
+        """Tells all ranks how long the last epoch took, whether what is kept of it is still right and whether it drew
+        random numbers. Collective.
+        """
+        kept = [block.static_results for block in self.blocks]
+        was_changed = self._keep_static and any(results.was_changed for results in kept)
+        step: Step | None = self.__dict__.get("_step")
+        has_drawn = step is not None and step.num_random_calls > 0
+        if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
+            self._say_untimed()
+        told = self.communicator.gather_ints([self._epoch_ns, int(was_changed), int(has_drawn)])
         self._epoch_ns = 0
+        # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
+        self._steps_done += any(row[2] for row in told)
+        if any(row[1] for row in told):
+            for results in kept:
+                results.clear()
+        self._continue_trials([row[0] for row in told])
+
+    def _say_untimed(self) -> None:
+        if self._trials is not None and not self._is_warned and self.communicator.rank == 0:
+            self._is_warned = True
+            _logger.warning(
+                "plans are to take turns in real epochs, but epochs cannot be timed where the batch is taken by "
+                "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
+            )
+
+    def _continue_trials(self, elapsed_ns: list[int]) -> None:
+        """Takes the last epoch's times to the trials, and changes the plan if another one has its turn. Collective."""
+        trials, outcome = self._trials, self.outcome
+        if trials is None or outcome is None or min(elapsed_ns) == 0:
+            return
         before, was_settled = trials.current, trials.is_settled
         trials.record(max(elapsed_ns) / 1e9)
         if trials.is_settled and not was_settled and self.communicator.rank == 0:
@@ -532,18 +588,15 @@ class _Prefetch:
             edge=of(g.edata, self.edge_fields),
         )
 
-    def versions(self, g: PartitionedGraph) -> list[int]:
-        """Tells whether somebody wrote into any of the fields; equal on all ranks."""
-        return [g.ndata[name].version for name in self.node_fields + self.label_fields] + [
-            g.edata[name].version for name in self.edge_fields
-        ]
-
     def fill(self, g: PartitionedGraph, blocks: list[LayerBlock]) -> None:
-        """Collective, in the order of the fields' names as the sampler lists them."""
-        for name in self.node_fields:
-            blocks[0].srcdata[name] = g.ndata[name][blocks[0].srcdata[dgl.NID]]
-        for name in self.label_fields:
-            blocks[-1].dstdata[name] = g.ndata[name][blocks[-1].dstdata[dgl.NID]]
+        """Leaves the fields' rows in the blocks and nothing else, before each epoch. Collective where they are to be
+        read anew, in the order of the fields' names as the sampler lists them.
+        """
+        source = {name: g.ndata[name][blocks[0].srcdata[dgl.NID]] for name in self.node_fields}
+        destination = {name: g.ndata[name][blocks[-1].dstdata[dgl.NID]] for name in self.label_fields}
         for block in blocks:
-            for name in self.edge_fields:
-                block.edata[name] = g.edata[name][block.edata[dgl.EID]]
+            block.begin_epoch(
+                source if block is blocks[0] else {},
+                destination if block is blocks[-1] else {},
+                {name: g.edata[name][block.edata[dgl.EID]] for name in self.edge_fields},
+            )

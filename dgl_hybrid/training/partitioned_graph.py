@@ -7,7 +7,7 @@ nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
 from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
-from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields
+from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, agree_on_stored_writes
 from dgl_hybrid.training.stable_reads import StableReads
 
 
@@ -51,8 +51,12 @@ class PartitionedGraph:
         self.nodes = Ownership(offsets=partition.node_offsets, rank=communicator.rank)
         self.edges = Ownership(offsets=partition.edge_offsets, rank=communicator.rank)
         self.row_sets = RowSets(communicator)
-        self.ndata: GraphFields = StoredFields(node_data or {}, self.nodes, self.row_sets, "node")
-        self.edata: GraphFields = StoredFields(edge_data or {}, self.edges, self.row_sets, "edge")
+        self._stored = {
+            "node": StoredFields(node_data or {}, self.nodes, self.row_sets, "node"),
+            "edge": StoredFields(edge_data or {}, self.edges, self.row_sets, "edge"),
+        }
+        self.ndata: GraphFields = self._stored["node"]
+        self.edata: GraphFields = self._stored["edge"]
         self.in_edges = InEdges(partition, communicator, self.nodes)
         known = communicator.gather_ints([int(partition.out_degrees is not None)])
         if all(row[0] for row in known) and partition.out_degrees is not None:
@@ -139,9 +143,21 @@ class PartitionedGraph:
         return fetch_rows(self.communicator, self.nodes, local_rows, ids_global)
 
     def agree_on_writes(self) -> None:
-        """Makes rows that any rank wrote into servers' fields be read again everywhere. Collective."""
+        """Makes rows be read again on all ranks where any wrote into a field, or into what it had read. Collective."""
         if self._reads is not None:
             self._reads.agree()
+        else:
+            agree_on_stored_writes(self.communicator, self._stored)
+
+    def forget_reads(self, ids: Iterable[Tensor]) -> None:
+        """Drops the rows that were read by these id tensors of a loader; every rank does so at the same point."""
+        for one in ids:
+            if self._reads is not None:
+                self._reads.forget(one)
+            else:
+                for fields in self._stored.values():
+                    for _, field in fields.stored():
+                        field.forget(one)
 
     def hands_out(self, rows: Tensor) -> bool:
         """Whether `rows` is what a read with a loader's id tensor returns until somebody writes into the field."""

@@ -97,9 +97,7 @@ class PlanMaker:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
         self._keep_static, self._overlap = keep_static, overlap
-        self._is_timed = topology is None
-        if topology is not None:
-            g.topology = topology
+        self._given_topology = topology
 
     def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
         """Traces the model on rank 0 and plans on every rank. Collective.
@@ -111,7 +109,7 @@ class PlanMaker:
         trace, dense_below = self.trace(model, template)
         sets = self._sets_of_depcomm(dense_below)
         trace = self._order_products(model, template, trace, sets)
-        times = self.time(model, template, trace, sets) if self._is_timed else None
+        times = self.time(model, template, trace, sets) if self._given_topology is None else None
         return self.make_from_trace(trace, dense_below=dense_below, times=times)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
@@ -214,6 +212,8 @@ class PlanMaker:
     def _topology(self) -> Topology:
         """Probes the ranks unless that was done, or rates were given. Collective."""
         g, communicator = self._graph, self._graph.communicator
+        if self._given_topology is not None:
+            return self._given_topology
         if g.topology is None:
             measured = probe(communicator.transport, aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)

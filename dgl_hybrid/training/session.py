@@ -15,7 +15,7 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -45,10 +45,24 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
         F.dropout3d,
         F.gumbel_softmax,
         F.rrelu,
+        torch.alpha_dropout,
         torch.bernoulli,
+        torch.feature_alpha_dropout,
+        torch.feature_dropout,
+        torch.multinomial,
+        torch.normal,
+        torch.poisson,
         torch.rand_like,
+        torch.randint_like,
         torch.randn_like,
+        torch.rrelu,
+        *(getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_")),
+        *(getattr(Tensor, name) for name in ("log_normal_", "multinomial", "normal_", "random_", "uniform_")),
     }
+)
+# The same without a tensor of rows to tell them by: by the shape they are asked for.
+_UNREPLICATED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm}
 )
 
 
@@ -73,8 +87,13 @@ class _RowMode(TorchFunctionMode):
             return _dropout(self.step, *args, **kwargs)
         if func is F.batch_norm and self._is_ours():
             return _batch_norm(self.step, *args, **kwargs)
-        if func in _UNREPLICATED and self.step.communicator.world_size > 1:
-            _refuse_random(self.step, func, args, kwargs)
+        if func is torch.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
+            return _dropout(self.step, *args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
+        if self.step.communicator.world_size > 1:
+            if func in _UNREPLICATED:
+                _refuse_random(self.step, func, args, kwargs)
+            if func in _UNREPLICATED_FACTORIES:
+                _refuse_factory(self.step, func, args, kwargs)
         return func(*args, **kwargs)
 
     def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -129,12 +148,26 @@ def _batch_norm(
 
 
 def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    tensor = args[0] if args else kwargs.get("input")
-    if isinstance(tensor, Tensor) and tensor.dim() and step.is_level(len(tensor)) and kwargs.get("training", True):
-        raise BlockError(
-            f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row and its replicas would "
-            f"differ. Use nn.Dropout, which is replicated, or draw from a function of the node ids."
-        )
+    tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
+    if tensor is not None and tensor.dim() and step.is_level(len(tensor)) and kwargs.get("training", True):
+        _raise_unreplicated(func)
+
+
+def _refuse_factory(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    shape = kwargs.get("size")
+    if shape is None and func in (torch.rand, torch.randn):
+        shape = args[0] if args and not isinstance(args[0], int) else args
+    elif shape is None:
+        shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1])
+    if len(shape) and isinstance(shape[0], int) and step.is_level(shape[0]):
+        _raise_unreplicated(func)
+
+
+def _raise_unreplicated(func: Any) -> NoReturn:
+    raise BlockError(
+        f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row and its replicas would "
+        f"differ. Use nn.Dropout, which is replicated, or draw from a function of the node ids."
+    )
 
 
 class _Session:
@@ -183,7 +216,9 @@ class _Session:
         in_backward = torch._C._current_graph_task_id() != -1
         if in_backward:
             return self._weighted(output, step) if module in step.called_without_grad else None
-        if not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            step.was_trained = True
+        else:
             step.called_without_grad.add(module)
         if step.on_call is not None:
             step.on_call(module, args, kwargs)

@@ -144,6 +144,12 @@ class StableReads:
     def _is_current(self, name: str, read: _Read) -> bool:
         return not was_changed(read.rows, read.rows_version) and read.local.holds(self._local(name))
 
+    def forget(self, ids: Tensor) -> None:
+        """Drops the rows of one id tensor; they are read again if asked for."""
+        for key, read in list(self._reads.items()):
+            if key[1] == id(ids):
+                self._reads[key] = replace(read, rows=torch.empty(0), rows_version=-1)
+
     def identify(self, name: str, rows: Tensor) -> bool:
         """Whether `rows` is what a read of this field returned."""
         return any(read.rows is rows for (field, _), read in self._reads.items() if field == name)

@@ -46,6 +46,8 @@ class Step:
     current_block: LayerBlock | None = None
     block_used: bool = False
     last_block_used: bool = False
+    was_trained: bool = False
+    """A module has used the last block where gradients are taken."""
     num_random_calls: int = 0
     called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Outermost modules whose output could not be weighted since it needed no gradient."""

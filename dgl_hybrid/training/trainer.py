@@ -19,6 +19,7 @@ from dgl_hybrid.partition.manifest import MANIFEST_NAME
 from dgl_hybrid.planner import DependencyPlan, load_plan
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
+from dgl_hybrid.training.inference import evaluating
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.metrics import count_correct
@@ -47,8 +48,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     g = open_graph(job)
     model = build(job, g)
     loader, plan = make_loader(job, g, model)
-    chunk_rows = None if loader.outcome is None else loader.outcome.plan.chunk_rows
-    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=chunk_rows)
+    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=plan.chunk_rows)
     config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
     if communicator.transport is not None:
@@ -214,12 +214,9 @@ class Evaluator:
 
     def measure(self, model: nn.Module, epoch: int) -> Accuracy:
         """Returns the same on every rank; leaves the model in the mode it was in. Collective."""
-        was_training = model.training
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             for input_nodes, _, blocks in self._loader:
                 logits = model(blocks, self._graph.ndata["feat"][input_nodes])
-        model.train(was_training)
         rows = logits[: len(self._labels)]
         counts = torch.stack([count_correct(rows, self._labels, split) for split in self._splits]).double()
         val = self._splits[SPLITS.index("val_mask")]
@@ -243,14 +240,15 @@ def _step(g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimi
 
 
 def _best(measured: Sequence[Accuracy]) -> Accuracy:
-    """The one of least validation loss; the last where there are no validation nodes.
+    """The one of least validation loss; the last where there are no validation nodes, or all losses are NaN.
 
     Loss, not accuracy: of a few hundred validation nodes many epochs classify equally many, and the first of these is
     often one that is far from done.
     """
-    if any(math.isnan(accuracy.val_loss) for accuracy in measured):
+    known = [accuracy for accuracy in measured if not math.isnan(accuracy.val_loss)]
+    if not known:
         return measured[-1]
-    return min(measured, key=lambda accuracy: (accuracy.val_loss, accuracy.epoch))
+    return min(known, key=lambda accuracy: (accuracy.val_loss, accuracy.epoch))
 
 
 def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes) -> EpochReport:

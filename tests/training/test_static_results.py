@@ -379,5 +379,6 @@ def test_what_was_written_into_in_place_is_summed_anew(partitions: PartitionStor
         graph.update_all(fn.u_mul_e("feat", "w", "m"), fn.sum("m", "y"))
         expected = graph.ndata["y"]
     for ids, sums in run_ranks(3, sums_after_writes, partitions.get("power_law", graph, 3)):
-        for factor, found in zip((1.0, 2.0, 6.0, 6.0, 12.0), sums, strict=True):
+        # What the script has read is its own; what was prefetched is there anew in every epoch.
+        for factor, found in zip((1.0, 2.0, 6.0, 2.0, 4.0), sums, strict=True):
             assert_close(found, factor * expected[ids], f"sums times {factor}")

@@ -23,9 +23,13 @@ BUDGET_MIB = 32.0
 MODELS = (("sage", 3), ("gcn", 2), ("gat", 2))
 
 
-def cells_of(graph: str, scale: float, hidden: int) -> list[Cell]:
+def cells_of(graphs: Sequence[str], scale: float, hidden: int) -> list[Cell]:
     """Returns what is measured: two ranks of one host, wide rows."""
-    return [Cell(graph=graph, scale=scale, model=model, num_layers=layers, hidden=hidden) for model, layers in MODELS]
+    return [
+        Cell(graph=graph, scale=scale, model=model, num_layers=layers, hidden=hidden)
+        for graph in graphs
+        for model, layers in MODELS
+    ]
 
 
 def figures_of(line: Line) -> Result:
@@ -76,5 +80,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     # Memory that is free goes back to the system, so that what is resident is what is used.
     settings = Settings(rounds=5, timeout_s=600.0, allocator="default")
-    results = COMPARISON.measure(cells_of(args.graph, args.scale, args.hidden), settings, args.cache)
+    results = COMPARISON.measure(cells_of(args.graph or ["powerlaw"], args.scale, args.hidden), settings, args.cache)
     COMPARISON.report(results, args, budget_mib=BUDGET_MIB)

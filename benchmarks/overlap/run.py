@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How much of the exchange is hidden behind work on held rows, and what partial sums save?
 
-    python -m benchmarks.overlap [--scale 0.3] [--json] [--write]
+    python -m benchmarks.overlap [--graph products --graph reddit] [--scale 0.3] [--json] [--write]
 
 Everything is communicated ("depcomm"), three times on the same cell, in turns: exchange and aggregation apart;
 together, so that held rows are summed while others travel; and together with partial sums sent where they are fewer.
@@ -26,11 +26,12 @@ MODELS = (("sage", 2), ("gcn", 3), ("gat", 2))
 NETWORKS = ("loopback", "1gbit", "200mbit")
 
 
-def cells_of(graph: str, scale: float) -> list[Cell]:
-    """Returns what is measured: every model over every network, on two ranks of one thread each."""
+def cells_of(graphs: Sequence[str], scale: float, networks: Sequence[str]) -> list[Cell]:
+    """Returns what is measured: every model on every graph over every network, on two ranks of one thread each."""
     return [
         Cell(graph=graph, scale=scale, model=model, num_layers=layers, network=network)
-        for network in NETWORKS
+        for graph in graphs
+        for network in networks
         for model, layers in MODELS
     ]
 
@@ -108,6 +109,7 @@ COMPARISON = Comparison(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("python -m benchmarks.overlap")
+    parser.add_argument("--network", action="append", choices=NETWORKS, help="may be given several times (all)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
     args = parser.parse_args(arguments)
     why = why_unavailable()
@@ -115,5 +117,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"no links can be limited here: {why}", file=sys.stderr)
         sys.exit(2)
     settings = Settings(rounds=args.rounds, timeout_s=600.0)
-    results = COMPARISON.measure(cells_of(args.graph, args.scale), settings, args.cache)
+    cells = cells_of(args.graph or ["powerlaw"], args.scale, args.network or NETWORKS)
+    results = COMPARISON.measure(cells, settings, args.cache)
     COMPARISON.report(results, args)

@@ -118,7 +118,7 @@ class Comparison:
 def make_parser(prog: str) -> argparse.ArgumentParser:
     """Returns the options that every such benchmark has."""
     parser = argparse.ArgumentParser(prog=prog)
-    parser.add_argument("--graph", default="powerlaw")
+    parser.add_argument("--graph", action="append", help="may be given several times (powerlaw)")
     parser.add_argument("--scale", type=float, default=1.0, help="of the vertices of the generated graph")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "dgl_hybrid" / "systems")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

@@ -61,8 +61,8 @@ class FullGraphLoader:
         device: Where blocks and prefetched fields go.
         model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
             with everything communicated; the plan is made at the second, from the call that was seen.
-        strategy: "hybrid", "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
-        planner: All options of the planner; if given, its strategy counts and `strategy` has no effect.
+        strategy: "hybrid" (if nothing else is given), "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
+        planner: All options of the planner, the strategy too.
         topology: Measured or assumed rates to plan with; None probes these ranks once a process.
         plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
@@ -96,7 +96,8 @@ class FullGraphLoader:
             batch, so they have no effect.
 
     Raises:
-        ValueError: On all ranks, for seeds out of range or empty everywhere, or an unknown strategy or approximation.
+        ValueError: On all ranks, for seeds out of range or empty everywhere, an unknown strategy or approximation, or
+            a strategy other than the planner's.
         PlanError: On all ranks, if a given plan does not fit the graph or the number of layers.
     """
 
@@ -108,7 +109,7 @@ class FullGraphLoader:
         device: torch.device | str | None = None,
         *,
         model: nn.Module | None = None,
-        strategy: str = "hybrid",
+        strategy: str | None = None,
         planner: PlannerConfig | None = None,
         topology: Topology | None = None,
         plan: DependencyPlan | Sequence[Tensor] | None = None,
@@ -135,7 +136,7 @@ class FullGraphLoader:
         self.num_layers = num_layers_of(sampler)
         self._prefetch = _Prefetch.from_sampler(sampler)
         with self.communicator.agreed():
-            config = planner if planner is not None else PlannerConfig(strategy=strategy)
+            config = _config_of(strategy, planner)
             forced = None if plan is None else _cached_of(plan, self.num_layers, g)
             sums_first = _sums_first_of(plan, self.num_layers)
             local_seeds = _as_ids(nids, g)
@@ -505,6 +506,17 @@ def num_layers_of(sampler: Any) -> int:
     if depth < 1:
         raise ValueError(f"the number of layers must be at least 1 (got {depth})")
     return depth
+
+
+def _config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerConfig:
+    if planner is None:
+        return PlannerConfig() if strategy is None else PlannerConfig(strategy=strategy)
+    if strategy is not None and strategy != planner.strategy:
+        raise ValueError(
+            f"strategy={strategy!r} and planner=PlannerConfig(strategy={planner.strategy!r}) contradict each other: "
+            f"give one of the two"
+        )
+    return planner
 
 
 def _as_ids(nids: Any, g: PartitionedGraph) -> Tensor:

@@ -116,7 +116,7 @@ class TrainReport:
             "model": self.model,
             "dataset": self.dataset,
             "dtype": self.dtype,
-            "epochs": [asdict(epoch) for epoch in self.epochs],
+            "epochs": [asdict(epoch) | {"loss": _or_none(epoch.loss)} for epoch in self.epochs],
             "epoch_time_s": self.epoch_time_s,
             "train_accuracy": _or_none(self.best.train),
             "val_accuracy": _or_none(self.best.val),
@@ -145,7 +145,7 @@ class TrainReport:
             model=data["model"],
             dataset=data["dataset"],
             dtype=data["dtype"],
-            epochs=tuple(EpochReport(**epoch) for epoch in data["epochs"]),
+            epochs=tuple(EpochReport(**epoch | {"loss": _or_nan(epoch["loss"])}) for epoch in data["epochs"]),
             layers=tuple(LayerReport(**layer) for layer in data["plan"]),
             best=Accuracy(
                 epoch=data["best_epoch"],
@@ -167,7 +167,8 @@ class TrainReport:
 
 
 def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value
+    """JSON has neither NaN nor infinity, which a diverged loss is."""
+    return value if math.isfinite(value) else None
 
 
 def _or_nan(value: Any) -> Any:

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +139,10 @@ def test_json_has_the_promised_keys(folder: Path) -> None:
     assert {"loss", "time_s", "bytes_sent"} <= set(record["epochs"][0])
     assert {"layer", "cached", "communicated"} <= set(record["plan"][0])
     assert TrainReport.from_json(record).to_json() == record
+    # A loss that has diverged is null: JSON has no infinity and no NaN.
+    record["epochs"][-1]["loss"] = math.inf
+    text = json.dumps(TrainReport.from_json(record).to_json(), allow_nan=False)
+    assert math.isnan(TrainReport.from_json(json.loads(text)).epochs[-1].loss)
 
 
 def expect_everywhere(errors: list[RaisedError], kind: str, message: str) -> None:

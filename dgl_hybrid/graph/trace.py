@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,8 @@ from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
 
 RowFunction = Callable[[Tensor], Tensor]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -300,7 +303,7 @@ def trace_model(
                 "the model normalises the output of its last layer over rows (batch norm): only the seeds are computed "
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
-        _check_rows_apart(copied, args, kwargs, blocks, record, sizes)
+        _check_rows_apart(copied, args, kwargs, blocks, record, sizes, num_edges)
     parameters = sum(parameter.numel() for parameter in inner.parameters())
     dtype = next((str(x.dtype).removeprefix("torch.") for x in inner.parameters() if x.is_floating_point()), "float32")
     return TraceResult(
@@ -360,6 +363,7 @@ def _check_rows_apart(
     blocks: list[LayerBlock],
     record: _Record,
     sizes: list[int],
+    num_edges: list[int],
 ) -> None:
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
 
@@ -406,6 +410,14 @@ def _check_rows_apart(
                 "the model mixes rows of different vertices outside message passing (a norm or a mean over nodes), "
                 "which cannot be exact on a partition. Use BatchNorm1d, which is supported, or a norm over features "
                 "such as LayerNorm."
+            )
+        is_of_edges = before.dim() and len(before) in num_edges
+        if not (rows_of_level or is_of_edges) and not torch.allclose(before, after, equal_nan=True):
+            _logger.warning(
+                "the model returns a tensor of shape %s that is made of rows. On each rank it is made of the rows held "
+                "there: right for a mean over the seeds (a loss), wrong for one over the rows of a lower level. Return "
+                "rows and reduce them outside.",
+                tuple(before.shape),
             )
 
 

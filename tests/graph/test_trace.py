@@ -190,6 +190,25 @@ def test_a_mean_over_vertices_is_refused() -> None:
         trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=_Mean()))
 
 
+class _WithScalar(nn.Module):
+    """Returns rows, and a scalar made of the rows of a lower level, or of weights alone."""
+
+    def __init__(self, *, of_rows: bool) -> None:
+        super().__init__()
+        self.first, self.second = dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)
+        self.of_rows = of_rows
+
+    def forward(self, blocks: list[object], x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(blocks[0], x)
+        return self.second(blocks[1], h), (h if self.of_rows else self.first.weight).pow(2).mean()
+
+
+@pytest.mark.parametrize("of_rows", [True, False])
+def test_a_scalar_made_of_rows_is_warned_of(of_rows: bool, caplog: pytest.LogCaptureFixture) -> None:
+    trace(_WithScalar(of_rows=of_rows))
+    assert ("made of the rows held" in caplog.text) == of_rows
+
+
 def test_a_model_of_fewer_layers_is_refused() -> None:
     with pytest.raises(BlockError, match=r"does not use the blocks of layers \[3\].*the model has 2"):
         trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)), num_layers=3)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
-from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from tests.helpers.exactness import Case, Model, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -213,6 +213,8 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         seeds = torch.ones(3, dtype=torch.bool)
     elif mistake == "strategy":
         options["strategy"] = "best"
+    elif mistake == "two strategies":
+        options |= {"strategy": "hybrid", "planner": PlannerConfig(strategy="depcomm")}
     elif mistake == "plan depth":
         options["plan"] = [seeds[:0]] * 3
     elif mistake == "model depth":
@@ -270,6 +272,7 @@ class _Centred(nn.Module):
         ("float seeds", "one-dimensional integer tensor"),
         ("short mask", "a mask of seeds must have"),
         ("strategy", "unknown strategy .*choose one of hybrid"),
+        ("two strategies", r"strategy='hybrid' and planner=PlannerConfig\(strategy='depcomm'\) contradict each other"),
         ("plan depth", "the plan has 3 layers, but the model has 2"),
         (
             "unlike",

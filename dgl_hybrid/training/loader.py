@@ -15,13 +15,12 @@ import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
-from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
 from dgl_hybrid.graph.build import build_layer_blocks
-from dgl_hybrid.graph.call_template import CallTemplate, FieldShapes, StaticFields
+from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
@@ -29,12 +28,21 @@ from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
-from dgl_hybrid.training.fields import GraphFields
+from dgl_hybrid.training.loader_arguments import (
+    IGNORED,
+    cached_of,
+    config_of,
+    dense_below_of,
+    num_layers_of,
+    seed_ids,
+    sums_first_of,
+)
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
 from dgl_hybrid.training.memory import give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
+from dgl_hybrid.training.prefetch import Prefetch
 from dgl_hybrid.training.step import Step
 
 _logger = logging.getLogger(__name__)
@@ -126,7 +134,7 @@ class FullGraphLoader:
         transport: TransportName | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        unknown = sorted(set(dataloader_kwargs) - _IGNORED)
+        unknown = sorted(set(dataloader_kwargs) - IGNORED)
         if unknown:
             raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
         g = as_partitioned(g, transport)
@@ -134,12 +142,12 @@ class FullGraphLoader:
         self.communicator = g.communicator
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.num_layers = num_layers_of(sampler)
-        self._prefetch = _Prefetch.from_sampler(sampler)
+        self._prefetch = Prefetch.from_sampler(sampler)
         with self.communicator.agreed():
-            config = _config_of(strategy, planner)
-            forced = None if plan is None else _cached_of(plan, self.num_layers, g)
-            sums_first = _sums_first_of(plan, self.num_layers)
-            local_seeds = _as_ids(nids, g)
+            config = config_of(strategy, planner)
+            forced = None if plan is None else cached_of(plan, self.num_layers, g)
+            sums_first = sums_first_of(plan, self.num_layers)
+            local_seeds = seed_ids(nids, g)
             self._row_order = check_row_order(row_order)
             if chunk_rows is not None and chunk_rows < 1:
                 raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
@@ -207,7 +215,7 @@ class FullGraphLoader:
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
-            self._build(forced, _dense_below(plan, self.num_layers), chunk_rows, sums_first)
+            self._build(forced, dense_below_of(plan, self.num_layers), chunk_rows, sums_first)
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
         else:
@@ -233,7 +241,7 @@ class FullGraphLoader:
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
         plan = outcome.plan
-        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, _sums_first_of(plan, self.num_layers))
+        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, sums_first_of(plan, self.num_layers))
         if self._trials is None and self._autotune and len(outcome.candidates) > 1:
             pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
             self._trials = PlanTrials(len(outcome.candidates), pure)
@@ -475,140 +483,3 @@ class FullGraphLoader:
         if self._template is None:
             self._model = weakref.ref(module)
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
-
-
-_IGNORED = frozenset(
-    (
-        *("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "use_ddp", "ddp_seed", "pin_memory"),
-        *("use_uva", "persistent_workers", "prefetch_factor"),
-    )
-)
-
-
-def num_layers_of(sampler: Any) -> int:
-    """Returns the number of layers of a DGL sampler, or the number itself.
-
-    Raises:
-        TypeError, ValueError: If there is no telling, or it is not positive.
-    """
-    if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
-        raise TypeError("full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)")
-    if isinstance(sampler, int) and not isinstance(sampler, bool):
-        depth = sampler
-    elif hasattr(sampler, "fanouts"):
-        depth = len(sampler.fanouts)
-    elif hasattr(sampler, "num_layers"):
-        depth = int(sampler.num_layers)
-    else:
-        raise TypeError(
-            f"the sampler must have `fanouts` or `num_layers`, or be a number of layers (got {type(sampler).__name__})"
-        )
-    if depth < 1:
-        raise ValueError(f"the number of layers must be at least 1 (got {depth})")
-    return depth
-
-
-def _config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerConfig:
-    if planner is None:
-        return PlannerConfig() if strategy is None else PlannerConfig(strategy=strategy)
-    if strategy is not None and strategy != planner.strategy:
-        raise ValueError(
-            f"strategy={strategy!r} and planner=PlannerConfig(strategy={planner.strategy!r}) contradict each other: "
-            f"give one of the two"
-        )
-    return planner
-
-
-def _as_ids(nids: Any, g: PartitionedGraph) -> Tensor:
-    if isinstance(nids, dict):
-        raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
-    ids = torch.as_tensor(nids)
-    if ids.numel() == 0 and ids.dim() == 1 and ids.dtype != torch.bool:
-        return ids.new_empty(0, dtype=torch.int64, device="cpu")  # an empty list or array is floating by default
-    if ids.dtype == torch.bool:
-        owned = g.nodes.owned()
-        if ids.shape != owned.shape:
-            raise ValueError(
-                f"a mask of seeds must have {len(owned)} entries, one for each own node (got {tuple(ids.shape)})"
-            )
-        return owned[ids.cpu()]
-    return ids.cpu()
-
-
-def _cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: PartitionedGraph) -> list[Tensor]:
-    where = f"rank {g.rank()} of {g.nodes.world_size}"
-    if isinstance(plan, DependencyPlan):
-        if plan.rank != g.rank() or plan.world_size != g.nodes.world_size:
-            raise PlanError(
-                f"the plan is for rank {plan.rank} of {plan.world_size}, but this is {where}. Load each rank's own."
-            )
-        cached = list(plan.cached)
-    else:
-        given = [torch.as_tensor(ids) for ids in plan]
-        if any(ids.is_floating_point() and len(ids) for ids in given):
-            raise TypeError(f"the ids of a plan must be integers (got {[str(ids.dtype) for ids in given]}) on {where}")
-        cached = [torch.unique(ids.to(torch.int64)) for ids in given]
-    if len(cached) != num_layers:
-        raise PlanError(
-            f"the plan has {len(cached)} layers, but the model has {num_layers} ({where}). Plan again for this model."
-        )
-    for level, ids in enumerate(cached):
-        g.nodes.check_range(ids, f"cached ids of level {level}")
-    return cached
-
-
-def _dense_below(plan: object, num_layers: int) -> int:
-    """The level below which every owned node is computed: under the last layer that mixes rows, where that is known."""
-    if not isinstance(plan, DependencyPlan) or plan.trace is None:
-        return num_layers
-    return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
-
-
-def _sums_first_of(plan: object, num_layers: int) -> tuple[bool, ...]:
-    """The layers that sum before they multiply; bare ids say nothing of the model, which then runs as DGL has it."""
-    if not isinstance(plan, DependencyPlan) or plan.trace is None:
-        return ()
-    if plan.trace.num_layers != num_layers:
-        raise PlanError(
-            f"the plan of rank {plan.rank} of {plan.world_size} holds the trace of a model of {plan.trace.num_layers} "
-            f"layers, but this one has {num_layers}. Plan again for this model."
-        )
-    return plan.trace.sums_first
-
-
-class _Prefetch:
-    """Static fields that a sampler's `prefetch_*` lists ask for, put into the blocks once."""
-
-    def __init__(self, node_fields: list[str], label_fields: list[str], edge_fields: list[str]) -> None:
-        self.node_fields, self.label_fields, self.edge_fields = node_fields, label_fields, edge_fields
-
-    @staticmethod
-    def from_sampler(sampler: Any) -> _Prefetch:
-        def names(attribute: str) -> list[str]:
-            value = getattr(sampler, attribute, None) or []
-            return [value] if isinstance(value, str) else [str(name) for name in value]
-
-        return _Prefetch(names("prefetch_node_feats"), names("prefetch_labels"), names("prefetch_edge_feats"))
-
-    def shapes(self, g: PartitionedGraph) -> StaticFields:
-        def of(fields: GraphFields, names: list[str]) -> FieldShapes:
-            return {name: (tuple(fields[name].shape[1:]), fields[name].dtype) for name in names}
-
-        return StaticFields(
-            source=of(g.ndata, self.node_fields),
-            destination=of(g.ndata, self.label_fields),
-            edge=of(g.edata, self.edge_fields),
-        )
-
-    def fill(self, g: PartitionedGraph, blocks: list[LayerBlock]) -> None:
-        """Leaves the fields' rows in the blocks and nothing else, before each epoch. Collective where they are to be
-        read anew, in the order of the fields' names as the sampler lists them.
-        """
-        source = {name: g.ndata[name][blocks[0].srcdata[dgl.NID]] for name in self.node_fields}
-        destination = {name: g.ndata[name][blocks[-1].dstdata[dgl.NID]] for name in self.label_fields}
-        for block in blocks:
-            block.begin_epoch(
-                source if block is blocks[0] else {},
-                destination if block is blocks[-1] else {},
-                {name: g.edata[name][block.edata[dgl.EID]] for name in self.edge_fields},
-            )

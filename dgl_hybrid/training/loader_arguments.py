@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a script gives a loader, checked, as the loader needs it. Not collective: ranks may find different faults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig
+from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+
+IGNORED = frozenset(
+    (
+        *("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "use_ddp", "ddp_seed", "pin_memory"),
+        *("use_uva", "persistent_workers", "prefetch_factor"),
+    )
+)
+"""What `DistNodeDataLoader` takes and a loader of one batch has no use for."""
+
+
+def num_layers_of(sampler: Any) -> int:
+    """Returns the number of layers of a DGL sampler, or the number itself.
+
+    Raises:
+        TypeError, ValueError: If there is no telling, or it is not positive.
+    """
+    if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
+        raise TypeError("full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)")
+    if isinstance(sampler, int) and not isinstance(sampler, bool):
+        depth = sampler
+    elif hasattr(sampler, "fanouts"):
+        depth = len(sampler.fanouts)
+    elif hasattr(sampler, "num_layers"):
+        depth = int(sampler.num_layers)
+    else:
+        raise TypeError(
+            f"the sampler must have `fanouts` or `num_layers`, or be a number of layers (got {type(sampler).__name__})"
+        )
+    if depth < 1:
+        raise ValueError(f"the number of layers must be at least 1 (got {depth})")
+    return depth
+
+
+def config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerConfig:
+    """Returns the planner's options.
+
+    Raises:
+        ValueError: Of an unknown strategy, or two different ones.
+    """
+    if planner is None:
+        return PlannerConfig() if strategy is None else PlannerConfig(strategy=strategy)
+    if strategy is not None and strategy != planner.strategy:
+        raise ValueError(
+            f"strategy={strategy!r} and planner=PlannerConfig(strategy={planner.strategy!r}) contradict each other: "
+            f"give one of the two"
+        )
+    return planner
+
+
+def seed_ids(nids: Any, g: PartitionedGraph) -> Tensor:
+    """Returns the global ids a script asks for by ids, or by a mask over its own nodes; on the CPU, unchecked.
+
+    Raises:
+        TypeError, ValueError: Of a dictionary by node type, or a mask of another length.
+    """
+    if isinstance(nids, dict):
+        raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
+    ids = torch.as_tensor(nids)
+    if ids.numel() == 0 and ids.dim() == 1 and ids.dtype != torch.bool:
+        return ids.new_empty(0, dtype=torch.int64, device="cpu")  # an empty list or array is floating by default
+    if ids.dtype == torch.bool:
+        owned = g.nodes.owned()
+        if ids.shape != owned.shape:
+            raise ValueError(
+                f"a mask of seeds must have {len(owned)} entries, one for each own node (got {tuple(ids.shape)})"
+            )
+        return owned[ids.cpu()]
+    return ids.cpu()
+
+
+def cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: PartitionedGraph) -> list[Tensor]:
+    """Returns the (n,) int64 global ids that a plan caches at each level from 0.
+
+    Raises:
+        PlanError: Of a plan of another rank, or for another number of layers.
+        TypeError, ValueError: Of ids that are no integers, or out of range.
+    """
+    where = f"rank {g.rank()} of {g.nodes.world_size}"
+    if isinstance(plan, DependencyPlan):
+        if plan.rank != g.rank() or plan.world_size != g.nodes.world_size:
+            raise PlanError(
+                f"the plan is for rank {plan.rank} of {plan.world_size}, but this is {where}. Load each rank's own."
+            )
+        cached = list(plan.cached)
+    else:
+        given = [torch.as_tensor(ids) for ids in plan]
+        if any(ids.is_floating_point() and len(ids) for ids in given):
+            raise TypeError(f"the ids of a plan must be integers (got {[str(ids.dtype) for ids in given]}) on {where}")
+        cached = [torch.unique(ids.to(torch.int64)) for ids in given]
+    if len(cached) != num_layers:
+        raise PlanError(
+            f"the plan has {len(cached)} layers, but the model has {num_layers} ({where}). Plan again for this model."
+        )
+    for level, ids in enumerate(cached):
+        g.nodes.check_range(ids, f"cached ids of level {level}")
+    return cached
+
+
+def dense_below_of(plan: object, num_layers: int) -> int:
+    """Returns the level below which every owned node is computed: under the last layer that mixes rows, where that is known."""
+    if not isinstance(plan, DependencyPlan) or plan.trace is None:
+        return num_layers
+    return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
+
+
+def sums_first_of(plan: object, num_layers: int) -> tuple[bool, ...]:
+    """Returns which layers sum before they multiply; bare ids say nothing of the model, which then runs as DGL has it.
+
+    Raises:
+        PlanError: Of a plan that was made for a model of another number of layers.
+    """
+    if not isinstance(plan, DependencyPlan) or plan.trace is None:
+        return ()
+    if plan.trace.num_layers != num_layers:
+        raise PlanError(
+            f"the plan of rank {plan.rank} of {plan.world_size} holds the trace of a model of {plan.trace.num_layers} "
+            f"layers, but this one has {num_layers}. Plan again for this model."
+        )
+    return plan.trace.sums_first

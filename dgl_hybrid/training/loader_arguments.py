@@ -112,7 +112,7 @@ def cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: Parti
 
 
 def dense_below_of(plan: object, num_layers: int) -> int:
-    """Returns the level below which every owned node is computed: under the last layer that mixes rows, where that is known."""
+    """Returns the level below which every owned node is computed: the last that batch norm couples, where known."""
     if not isinstance(plan, DependencyPlan) or plan.trace is None:
         return num_layers
     return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)

@@ -8,6 +8,7 @@ import os
 import re
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 import dgl
 import dgl.nn as dglnn
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
+from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, Model, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -200,9 +202,122 @@ def test_activation_checkpointing_repeats_masks_and_exchanges(use_reentrant: boo
         assert_close(a, c, "gradient on three ranks")
 
 
+def train_with_looks(rank: int, world_size: int, part_config: str, between: str) -> list[float]:
+    """Losses of training steps with dropout, each after something that is no training step."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gcn_both", dropout=0.5).build(g.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=3)
+    losses = []
+    for _ in range(3):
+        if between == "evaluation":
+            model.eval()
+            for input_nodes, _, blocks in loader:
+                with torch.no_grad():
+                    model(blocks, g.ndata["feat"][input_nodes])
+            model.train()
+        elif between == "a look":
+            _, seeds, blocks = next(iter(loader))
+            assert blocks[-1].num_dst_nodes() == len(seeds)
+        for input_nodes, seeds, blocks in loader:
+            loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, loader)
+            optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("between", ["evaluation", "a look"])
+def test_what_draws_no_masks_leaves_those_of_later_steps_alone(between: str, partitions: PartitionStore) -> None:
+    """Every batch that was taken counted as a step, so a run with other evaluations was another run."""
+    folder = partitions.get("power_law", power_law(), 2)
+    plain = run_ranks(2, train_with_looks, folder, "nothing")
+    assert run_ranks(2, train_with_looks, folder, between) == plain
+    assert len(set(plain[0])) == 3
+
+
+def train_and_resume(rank: int, world_size: int, part_config: str, resumed: str) -> tuple[list[float], dict[str, int]]:
+    """Losses of four epochs, the last two of them by another loader if the run is interrupted; the last state."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gcn_both", dropout=0.5).build(g.ndata["feat"].shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def make_loader(seed: int) -> FullGraphLoader:
+        return FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=seed)
+
+    loader = make_loader(3)
+    assert loader.state_dict() == {"steps": 0, "seed": 3}
+    losses = []
+    for epoch in range(4):
+        if epoch == 2:
+            if resumed == "after an evaluation":
+                with torch.no_grad():
+                    input_nodes, _, blocks = next(iter(loader))
+                    model.eval()(blocks, g.ndata["feat"][input_nodes])
+                    model.train()
+            state = loader.state_dict()
+            assert state == {"steps": 2, "seed": 3}
+            if resumed:
+                loader = make_loader(4)
+                if resumed == "after a step of its own":
+                    input_nodes, _, blocks = next(iter(loader))
+                    model(blocks, g.ndata["feat"][input_nodes])
+                if resumed != "without the state":
+                    loader.load_state_dict(state)
+        for input_nodes, seeds, blocks in loader:
+            loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, loader)
+            optimizer.step()
+        losses.append(loss.item())
+    return losses, loader.state_dict()
+
+
+def test_a_loader_that_loads_a_state_goes_on_with_the_same_masks(partitions: PartitionStore) -> None:
+    """A run that went on from a checkpoint drew the masks of its first epochs again."""
+    folder = partitions.get("power_law", power_law(), 2)
+    straight = run_ranks(2, train_and_resume, folder, "")
+    for resumed in ("at once", "after an evaluation", "after a step of its own"):
+        assert run_ranks(2, train_and_resume, folder, resumed) == straight, resumed
+    assert [state for _, state in straight] == [{"steps": 4, "seed": 3}] * 2
+    other = run_ranks(2, train_and_resume, folder, "without the state")
+    for (losses, _), (expected, _) in zip(other, straight, strict=True):
+        assert losses[:2] == expected[:2]
+        assert losses[2] != expected[2], "masks of another seed"
+
+
+def load_wrong_states(rank: int, world_size: int, part_config: str) -> tuple[dict[str, str], dict[str, int]]:
+    g, _ = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=3)
+    messages = {}
+    wrong: dict[str, dict[str, Any]] = {
+        "of something else": {"steps": 1},
+        "with more": {"steps": 1, "seed": 2, "epoch": 3},
+        "as text": {"steps": "1", "seed": 2},
+        "negative": {"steps": -1, "seed": 2},
+    }
+    for name, state in wrong.items():
+        try:
+            loader.load_state_dict(state)
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages, loader.state_dict()
+
+
+def test_a_wrong_state_is_refused(partitions: PartitionStore) -> None:
+    ((messages, state),) = run_ranks(1, load_wrong_states, partitions.get("power_law", power_law(), 1))
+    assert set(messages) == {"of something else", "with more", "as text", "negative"}
+    for message in messages.values():
+        assert "expected what FullGraphLoader.state_dict returns: steps and seed (got {" in message
+    assert state == {"steps": 0, "seed": 3}, "refused, it changes nothing"
+
+
 def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> None:
     g, model = open_graph(part_config)
-    seeds, options = g.owned_nodes("train_mask"), {}
+    seeds, options = g.owned_nodes("train_mask"), {"topology": uniform_topology(world_size)}
     if mistake == "seed out of range" and rank == 1:
         seeds = torch.tensor([0, g.num_nodes()])
     elif mistake == "no seeds":
@@ -223,13 +338,17 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["model"] = _Normalised(model)
     elif mistake == "unlike" and rank == 2:
         options["plan"] = [seeds[:0]] * 2
+    elif mistake == "unlike strategies" and rank == 1:
+        options["strategy"] = "depcache"
+    elif mistake == "unlike rates" and rank == 0:
+        options["topology"] = None
     elif mistake == "float plan":
         options["plan"] = [torch.tensor([1.5]), seeds[:0]]
     elif mistake == "mixing in a dataclass":
         options["model"] = _Wrapped(_Centred(model))
     elif mistake == "mixing":
         options["model"] = _Centred(model)
-    FullGraphLoader(g, seeds, 2, topology=uniform_topology(world_size), **options)
+    FullGraphLoader(g, seeds, 2, **options)
 
 
 class _Normalised(nn.Module):
@@ -278,6 +397,8 @@ class _Centred(nn.Module):
             "unlike",
             r"make the same loader.*\[2, 0, 0, 1.*\] on rank 0 and \[2, 1, 0, 1.*\] on rank 2",
         ),
+        ("unlike strategies", r"make the same loader: \(.*strategy, .*\) is .* on rank 0 and .* on rank 1"),
+        ("unlike rates", r"make the same loader: \(.*rates given, .*\) is .* on rank 0 and .* on rank 1"),
         ("float plan", "the ids of a plan must be integers"),
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.planner import RankEstimate, uniform_topology
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import planning
@@ -22,6 +26,8 @@ from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
 
 FIRST, FINAL = WARM_UP_EPOCHS + TIMED_EPOCHS, WARM_UP_EPOCHS + FINAL_EPOCHS
+MOST_EPOCHS = 6 * (FIRST + len(CLOSE) * FINAL) + 1
+"""Enough for trials to end, whatever they measure."""
 
 
 def turns_of(seconds: list[float]) -> list[int]:
@@ -266,7 +272,175 @@ def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) 
 
 
 def test_nothing_of_a_plan_that_was_tried_is_left(partitions: PartitionStore) -> None:
-    epochs = 6 * (FIRST + len(CLOSE) * FINAL) + 1
-    for left in run_ranks(3, watch_what_stays, partitions.get("power_law", power_law(), 3), epochs):
+    for left in run_ranks(3, watch_what_stays, partitions.get("power_law", power_law(), 3), MOST_EPOCHS):
         assert len(left) >= 3, "the first plan and two changes"
         assert left == [set()] * len(left)
+
+
+@dataclass(kw_only=True)
+class Left:
+    """What became of trials in a script that does not run its loops to their end."""
+
+    is_settled: bool
+    measured_s: list[float | None]
+    warnings: list[str]
+
+
+def train_and_leave(rank: int, world_size: int, part_config: str, way: str, epochs: int) -> Left:
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=topology, seed=5)
+    assert not loader.is_settled, "there is nothing to try"
+    warnings = _Records()
+    logging.getLogger("dgl_hybrid").addHandler(warnings)
+
+    def step(input_nodes: torch.Tensor, ids: torch.Tensor, blocks: list[Any]) -> None:
+        F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids]).backward()
+
+    try:
+        for _ in range(epochs):
+            if way == "break":
+                for batch in loader:
+                    step(*batch)
+                    break
+            else:
+                step(*next(iter(loader)))
+            if loader.is_settled:
+                break
+    finally:
+        logging.getLogger("dgl_hybrid").removeHandler(warnings)
+    assert loader._trials is not None
+    return Left(is_settled=loader.is_settled, measured_s=loader._trials.measured_s, warnings=warnings.messages)
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def test_a_loop_left_after_the_step_is_an_epoch(partitions: PartitionStore) -> None:
+    """Such a script never got past the first candidate: only what follows the loop's body was timed."""
+    for left in run_ranks(2, train_and_leave, partitions.get("power_law", power_law(), 2), "break", MOST_EPOCHS):
+        assert left.is_settled
+        assert all(epoch_s is not None and epoch_s > 0 for epoch_s in left.measured_s)
+        assert left.warnings == []
+
+
+def test_who_takes_the_batch_by_next_is_told_once_that_epochs_cannot_be_timed(partitions: PartitionStore) -> None:
+    """The generator is gone before the step begins, so there is no telling when that ends."""
+    folder = partitions.get("power_law", power_law(), 2)
+    first, second = run_ranks(2, train_and_leave, folder, "next", 5 * FIRST)
+    for left in (first, second):
+        assert not left.is_settled
+        assert set(left.measured_s) == {None}
+    assert len(first.warnings) == 1
+    assert "next(iter(loader))" in first.warnings[0]
+    assert "autotune=False" in first.warnings[0]
+    assert second.warnings == []
+
+
+@dataclass(kw_only=True)
+class Held:
+    """What a script that keeps its batches holds of plans that were replaced."""
+
+    num_replaced: int
+    left: set[str]
+    """What is still there of any of them."""
+    raised: dict[str, str]
+    """By what was done with the blocks, what the error said."""
+    text: str
+
+
+def hold_batches(rank: int, world_size: int, part_config: str, is_tuned: bool) -> Held:
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1]))
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        3,
+        model=model if is_tuned else None,
+        topology=uniform_topology(world_size, bandwidth_bytes_per_s=4e8),
+        seed=5,
+        autotune=is_tuned,
+    )
+    batches: list[tuple[torch.Tensor, torch.Tensor, list[Any]]] = []
+    watched: list[dict[str, weakref.ref[object]]] = []
+
+    def train(batch: tuple[torch.Tensor, torch.Tensor, list[Any]]) -> None:
+        input_nodes, ids, blocks = batch
+        features = g.ndata["feat"][input_nodes]
+        F.cross_entropy(model(blocks, features), g.ndata["label"][ids]).backward()
+        if not batches or batches[-1][0] is not input_nodes:
+            (kept,) = (kept.result for kept in blocks[0].static_results._kept.values() if kept.result is not None)
+            things = {"features": features, "kept": kept, "structure": blocks[-1].structure}
+            things |= {"edges": blocks[0].structure.eid_global, "graph": blocks[1]._block}
+            watched.append({name: weakref.ref(thing) for name, thing in things.items()})
+            batches.append(batch)
+
+    for _ in range(MOST_EPOCHS):
+        for batch in loader:
+            train(batch)
+        if loader.is_settled and len(batches) > 1:
+            break
+    raised = {}
+    input_nodes, _, blocks = batches[0]
+    uses: dict[str, Callable[[], object]] = {
+        "model": lambda: model(blocks, torch.zeros(len(input_nodes), g.ndata["feat"].shape[1], dtype=torch.float64)),
+        "fields": lambda: blocks[0].srcdata,
+        "sizes": lambda: blocks[-1].num_dst_nodes(),
+        "copy": lambda: blocks[0].to("cpu"),
+        "anything": lambda: blocks[0].whatever,
+    }
+    for name, use in uses.items():
+        try:
+            use()
+        except BlockError as error:
+            raised[name] = str(error)
+    for batch in loader:
+        train(batch)  # the errors leave nothing behind
+    return Held(
+        num_replaced=len(batches) - 1,
+        left={name for of_plan in watched[:-1] for name, reference in of_plan.items() if reference() is not None},
+        raised=raised,
+        text=repr(blocks),
+    )
+
+
+@pytest.mark.parametrize("is_tuned", [True, False])
+def test_batches_that_a_script_holds_keep_nothing_of_a_replaced_plan(
+    is_tuned: bool, partitions: PartitionStore
+) -> None:
+    """A list of batches made before the loop, or a variable that outlives it, kept one plan beside another; and the old
+    blocks went on to be used as if they were the loader's.
+    """
+    for held in run_ranks(3, hold_batches, partitions.get("power_law", power_law(), 3), is_tuned):
+        assert held.num_replaced >= (2 if is_tuned else 1)
+        assert held.left == set()
+        assert set(held.raised) == {"model", "fields", "sizes", "copy", "anything"}
+        for message in held.raised.values():
+            assert "of a plan that was replaced" in message
+            assert "take the blocks, and the ids, that the loader yields in each epoch" in message
+        assert "replaced" in held.text
+
+
+def empty_batches(rank: int, world_size: int, part_config: str) -> list[float]:
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, plan=[torch.arange(0)] * 3, seed=5)
+    losses = []
+    for _ in range(3):
+        for input_nodes, ids, blocks in loader:
+            layers = [blocks.pop(0) for _ in range(3)]  # a model that takes its blocks one by one does this
+            losses.append(F.cross_entropy(model(layers, g.ndata["feat"][input_nodes]), g.ndata["label"][ids]).item())
+    return losses
+
+
+def test_the_list_of_blocks_belongs_to_the_script(partitions: PartitionStore) -> None:
+    """It was the loader's own, whose next epoch then had no blocks."""
+    for losses in run_ranks(2, empty_batches, partitions.get("power_law", power_law(), 2)):
+        assert losses == [losses[0]] * 3

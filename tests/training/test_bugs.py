@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -620,3 +621,51 @@ def test_an_empty_list_or_array_of_seeds_on_one_rank_is_no_seeds(folder: str) ->
         assert sum(results[kind][1] for results in by_rank) == pytest.approx(losses[0], rel=1e-9)
         for results in by_rank:
             assert_same_gradients(results[kind][2], expected, f"kind {kind}")
+
+
+def train_with_class_weights(rank: int, world_size: int, part_config: str) -> list[tuple[float, list[list[Tensor]]]]:
+    """For each class that weighs nothing: this rank's loss as it sees it, and gradients. Rank 1 has no seeds."""
+    g = PartitionedGraph.open(part_config)
+    seeds = g.owned_nodes("train_mask")[: 0 if rank == 1 else None]
+    results = []
+    for ignored in range(NUM_CLASSES):
+        weight = class_weights(ignored)
+        denominator = float(weight[g.ndata["label"][seeds]].sum())
+        loader = FullGraphLoader(g, seeds, 2, plan=[torch.arange(0)] * 2, loss_denominator=denominator)
+        model = TwoLayers().double()
+        for input_nodes, ids, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            loss = F.cross_entropy(logits, g.ndata["label"][ids], weight=weight)
+            loss.backward()
+            results.append((loss.item(), [average_gradients(model)]))
+    return results
+
+
+def class_weights(ignored: int) -> Tensor:
+    weight = torch.arange(1, NUM_CLASSES + 1, dtype=torch.float64)
+    weight[ignored] = 0.0
+    return weight
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_loss_of_a_borrowed_seed_may_be_nan(world_size: int, partitions: PartitionStore) -> None:
+    """The mean over one seed whose class weighs nothing is 0 / 0, and 0 times its gradient was NaN on all ranks."""
+    graph = power_law()
+    folder = partitions.get("power_law", graph, world_size)
+    by_rank = run_ranks(world_size, train_with_class_weights, folder)
+    assert any(math.isnan(loss) for loss, _ in by_rank[1]), "the borrowed seed is of some class"
+    seeds = torch.cat(run_ranks(world_size, seeds_but_of_rank_one, folder))
+    for ignored in range(NUM_CLASSES):
+
+        def loss_of(model: nn.Module, graph: dgl.DGLGraph, train: Tensor, ignored: int = ignored) -> Tensor:
+            logits = model([graph, graph], graph.ndata["feat"])[seeds]
+            return F.cross_entropy(logits, graph.ndata["label"][seeds], weight=class_weights(ignored))
+
+        _, expected = plain_gradients(loss_of, TwoLayers().double(), epochs=1)
+        for results in by_rank:
+            assert_same_gradients(results[ignored][1], expected, f"class {ignored} ignored")
+
+
+def seeds_but_of_rank_one(rank: int, world_size: int, part_config: str) -> Tensor:
+    g = PartitionedGraph.open(part_config)
+    return original_ids(g, g.owned_nodes("train_mask")[: 0 if rank == 1 else None])

@@ -15,14 +15,15 @@ import pytest
 import torch
 
 import dgl_hybrid
+from dgl_hybrid import planner
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
-from dgl_hybrid.planner import uniform_topology
-from dgl_hybrid.training import planning
+from dgl_hybrid.planner import DependencyPlan, uniform_topology
+from dgl_hybrid.training import planning, trainer
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.reference import train_reference
-from dgl_hybrid.training.report import TrainReport
-from dgl_hybrid.training.trainer import train
+from dgl_hybrid.training.report import Accuracy, TrainReport
+from dgl_hybrid.training.trainer import Evaluator, partition_fingerprint, train
 from tests.helpers.thinning import marks_of
 from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
 
@@ -231,6 +232,55 @@ def test_saved_plans(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "plan_rank1.json").unlink()
     errors = run_ranks_expect_errors(3, run_job, again.to_json())
     expect_everywhere(errors, "PlanError", "no plan for rank 1")
+
+
+def chunks_of_evaluations(rank: int, world_size: int, record: dict[str, Any]) -> list[int | None]:
+    """Trains; returns how many rows at a time each of its evaluators receives."""
+    made: list[Evaluator] = []
+
+    class Noted(Evaluator):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
+
+    with mock.patch.object(trainer, "Evaluator", Noted):
+        run_job(rank, world_size, record)
+    return [evaluator._loader._chunk_rows for evaluator in made]
+
+
+def test_evaluations_keep_to_the_chunks_of_a_saved_plan(tmp_path: Path, folder: Path) -> None:
+    """What a memory budget asks for holds for evaluations, too; with a saved plan they received all rows at once."""
+    job = make_job(folder, 2, plan=str(tmp_path))
+    for rank in range(2):
+        plan = DependencyPlan(
+            strategy="depcomm",
+            rank=rank,
+            world_size=2,
+            num_layers=NUM_LAYERS,
+            cached=(torch.arange(0),) * NUM_LAYERS,
+            communicated=(0,) * NUM_LAYERS,
+            objective_s=0.0,
+            partition_fingerprint=partition_fingerprint(job.part_config),
+            chunk_rows=7,
+        )
+        planner.save_plan(plan, tmp_path)
+    assert run_ranks(2, chunks_of_evaluations, job.to_json()) == [[7], [7]]
+
+
+def test_the_best_evaluation_is_one_whose_loss_is_known() -> None:
+    """One loss that was not a number, as of an epoch that diverged, made the last epoch the best."""
+
+    def measured(*losses: float) -> list[Accuracy]:
+        return [
+            Accuracy(epoch=epoch, train=0.5, val=0.5, test=0.5, val_loss=loss)
+            for epoch, loss in enumerate(losses, start=1)
+        ]
+
+    nan = float("nan")
+    assert trainer._best(measured(nan, 0.5, 0.3, nan, 0.3, 0.4)).epoch == 3, "the first of equals"
+    assert trainer._best(measured(0.3, nan)).epoch == 1
+    assert trainer._best(measured(float("inf"), nan)).epoch == 1
+    assert trainer._best(measured(nan, nan)).epoch == 2, "no validation nodes"
 
 
 def test_plan_of_another_partition(tmp_path: Path, folder: Path, dataset: GraphDataset) -> None:

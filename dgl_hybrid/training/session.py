@@ -64,6 +64,13 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
 _UNREPLICATED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm}
 )
+# Where those that `F` is made of say whether they train, if not by keyword.
+_TRAINS_AT: dict[Callable[..., Any], int] = {
+    torch.alpha_dropout: 2,
+    torch.feature_alpha_dropout: 2,
+    torch.feature_dropout: 2,
+    torch.rrelu: 3,
+}
 
 
 class _RowMode(TorchFunctionMode):
@@ -149,7 +156,9 @@ def _batch_norm(
 
 def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
-    if tensor is not None and tensor.dim() and step.is_level(len(tensor)) and kwargs.get("training", True):
+    at = _TRAINS_AT.get(func, len(args))
+    trains = args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True))
+    if tensor is not None and tensor.dim() and step.is_level(len(tensor)) and trains:
         _raise_unreplicated(func)
 
 
@@ -158,7 +167,7 @@ def _refuse_factory(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[s
     if shape is None and func in (torch.rand, torch.randn):
         shape = args[0] if args and not isinstance(args[0], int) else args
     elif shape is None:
-        shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1])
+        shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1] or (kwargs.get("n"),))
     if len(shape) and isinstance(shape[0], int) and step.is_level(shape[0]):
         _raise_unreplicated(func)
 

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Planning leaves the script's process as it was, and loaders of one graph do not plan with each other's rates."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.planner import Topology, uniform_topology
+from dgl_hybrid.training import planning
+from tests.helpers.exactness import Case
+from tests.helpers.graphs import NUM_FEATURES, power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+
+class Unsteady(nn.Module):
+    """Draws from every generator that a script may draw from, as to skip a layer now and then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both", dropout=0.5).build(NUM_FEATURES)
+        self.num_calls = 0
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.model(blocks, x)
+        return out * (1.0 + 1e-9 * (random.random() + float(np.random.rand()) + float(torch.rand(()))))
+
+
+def plan_and_compare(rank: int, world_size: int, part_config: str, is_timed: bool) -> dict[str, bool]:
+    """Returns which generators planning left as they were."""
+    g = PartitionedGraph.open(part_config)
+    model = Unsteady()
+    g.topology = uniform_topology(world_size)  # as if it had been measured before
+    topology = None if is_timed else uniform_topology(world_size)
+    of_python, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=topology, seed=3)
+    assert loader.outcome is not None
+    return {
+        "python": random.getstate() == of_python,
+        "numpy": all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), of_numpy, strict=True)),
+        "torch": torch.equal(torch.get_rng_state(), of_torch),
+    }
+
+
+def test_planning_draws_from_no_generator_of_the_script(partitions: PartitionStore) -> None:
+    """The copies that are traced and timed did, and ranks, which time as often as they can, then went apart."""
+    folder = partitions.get("power_law", power_law(), 2)
+    for is_timed in (False, True):
+        for unchanged in run_ranks(2, plan_and_compare, folder, is_timed):
+            assert unchanged == {"python": True, "numpy": True, "torch": True}, f"timed: {is_timed}"
+
+
+def plan_side_by_side(rank: int, world_size: int, part_config: str) -> list[float]:
+    """Returns the bandwidths that loaders of one graph planned with: given, measured, given, measured before."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gcn_both").build(NUM_FEATURES)
+    probes: list[Topology] = []
+
+    def measure(*args: object, **options: object) -> Topology:
+        probes.append(uniform_topology(world_size, bandwidth_bytes_per_s=3e9))
+        return probes[-1]
+
+    found = []
+    with mock.patch.object(planning, "probe", measure):
+        for given in (1e6, None, 2e6, None):
+            topology = None if given is None else uniform_topology(world_size, bandwidth_bytes_per_s=given)
+            loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=topology, seed=3)
+            assert loader.outcome is not None
+            used = loader.outcome.plan.topology
+            assert used is not None
+            found.append(used.bandwidth_bytes_per_s[0][1])
+    assert len(probes) == 1, "measured once a process"
+    return found
+
+
+def test_rates_that_one_loader_is_given_are_not_anothers(partitions: PartitionStore) -> None:
+    """The first loader's assumed rates became those of the graph, and nothing was ever measured."""
+    for found in run_ranks(2, plan_side_by_side, partitions.get("power_law", power_law(), 2)):
+        assert found == [1e6, 3e9, 2e6, 3e9]

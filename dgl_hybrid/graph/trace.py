@@ -426,12 +426,13 @@ def _is_integer(value: Any) -> bool:
 
 
 class _Disturber:
-    """Changes row 0 of whatever a block exchanges."""
+    """Changes row 0 of whatever a block exchanges, in copies: rows may be one row repeated, or a parameter's."""
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
-        for rows in fields:
+        for position, rows in enumerate(fields):
             if rows.is_floating_point() and len(rows):
-                rows[0] = -3.0 * rows[0] + 1.0
+                fields[position] = rows.clone()
+                fields[position][0] = -3.0 * rows[0] + 1.0
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
 

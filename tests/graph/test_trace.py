@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -13,6 +15,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import trace as trace_module
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
 from dgl_hybrid.graph.optimize import optimize
+from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.ops.routing import route_ops
 
@@ -207,6 +210,62 @@ class _WithScalar(nn.Module):
 def test_a_scalar_made_of_rows_is_warned_of(of_rows: bool, caplog: pytest.LogCaptureFixture) -> None:
     trace(_WithScalar(of_rows=of_rows))
     assert ("made of the rows held" in caplog.text) == of_rows
+
+
+class OwnInput(nn.Module):
+    """Two layers that do not get their input as rows of numbers, normalised before the layer that is named, if any.
+
+    From "feat" of the first block, from a table by ids, or one learned row for every vertex alike.
+    """
+
+    def __init__(self, source: str, *, mixes_before: int | None = None, num_rows: int = 7) -> None:
+        super().__init__()
+        self.source, self.mixes_before, self.norm = source, mixes_before, _Mean()
+        self.table = nn.Embedding(num_rows, IN)
+        # Wider rows are sent as they are given, neither multiplied nor scaled.
+        self.first = dglnn.GraphConv(IN, HIDDEN, norm="right", allow_zero_in_degree=True)
+        self.second = dglnn.GraphConv(HIDDEN, OUT, allow_zero_in_degree=True)
+
+    def forward(self, blocks: list[Any], ids: Tensor) -> Tensor:
+        if self.source == "block":
+            x = blocks[0].srcdata["feat"]
+        elif self.source == "table":
+            x = self.table(ids)
+        else:
+            x = self.table.weight[:1].expand(len(ids), -1)
+        h = self.first(blocks[0], self.norm(x) if self.mixes_before == 1 else x)
+        return self.second(blocks[1], self.norm(h) if self.mixes_before == 2 else h)
+
+
+def trace_with_ids(model: nn.Module) -> TraceResult:
+    """Called with ids, and with a field that was prefetched."""
+    fields = StaticFields(source={"feat": ((IN,), torch.float32)}, destination={}, edge={})
+    blocks, _, _ = build_tiny_blocks(2, set())
+    ids = torch.arange(blocks[0].num_src_nodes())
+    return trace_model(model, CallTemplate.of_call((blocks, ids), {}, blocks, fields), 2)
+
+
+@pytest.mark.parametrize("mixes_before", [1, 2])
+@pytest.mark.parametrize("source", ["block", "table"])
+def test_rows_are_not_mixed_unseen_behind_fields_and_tables(source: str, mixes_before: int) -> None:
+    """No argument of such a model has numbers whose change could be followed: it seemed to keep rows apart."""
+    with pytest.raises(BlockError, match="mixes rows of different vertices"):
+        trace_with_ids(OwnInput(source, mixes_before=mixes_before))
+
+
+@pytest.mark.parametrize("source", ["block", "table", "one row"])
+def test_fields_and_tables_alone_mix_nothing(source: str) -> None:
+    """One row that is repeated shares its memory: to change it for one vertex in place is to change it for all."""
+    model = OwnInput(source)
+    before = model.table.weight.detach().clone()
+    assert trace_with_ids(model).dense_below == 0
+    assert torch.equal(model.table.weight, before)
+
+
+def test_a_table_of_one_row_knows_no_other_id() -> None:
+    assert trace_with_ids(OwnInput("table", num_rows=1)).dense_below == 0
+    with pytest.raises(BlockError, match="mixes rows of different vertices"):
+        trace_with_ids(OwnInput("table", num_rows=1, mixes_before=2))
 
 
 def test_a_model_of_fewer_layers_is_refused() -> None:

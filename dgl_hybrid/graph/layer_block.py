@@ -525,8 +525,8 @@ class LayerBlock:
             zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
             if value.requires_grad:
                 # As on ranks that have edges: what was not used has no part in the backward, nor has its exchange.
-                grads = torch.autograd.grad(value.sum(), leaves, retain_graph=True, allow_unused=True) if leaves else ()
-                used = [field for field, grad in zip(real, grads, strict=True) if grad is not None]
+                reached = _leaves_of(value)
+                used = [field for field, leaf in zip(real, leaves, strict=True) if id(leaf) in reached]
                 zeros = _Anchored.apply(zeros, value, *used)
             self._block.dstdata[name] = zeros
         if apply_node_func is not None:
@@ -587,6 +587,25 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return (grads[0], *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors))
+
+
+def _leaves_of(value: Tensor) -> set[int]:
+    """Returns the `id` of every leaf that a backward from here reaches.
+
+    Found without running one: in the forward of a checkpoint that would run the layer again, on this rank alone.
+    """
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    pending: list[Any] = [value.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # where a backward ends, at a leaf
+            reached.add(id(node.variable))
+        pending += [following for following, _ in node.next_functions]
+    return reached
 
 
 def _fields_of(func: fn.BuiltinFunction) -> list[tuple[Any, str]]:

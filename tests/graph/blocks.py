@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import dgl
@@ -12,6 +13,7 @@ import dgl.nn as dglnn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
@@ -86,6 +88,89 @@ class UserReduce(nn.Module):
         # DGL answers -inf where there is no in-edge, here as on the whole graph.
         assert torch.equal(torch.isneginf(y).all(1), block.in_degrees() == 0)
         block.dstdata["h"] = torch.where(torch.isinf(y), torch.zeros_like(y), y)
+
+
+class ReadsSome(nn.Module):
+    """User-defined functions that read some of the fields that are set: "h" and "z" need gradients, "feat" does not."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.kind = kind
+        self.linear = nn.Linear(5, 5).double()
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        with block.local_scope():
+            block.srcdata["feat"] = x.detach().clone()
+            block.srcdata["h"] = torch.sin(x)
+            block.srcdata["z"] = (3 * x).float()  # of another dtype, so in a message of its own
+            block.dstdata["d"] = torch.cos(x[: block.num_dst_nodes()])
+            getattr(self, self.kind)(block)
+            result: Tensor = block.dstdata["y"]
+            return result
+
+    def one_of_two_dtypes(self, block: Any) -> None:
+        block.update_all(
+            lambda edges: {"m": torch.tanh(edges.src["h"])}, lambda nodes: {"y": nodes.mailbox["m"].sum(1)}
+        )
+
+    def two_fields_of_two_ends(self, block: Any) -> None:
+        block.update_all(
+            lambda edges: {"m": edges.src["h"] * edges.src["feat"]},
+            lambda nodes: {"y": nodes.mailbox["m"].sum(1) * nodes.data["d"]},
+        )
+
+    def no_gradient(self, block: Any) -> None:
+        block.update_all(lambda edges: {"m": edges.src["feat"]}, lambda nodes: {"y": nodes.mailbox["m"].mean(1)})
+
+    def writes_in_place(self, block: Any) -> None:
+        block.edata["e"] = block.edata["w"][:, None] * self.linear.weight[0]
+        block.update_all(
+            lambda edges: {"m": edges.src["h"].mul_(2.0) * edges.data["e"].mul_(3.0)},
+            lambda nodes: {"y": nodes.mailbox["m"].add_(1.0).sum(1) + nodes.data["d"].mul_(3.0)},
+        )
+
+    def parameter_alone(self, block: Any) -> None:
+        block.update_all(
+            lambda edges: {"m": self.linear(edges.src["feat"])}, lambda nodes: {"y": nodes.mailbox["m"].sum(1)}
+        )
+
+
+@dataclass(kw_only=True)
+class SomeRead:
+    """One rank's share, by original ids."""
+
+    num_edges: int
+    requires_grad: bool
+    events: list[bool]
+    """Of every exchange, whether it was one of the backward."""
+    seeds: Tensor
+    input_ids: Tensor
+    gradients: dict[str, Tensor | None]
+
+
+def loss_of_rows(y: Tensor, ids: Tensor) -> Tensor:
+    """Another number for every row and column."""
+    return (y * torch.sin(1.0 + ids[:, None] * 7.0 + torch.arange(y.shape[1]))).sum()
+
+
+def run_reads_some(rank: int, world_size: int, part_config: str, kind: str, *, is_checkpointed: bool) -> SomeRead:
+    g, x, (block, loader) = one_layer(part_config, edgeless_rank=0, prefetch_edge_feats=["w"])
+    model = ReadsSome(kind)
+    ids = g.fetch_nodes(g.partition.orig_node_ids, block.srcdata[dgl.NID])
+    g.communicator.clock.drain()
+    # By its forward, so that no loss weight enters.
+    y = checkpoint(model.forward, block, x, use_reentrant=False) if is_checkpointed else model.forward(block, x)
+    if y.requires_grad:
+        loss_of_rows(y, ids[: len(y)]).backward()
+    return SomeRead(
+        num_edges=block.num_edges(),
+        requires_grad=y.requires_grad,
+        events=[event.backward for event in g.communicator.clock.drain()],
+        seeds=ids[: loader.num_seeds],
+        input_ids=ids,
+        gradients={"input": x.grad, "weight": model.linear.weight.grad},
+    )
 
 
 def run_user_reduce(rank: int, world_size: int, part_config: str, kind: str) -> dict[str, Any]:

@@ -8,13 +8,23 @@ from pathlib import Path
 import dgl
 import pytest
 import torch
+from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.graph.layer_block import LayerBlock
-from tests.graph.blocks import run_copies, run_fields, run_reads, run_user_reduce
+from tests.graph.blocks import (
+    ReadsSome,
+    loss_of_rows,
+    run_copies,
+    run_fields,
+    run_reads,
+    run_reads_some,
+    run_user_reduce,
+)
+from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import with_isolated
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
@@ -37,6 +47,42 @@ def test_a_rank_without_edges_takes_part(kind: str, isolated_folder: str) -> Non
         assert result["events"] == results[0]["events"]
         assert result["of_nothing"] == 0.0
         assert result["edge_grad"] == (kind in ("edge_field", "direct_max"))
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["one_of_two_dtypes", "two_fields_of_two_ends", "no_gradient", "writes_in_place", "parameter_alone"]
+)
+def test_a_rank_without_edges_returns_gradients_of_what_is_read_alone(
+    kind: str, is_checkpointed: bool, isolated_folder: str
+) -> None:
+    """It took part in exchanges of gradients for fields that no function reads, which nobody else begins.
+
+    Nor may it run anything of a checkpointed layer again to find out: its exchanges would be this rank's alone.
+    """
+    results = run_ranks(3, run_reads_some, isolated_folder, kind, is_checkpointed=is_checkpointed, timeout=60)
+    graph, model = with_isolated(), ReadsSome(kind)
+    x = graph.ndata["feat"].clone().requires_grad_()
+    y = model(graph, x)
+    seeds = torch.cat([result.seeds for result in results])
+    if y.requires_grad:
+        loss_of_rows(y[seeds], seeds).backward()
+
+    assert [result.num_edges > 0 for result in results] == [False, True, True]
+    assert [result.requires_grad for result in results] == [kind != "no_gradient"] * 3
+    assert [result.events for result in results] == [results[0].events] * 3
+    expected = {"input": x.grad, "weight": model.linear.weight.grad}
+    for name, gradient in expected.items():
+        shares = [result.gradients[name] for result in results]
+        if gradient is None:
+            assert not any(isinstance(share, Tensor) for share in shares), name
+            continue
+        total = torch.zeros_like(gradient)
+        for result, share in zip(results, shares, strict=True):
+            assert isinstance(share, Tensor), name
+            rows = result.input_ids if name == "input" else torch.arange(len(total))
+            total.index_add_(0, rows, share)
+        assert_close(total, gradient, f"gradient of the {name}")
 
 
 @pytest.mark.parametrize("run", [run_fields, run_copies, run_reads], ids=lambda run: run.__name__)

@@ -220,7 +220,7 @@ class OwnInput(nn.Module):
 
     def __init__(self, source: str, *, mixes_before: int | None = None, num_rows: int = 7) -> None:
         super().__init__()
-        self.source, self.mixes_before, self.norm = source, mixes_before, _Mean()
+        self.source, self.mixes_before = source, mixes_before
         self.table = nn.Embedding(num_rows, IN)
         # Wider rows are sent as they are given, neither multiplied nor scaled.
         self.first = dglnn.GraphConv(IN, HIDDEN, norm="right", allow_zero_in_degree=True)
@@ -233,8 +233,8 @@ class OwnInput(nn.Module):
             x = self.table(ids)
         else:
             x = self.table.weight[:1].expand(len(ids), -1)
-        h = self.first(blocks[0], self.norm(x) if self.mixes_before == 1 else x)
-        return self.second(blocks[1], self.norm(h) if self.mixes_before == 2 else h)
+        h = self.first(blocks[0], x - x.mean(0) if self.mixes_before == 1 else x)
+        return self.second(blocks[1], h - h.mean(0) if self.mixes_before == 2 else h)
 
 
 def trace_with_ids(model: nn.Module) -> TraceResult:

@@ -39,7 +39,8 @@ class GraphField(ABC):
 
     The rows of an id tensor that a loader yielded (`input_nodes`, `seeds`, `blocks[i].srcdata[dgl.NID]`,
     `blocks[i].edata[dgl.EID]`, …) are the same tensor at every read, until somebody writes into the field or into that
-    tensor.
+    tensor. Ranks agree on what was written when a loader begins an epoch; before that, what is read again after a write
+    must be so on every rank.
     """
 
     name: str

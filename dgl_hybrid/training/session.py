@@ -46,9 +46,13 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
         F.gumbel_softmax,
         F.rrelu,
         torch.alpha_dropout,
+        torch.alpha_dropout_,
         torch.bernoulli,
+        torch.dropout_,
         torch.feature_alpha_dropout,
+        torch.feature_alpha_dropout_,
         torch.feature_dropout,
+        torch.feature_dropout_,
         torch.multinomial,
         torch.normal,
         torch.poisson,
@@ -56,6 +60,7 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
         torch.randint_like,
         torch.randn_like,
         torch.rrelu,
+        torch.rrelu_,
         *(getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_")),
         *(getattr(Tensor, name) for name in ("log_normal_", "multinomial", "normal_", "random_", "uniform_")),
     }
@@ -67,9 +72,14 @@ _UNREPLICATED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
 # Where those that `F` is made of say whether they train, if not by keyword.
 _TRAINS_AT: dict[Callable[..., Any], int] = {
     torch.alpha_dropout: 2,
+    torch.alpha_dropout_: 2,
+    torch.dropout_: 2,
     torch.feature_alpha_dropout: 2,
+    torch.feature_alpha_dropout_: 2,
     torch.feature_dropout: 2,
+    torch.feature_dropout_: 2,
     torch.rrelu: 3,
+    torch.rrelu_: 3,
 }
 
 

@@ -41,6 +41,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "torch.multinomial": lambda h: torch.multinomial(h.sigmoid(), 1),
     "torch.poisson": lambda h: torch.poisson(h.abs()),
     "torch.alpha_dropout": lambda h: torch.alpha_dropout(h, 0.5, True),
+    "torch.dropout_": lambda h: torch.dropout_(h.clone(), 0.5, True),
     "Tensor.uniform_": lambda h: h.clone().uniform_(),
     "Tensor.normal_": lambda h: torch.empty_like(h).normal_(0.0, 1.0),
     "Tensor.bernoulli": lambda h: h.sigmoid().bernoulli(),
@@ -62,6 +63,7 @@ ALLOWED: dict[str, Callable[[Tensor], Any]] = {
     "as many columns as rows": lambda h: torch.rand(2, len(h)),
     "a layer that is evaluated": nn.AlphaDropout(0.5).eval(),
     "a function that does not train": lambda h: torch.alpha_dropout(h, 0.5, False),
+    "dropout in place that does not train": lambda h: torch.dropout_(h.clone(), 0.5, False),
     "a function that does not train, by keyword": lambda h: torch.alpha_dropout(h, p=0.5, train=False),
     "leaky units that are evaluated": nn.RReLU().eval(),
 }

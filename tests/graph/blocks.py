@@ -20,7 +20,9 @@ from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.ops.routing import route_ops
 
 
-def one_layer(part_config: str, *, edgeless_rank: int | None = None, **sampler: Any) -> tuple[Any, Any, Any]:
+def one_layer(
+    part_config: str, *, edgeless_rank: int | None = None, keep_static: bool = True, **sampler: Any
+) -> tuple[Any, Any, Any]:
     """Opens the graph and yields `(g, x, block)`; the rank's block has no edges if its seed has no in-edge."""
     g = PartitionedGraph.open(part_config)
     seeds = g.owned_nodes()
@@ -32,6 +34,7 @@ def one_layer(part_config: str, *, edgeless_rank: int | None = None, **sampler: 
         dgl.dataloading.MultiLayerFullNeighborSampler(1, **sampler),
         plan=[torch.empty(0, dtype=torch.int64)],
         seed=7,
+        keep_static=keep_static,
     )
     ((input_nodes, _, (block,)),) = list(loader)
     x = g.ndata["feat"][input_nodes].clone().requires_grad_()

@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
+import dgl
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -13,7 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import optimize
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, product, rows_and_own, sum_of_products
+from dgl_hybrid.graph.static_results import StaticResults
+from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.library.row_products import BLOCK_ROWS
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
@@ -214,6 +220,78 @@ def test_layers_that_do_more_than_multiply_are_left_alone() -> None:
     handle.remove()
     other.forward = lambda x: 2 * x  # type: ignore[method-assign]
     assert not are_plain((plain, other), x)
+
+
+def sage_on_known_rows(**options: Any) -> tuple[dglnn.SAGEConv, LayerBlock, Tensor]:
+    """An optimised layer and rows of which its sums are kept."""
+    torch.manual_seed(7)
+    x = torch.randn(10, 4)
+    block = build_block_of(torch.arange(0, 21, 2), torch.randint(10, (20,)))
+    block.static_results = StaticResults(lambda tensor: tensor is x)
+    return optimize(dglnn.SAGEConv(4, 3, "mean", **options)), block, x
+
+
+def test_dropout_that_is_left_on_while_evaluating_draws_every_time() -> None:
+    """Whether the layer trains was asked, not whether its dropout does: Monte Carlo dropout drew nothing."""
+    layer, block, x = sage_on_known_rows(feat_drop=0.5)
+    layer.eval()
+    assert torch.equal(layer(block, x), layer(block, x))
+    layer.feat_drop.train()
+    first, second = layer(block, x), layer(block, x)
+    assert not torch.equal(first, second)
+
+
+def test_a_dropout_that_somebody_watches_is_called() -> None:
+    layer, block, x = sage_on_known_rows()
+    expected, seen = layer(block, x), []
+    handle = layer.feat_drop.register_forward_hook(lambda *_: seen.append("hook"))
+    torch.testing.assert_close(layer(block, x), expected)
+    assert seen == ["hook"]
+    layer.feat_drop.forward = lambda rows: 2.0 * rows  # type: ignore[method-assign]
+    doubled = layer(block, x)
+    handle.remove()
+    del layer.feat_drop.forward
+    torch.testing.assert_close(doubled, layer(block, 2.0 * x))
+
+
+@dataclass(kw_only=True)
+class OneWay:
+    output: Tensor
+    weight_grads: list[Tensor]
+    seeds: Tensor
+    """Original ids."""
+    events: list[bool]
+    """Of every exchange, whether it was one of the backward."""
+
+
+def run_constant_rows(rank: int, world_size: int, part_config: str) -> OneWay:
+    g, x, (block, _loader) = one_layer(part_config, keep_static=False)
+    torch.manual_seed(6)
+    layer = optimize(dglnn.SAGEConv(x.shape[1], 8, "mean").double())
+    g.communicator.clock.drain()
+    y = layer.forward(block, torch.sin(x.detach()))  # past what weights the loss of a rank
+    y.square().sum().backward()
+    events = [event.backward for event in g.communicator.clock.drain()]
+    return OneWay(
+        output=y.detach(),
+        weight_grads=[parameter.grad for parameter in layer.parameters()],
+        seeds=g.fetch_nodes(g.partition.orig_node_ids, block.dstdata[dgl.NID]),
+        events=events,
+    )
+
+
+def test_no_gradient_travels_for_rows_that_need_none(folder: str, graph: dgl.DGLGraph) -> None:
+    """Taken together with their product they seemed to need one, as the weight does."""
+    torch.manual_seed(6)
+    layer = dglnn.SAGEConv(graph.ndata["feat"].shape[1], 8, "mean").double()
+    expected = layer(graph, torch.sin(graph.ndata["feat"]))
+    expected.square().sum().backward()
+    results = run_ranks(3, run_constant_rows, folder)
+    for result in results:
+        assert result.events == [False]
+        torch.testing.assert_close(result.output, expected[result.seeds].detach())
+    for index, parameter in enumerate(layer.parameters()):
+        torch.testing.assert_close(sum(result.weight_grads[index] for result in results), parameter.grad)
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

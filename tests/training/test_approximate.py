@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import dgl
 import dgl.nn as dglnn
 import pytest
 import torch
 import torch.distributed as dist
+from dgl import function as fn
 from torch import Tensor
 
 import dgl_hybrid
@@ -224,6 +226,52 @@ def test_a_linear_model_trains_as_on_paper(world_size: int, name: str | None, pa
     if world_size > 1:
         exact = linear_by_hand(parts, is_stale=False)
         assert float((exact[-1] - linear_by_hand(parts, is_stale=True)[-1]).abs().max()) > 1e-6
+
+
+def sums_by_adjacency(parts: list[Tensor], held: Tensor, received: Tensor) -> Tensor:
+    """Sums over in-edges, of one field where the source is held and of another where it is received."""
+    graph = power_law()
+    src, dst = graph.edges()
+    part = torch.empty(graph.num_nodes(), dtype=torch.int64)
+    for number, nodes in enumerate(parts):
+        part[nodes] = number
+    crosses = (part[src] != part[dst])[:, None]
+    return torch.zeros_like(held).index_add_(0, dst, torch.where(crosses, received[src], held[src]))
+
+
+def sum_two_fields(rank: int, world_size: int, part_config: str) -> dict[str, Any]:
+    """A prefetched field is summed, then another one of its shape that is new in every epoch."""
+    g = PartitionedGraph.open(part_config)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1, prefetch_node_feats=["feat"])
+    nothing = [torch.empty(0, dtype=torch.int64)]
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=nothing, approximate="stale", keep_static=False)
+    sums = []
+    for epoch in range(4):
+        for _, _, (block,) in loader:
+            x = block.srcdata["feat"]
+            block.update_all(fn.copy_u("feat", "m"), fn.sum("m", "of_feat"))
+            with block.local_scope():
+                block.srcdata["h"] = torch.sin(x + epoch).requires_grad_()
+                block.update_all(fn.copy_u("h", "m"), fn.sum("m", "of_h"))
+                sums.append((block.dstdata["of_feat"], block.dstdata["of_h"].detach()))
+    nodes = g.partition.orig_node_ids
+    return {"sums": sums, "seeds": nodes[loader.seeds - g.nodes.start], "nodes": nodes}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_no_field_gets_the_rows_of_another(world_size: int, partitions: PartitionStore) -> None:
+    """Rows are kept by their place among a layer's exchanges. Those of a field that lay in the block stayed, so that
+    from the second epoch on it did not travel, and the next field took its place and its rows."""
+    x = power_law().ndata["feat"]
+    results = run_ranks(world_size, sum_two_fields, partitions.get("power_law", power_law(), world_size))
+    parts = [result["nodes"] for result in results]
+    for epoch in range(4):
+        of_feat = sums_by_adjacency(parts, x, x)
+        of_h = sums_by_adjacency(parts, torch.sin(x + epoch), torch.sin(x + max(0, epoch - 1)))
+        for result in results:
+            found = result["sums"][epoch]
+            torch.testing.assert_close(found[0], of_feat[result["seeds"]], rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(found[1], of_h[result["seeds"]], rtol=1e-12, atol=1e-12)
 
 
 # -------------------------------------------------------------------- training

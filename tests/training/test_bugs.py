@@ -23,6 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dgl import function as fn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -467,6 +468,62 @@ def test_what_a_script_does_to_rows_it_read_does_not_reach_the_next_epoch(folder
         assert_same_gradients(result.grads, [grads] * EPOCHS, "leaves")
         assert not result.was_inference
         assert_same_gradients(result.after_inference, [grads], "after inference mode")
+
+
+class SetsFields(nn.Module):
+    """Sets fields of blocks without a scope, first one for functions of its own and then one for builtins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.linears = nn.ModuleList(nn.Linear(a, b) for a, b in ((NUM_FEATURES, 4), (4, NUM_CLASSES)))
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        for linear, block in zip(self.linears, blocks, strict=True):
+            block.srcdata["h"] = linear(x)
+            block.update_all(
+                lambda edges: {"m": torch.tanh(edges.src["h"])}, lambda nodes: {"o": nodes.mailbox["m"].sum(1)}
+            )
+            block.srcdata["k"] = torch.exp(linear(x))
+            block.update_all(fn.copy_u("k", "m"), fn.sum("m", "p"))
+            block.edata["s"] = torch.ones(block.num_edges())
+            x = torch.sigmoid(block.dstdata["o"] + block.dstdata["p"])
+        return x
+
+
+def train_with_leftovers(rank: int, world_size: int, part_config: str) -> tuple[list[list[Tensor]], list[list[str]]]:
+    """Gradients of each epoch, and the fields that are in the blocks at its beginning."""
+    g, plan = open_graph(part_config)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
+        2, prefetch_node_feats=["feat"], prefetch_labels=["label"], prefetch_edge_feats=["w"]
+    )
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), sampler, plan=plan)
+    model = SetsFields().double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads, names = [], []
+    for _ in range(EPOCHS):
+        for _, seeds, blocks in loader:
+            names.append([f"{f} {sorted(getattr(b, f))}" for b in blocks for f in ("srcdata", "dstdata", "edata")])
+            optimizer.zero_grad()
+            F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), g.ndata["label"][seeds]).backward()
+            grads.append(average_gradients(model))
+            optimizer.step()
+    return grads, names
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fields_left_in_blocks_are_gone_in_the_next_epoch(world_size: int, partitions: PartitionStore) -> None:
+    """A block was the same in every epoch, and functions of one's own get all fields: in the second epoch what the
+    first had left was exchanged too, and its gradients went back into a graph that was freed."""
+    _, expected = plain_gradients(plain_loss, SetsFields().double())
+    results = run_ranks(world_size, train_with_leftovers, partitions.get("power_law", power_law(), world_size))
+    for grads, names in results:
+        assert_same_gradients(grads, expected, "leftovers")
+        assert names[1:] == names[:1] * (EPOCHS - 1)
+        assert names[0] == [
+            *("srcdata ['_ID', 'feat']", "dstdata ['_ID']", "edata ['_ID', 'w']"),
+            *("srcdata ['_ID']", "dstdata ['_ID', 'label']", "edata ['_ID', 'w']"),
+        ]
 
 
 def read_by_other_ids(rank: int, world_size: int, part_config: str) -> dict[str, str]:

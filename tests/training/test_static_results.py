@@ -349,6 +349,65 @@ def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
     assert results.num_bytes == 0
 
 
+def test_a_kept_result_that_became_a_leaf_is_made_anew() -> None:
+    """Its gradients would add up from epoch to epoch."""
+    known = torch.ones(3, 2)
+    results = StaticResults(lambda x: x is known)
+    for _ in range(3):
+        kept = results.get("sum", (known,), lambda: 2.0 * known)
+        assert not kept.requires_grad
+        kept.requires_grad_().sum().backward()
+        assert results.was_changed, "ranks drop it together, before the next epoch"
+        assert torch.equal(kept.grad, torch.ones(3, 2))
+
+
+def test_what_was_made_of_tensors_that_are_gone_is_dropped() -> None:
+    fields = {name: torch.full((3, 2), float(number)) for number, name in enumerate("ab")}
+    results = StaticResults(lambda x: any(x is known for known in fields.values()))
+
+    def kept_of(name: str) -> Tensor:
+        return results.get("sum", (fields[name],), lambda: 1.0 * fields[name])
+
+    first = {name: kept_of(name) for name in fields}
+    assert all(kept_of(name) is kept for name, kept in first.items())
+    assert results.num_bytes == 2 * 24
+    for number in range(3):  # rows that are read anew, say
+        fields["a"] = torch.full((3, 2), 10.0 + number)
+        assert float(kept_of("a")[0, 0]) == 10.0 + number
+        assert kept_of("b") is first["b"]
+        assert results.num_bytes == 2 * 24
+
+
+def sum_kept_fields(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[list[Tensor]], list[int]]:
+    """One layer sums two prefetched fields of one shape by the same functions, in every epoch."""
+    g = PartitionedGraph.open(part_config)
+    g.ndata["other"] = torch.sin(g.ndata["feat"].local)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1, prefetch_node_feats=["feat", "other"])
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=[torch.empty(0, dtype=torch.int64)])
+    sums, num_exchanges = [], []
+    for _ in range(EPOCHS):
+        for _, _, (block,) in loader:
+            g.communicator.clock.drain()
+            for name in ("feat", "other"):
+                block.update_all(fn.copy_u(name, "m"), fn.sum("m", f"of_{name}"))
+            sums.append([block.dstdata["of_feat"].clone(), block.dstdata["of_other"].clone()])
+            num_exchanges.append(len(g.communicator.clock.drain()))
+    return g.partition.orig_node_ids[loader.seeds - g.nodes.start], sums, num_exchanges
+
+
+def test_sums_of_two_fields_stay_kept_beside_each_other(partitions: PartitionStore) -> None:
+    """They went by what is done, not to what, so that each drove out the other."""
+    graph = power_law()
+    graph.ndata["other"] = torch.sin(graph.ndata["feat"])
+    for name in ("feat", "other"):
+        graph.update_all(fn.copy_u(name, "m"), fn.sum("m", f"of_{name}"))
+    for ids, sums, num_exchanges in run_ranks(3, sum_kept_fields, partitions.get("power_law", power_law(), 3)):
+        assert num_exchanges == [2, 0, 0]
+        for epoch, (of_feat, of_other) in enumerate(sums):
+            assert_close(of_feat, graph.ndata["of_feat"][ids], f"epoch {epoch}: sums of the first field")
+            assert_close(of_other, graph.ndata["of_other"][ids], f"epoch {epoch}: sums of the other")
+
+
 def sums_after_writes(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[Tensor]]:
     """A script reads once, and writes into what it has: between epochs, in one, and past PyTorch's count of writes."""
     g = PartitionedGraph.open(part_config)

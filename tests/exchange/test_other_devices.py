@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows on the host with a transport that moves tensors of another device only, as NCCL does; and which one is chosen.
+
+The device is "meta", whose tensors have no numbers. What is moved there by PyTorch's own operators is remembered beside
+it (`FarMemory`), so that the numbers that come back are those that were taken there, and nothing else is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.transport import NO_TAG, CollectiveTransport, ExchangeTag
+from tests.helpers.world import run_ranks
+
+FAR = torch.device("meta")
+
+
+class FarMemory(TorchDispatchMode):
+    """Gives tensors of the far device numbers: those that they were copied from, or that were put there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.copy_.default and args[1].device == FAR:
+            return func(args[0], self.numbers[args[1]])
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten._to_copy.default and result.device == FAR:
+            self.numbers[result] = args[0].clone()
+        return result
+
+
+class FarTransport(CollectiveTransport):
+    """Moves what lies on the far device, through the group's own memory."""
+
+    def __init__(self, memory: FarMemory) -> None:
+        assert dist.group.WORLD is not None
+        super().__init__(dist.group.WORLD)
+        self.memory = memory
+
+    @property
+    def device(self) -> torch.device:
+        return FAR
+
+    def start_all_to_all(
+        self,
+        received: Tensor,
+        send: Tensor,
+        recv_counts: list[int],
+        send_counts: list[int],
+        tag: ExchangeTag = NO_TAG,
+    ) -> Callable[[], None]:
+        assert received.device == send.device == FAR, "no backend for tensors of the host"
+        arrived = torch.empty(received.shape, dtype=received.dtype)
+        finish = super().start_all_to_all(arrived, self.memory.numbers[send], recv_counts, send_counts, tag)
+
+        def finish_there() -> None:
+            finish()
+            self.memory.numbers[received] = arrived
+
+        return finish_there
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        assert tensor.device == FAR, "no backend for tensors of the host"
+        super().all_reduce(self.memory.numbers[tensor])
+
+
+def exchange_from_the_host(rank: int, world_size: int) -> dict[str, bool]:
+    near, memory = create_communicator(transport="collective", timeout_s=20), FarMemory()
+    far = Communicator(FarTransport(memory))
+    send_counts = [1 + rank + 2 * peer for peer in range(world_size)]
+    recv_counts = [1 + peer + 2 * rank for peer in range(world_size)]
+    checks = {}
+    # Ids, rows of static fields, masks (which travel as bytes), and rows that have no numbers.
+    for name, shape, dtype in (
+        *(("ids", (), torch.int64), ("rows", (3,), torch.float32), ("flags", (2,), torch.bool)),
+        *(("half", (2, 2), torch.bfloat16), ("nothing", (0,), torch.float64)),
+    ):
+        rows = (torch.arange(sum(send_counts)) + 100 * rank).view(-1, *(1,) * len(shape))
+        rows = (rows % 7 if dtype == torch.bool else rows).expand(-1, *shape).to(dtype).contiguous()
+        expected = near.exchange(rows, send_counts, recv_counts)
+        with memory:
+            found = far.exchange(rows, send_counts, recv_counts)
+            parts = far.start_exchange(rows, send_counts, recv_counts).wait()
+        checks[f"{name} come back"] = found.device.type == "cpu" and torch.equal(found, expected)
+        checks[f"{name} are split"] = [len(part) for part in parts] == recv_counts
+        checks[f"{name} in parts"] = torch.equal(torch.cat(parts), expected)
+    total = torch.arange(4.0) + rank
+    with memory:
+        same = far.sum_(total)
+    checks["sums are in place"] = same is total
+    checks["sums"] = torch.equal(total, sum(torch.arange(4.0) + peer for peer in range(world_size)))
+    return checks
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_of_the_host_are_taken_to_where_they_can_travel(world_size: int) -> None:
+    """NCCL knows no memory of the host; ids and static fields are there before training begins."""
+    for checks in run_ranks(world_size, exchange_from_the_host):
+        assert all(checks.values()), checks
+
+
+def choose_backend(rank: int, world_size: int, folder: str, backend: str | None) -> tuple[str, list[int]]:
+    """With a default group made in that way, instead of the test's own."""
+    dist.destroy_process_group()
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)
+    communicator = create_communicator(transport="collective", timeout_s=20)
+    rows = torch.arange(world_size) + 10 * rank
+    received = communicator.exchange(rows, [1] * world_size, [1] * world_size)
+    return communicator.backend, received.tolist()
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        None,
+        pytest.param(
+            "cpu:gloo,cuda:nccl",
+            marks=pytest.mark.skipif(not dist.is_nccl_available(), reason="no NCCL in this PyTorch"),
+        ),
+    ],
+)
+def test_a_default_group_for_each_kind_of_device_is_one_for_this_kind(backend: str | None, tmp_path: Path) -> None:
+    """`init_process_group()` names no backend, and PyTorch then says that it is undefined."""
+    if torch.cuda.is_available():  # one GPU is one rank to NCCL
+        assert run_ranks(1, choose_backend, str(tmp_path), backend) == [("nccl", [0])]
+    else:
+        assert run_ranks(2, choose_backend, str(tmp_path), backend) == [("gloo", [0, 10]), ("gloo", [1, 11])]

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies of a model share what stands for something elsewhere, and running them leaves no trace in the process."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dgl_hybrid.graph import model_copy
+from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
+
+
+class OnServers:
+    """Stands for rows that a server has; a second one of the name would end them."""
+
+
+class WithOwnCopies:
+    def __deepcopy__(self, memo: Any) -> str:
+        return "as it was"
+
+
+class CannotBeCopied:
+    def __deepcopy__(self, memo: Any) -> None:
+        raise RuntimeError("no copies")
+
+
+class Model(nn.Module):
+    def __init__(self, *parts: Any) -> None:
+        super().__init__()
+        self.linear, self.parts = nn.Linear(2, 2), list(parts)
+
+
+@pytest.fixture(autouse=True)
+def _on_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_copy, "_ON_SERVERS", (OnServers, WithOwnCopies))
+
+
+def assert_copies_as_before() -> None:
+    assert "__deepcopy__" not in vars(OnServers)
+    assert copy.deepcopy(WithOwnCopies()) == "as it was"
+
+
+def test_a_copy_shares_what_lives_on_servers_and_nothing_else() -> None:
+    model = Model(OnServers(), WithOwnCopies(), {"nested": [OnServers()]})
+    copied = copy_of(model)
+    assert copied is not model
+    assert copied.parts is not model.parts
+    assert copied.parts[0] is model.parts[0]
+    assert copied.parts[1] is model.parts[1]
+    assert copied.parts[2]["nested"][0] is model.parts[2]["nested"][0]
+    assert copied.linear.weight is not model.linear.weight
+    assert torch.equal(copied.linear.weight, model.linear.weight)
+    assert_copies_as_before()
+
+
+def test_classes_are_as_before_where_a_model_cannot_be_copied() -> None:
+    with pytest.raises(RuntimeError, match="no copies"):
+        copy_of(Model(OnServers(), CannotBeCopied()))
+    assert_copies_as_before()
+
+
+def draws() -> tuple[float, float, Tensor]:
+    return random.random(), float(np.random.random()), torch.rand(3)
+
+
+@with_own_randomness()
+def fail_after_drawing() -> None:
+    draws()
+    raise ZeroDivisionError
+
+
+def test_what_a_model_draws_leaves_no_trace() -> None:
+    """Ranks run copies as often as they have time for, and would draw different numbers from then on."""
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    with with_own_randomness():
+        expected = draws()
+    with pytest.raises(ZeroDivisionError):
+        fail_after_drawing()
+    for found, wanted in zip(draws(), expected, strict=True):
+        assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))

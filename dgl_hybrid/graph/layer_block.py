@@ -27,6 +27,7 @@ from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
+from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
 from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
@@ -480,54 +481,22 @@ class LayerBlock:
             self.observer.on_message_passing(self.layer, fields, is_weighted=is_weighted)
 
     def _reduce_nothing(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
-        """A user-defined reduce without edges: learn the result's shape from one made-up edge, and stay in the graph.
-
-        Stock DGL leaves the result unset here. The zeros depend on the fields and on what the functions used, so this
-        rank takes part in every backward exchange and every parameter gets a gradient.
-        """
-        probe = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1).to(self._block.device)
-
-        def made_up(value: Tensor) -> Tensor:
-            # Numbers in which most functions are defined; integers may be positions in a table, and 0 is in any.
-            fill = torch.ones if value.is_floating_point() or value.is_complex() else torch.zeros
-            return fill((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
-
-        results: dict[str, Tensor] = {}
-
-        def reduce_and_note(nodes: Any) -> dict[str, Tensor]:
-            results.update(reduce_func(nodes))
-            return results
-
-        # What needs a gradient, as it is here and as it is made up there; of sources with the received rows.
-        real: list[Tensor] = []
-        leaves: list[Tensor] = []
+        """A user-defined reduce on a rank without edges: zeros that take part in the backward as they do elsewhere."""
         sources = {name: self._block.srcdata[name] for name in self._names_read_by(message_func)}
-        for data, given in (
-            (probe.srcdata, {**self._source, **sources}),
-            (probe.dstdata, dict(self._block.dstdata)),
-            (probe.edata, dict(self._block.edata)),
-        ):
-            for name, value in given.items():
-                rows = made_up(value)
-                if value.requires_grad:
-                    real.append(value)
-                    leaves.append(rows.requires_grad_())
-                    rows = rows.clone()  # functions may write into what they are given
-                data[name] = rows
         self.is_dry_run = True
         try:
-            probe.update_all(message_func, reduce_and_note)
+            results = reduce_of_nothing(
+                message_func,
+                reduce_func,
+                sources={**self._source, **sources},  # those that are read with their received rows
+                destinations=dict(self._block.dstdata),
+                edges=dict(self._block.edata),
+                num_dst=self.structure.num_dst,
+            )
         finally:
             self.is_dry_run = False
         # Whatever the reduce returns is set, also where a field of that name was there before.
-        for name, value in results.items():
-            shape = (self.structure.num_dst, *value.shape[1:])
-            zeros = torch.zeros(shape, dtype=value.dtype, device=value.device)
-            if value.requires_grad:
-                # As on ranks that have edges: what was not used has no part in the backward, nor has its exchange.
-                reached = _leaves_of(value)
-                used = [field for field, leaf in zip(real, leaves, strict=True) if id(leaf) in reached]
-                zeros = _Anchored.apply(zeros, value, *used)
+        for name, zeros in results.items():
             self._block.dstdata[name] = zeros
         if apply_node_func is not None:
             self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
@@ -574,38 +543,6 @@ def _reset_frame(frame: Any, known: Mapping[str, Tensor], ids: str | None) -> No
     for name, rows in known.items():
         if name not in frame or frame[name] is not rows:
             frame[name] = rows
-
-
-class _Anchored(torch.autograd.Function):
-    """Returns its first argument; its backward runs through the others with zero gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, *anchors: Tensor) -> Tensor:
-        ctx.save_for_backward(*anchors)
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return (grads[0], *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors))
-
-
-def _leaves_of(value: Tensor) -> set[int]:
-    """Returns the `id` of every leaf that a backward from here reaches.
-
-    Found without running one: in the forward of a checkpoint that would run the layer again, on this rank alone.
-    """
-    reached: set[int] = set()
-    seen: set[Any] = set()
-    pending: list[Any] = [value.grad_fn]
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):  # where a backward ends, at a leaf
-            reached.add(id(node.variable))
-        pending += [following for following, _ in node.next_functions]
-    return reached
 
 
 def _fields_of(func: fn.BuiltinFunction) -> list[tuple[Any, str]]:

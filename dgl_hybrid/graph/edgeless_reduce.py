@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a user-defined reduce gives on a rank without edges: zeros of the right shape that stay in the graph.
+
+Stock DGL leaves the result unset there. Here the other ranks may have edges in the same layer, and run an exchange
+backward for every field that the functions used: this rank has to take part in those, and in no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor
+
+
+def reduce_of_nothing(
+    message_func: Any,
+    reduce_func: Any,
+    *,
+    sources: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
+    edges: Mapping[str, Tensor],
+    num_dst: int,
+) -> dict[str, Tensor]:
+    """Runs the functions on one made-up edge, whose result nobody reads. Not collective.
+
+    Args:
+        message_func, reduce_func: The user's.
+        sources, destinations, edges: The fields they may read; their rows are not looked at.
+        num_dst: Rows of the results.
+
+    Returns:
+        Each field the reduce returns, (num_dst, ...) zeros. A backward from them reaches the fields and the parameters
+        that the functions used.
+    """
+    device = next((rows.device for fields in (sources, destinations, edges) for rows in fields.values()), None)
+    probe = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1).to(device or "cpu")
+    results: dict[str, Tensor] = {}
+
+    def reduce_and_note(nodes: Any) -> dict[str, Tensor]:
+        results.update(reduce_func(nodes))
+        return results
+
+    # What needs a gradient, as it is here and as it is made up there.
+    real: list[Tensor] = []
+    leaves: list[Tensor] = []
+    for data, fields in ((probe.srcdata, sources), (probe.dstdata, destinations), (probe.edata, edges)):
+        for name, value in fields.items():
+            rows = _made_up(value)
+            if value.requires_grad:
+                real.append(value)
+                leaves.append(rows.requires_grad_())
+                rows = rows.clone()  # functions may write into what they are given
+            data[name] = rows
+    probe.update_all(message_func, reduce_and_note)
+    zeros = {}
+    for name, value in results.items():
+        zeros[name] = torch.zeros((num_dst, *value.shape[1:]), dtype=value.dtype, device=value.device)
+        if value.requires_grad:
+            reached = _leaves_of(value)
+            used = [field for field, leaf in zip(real, leaves, strict=True) if id(leaf) in reached]
+            zeros[name] = _Anchored.apply(zeros[name], value, *used)
+    return zeros
+
+
+def _made_up(value: Tensor) -> Tensor:
+    # Numbers in which most functions are defined; integers may be positions in a table, and 0 is in any.
+    fill = torch.ones if value.is_floating_point() or value.is_complex() else torch.zeros
+    return fill((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+
+
+class _Anchored(torch.autograd.Function):
+    """Returns its first argument; its backward runs through the others with zero gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *anchors: Tensor) -> Tensor:
+        ctx.save_for_backward(*anchors)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return (grads[0], *(torch.zeros_like(anchor) for anchor in ctx.saved_tensors))
+
+
+def _leaves_of(value: Tensor) -> set[int]:
+    """Returns the `id` of every leaf that a backward from here reaches.
+
+    Found without running one: in the forward of a checkpoint that would run the layer again, on this rank alone.
+    """
+    reached: set[int] = set()
+    seen: set[Any] = set()
+    pending: list[Any] = [value.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):  # where a backward ends, at a leaf
+            reached.add(id(node.variable))
+        pending += [following for following, _ in node.next_functions]
+    return reached

@@ -141,6 +141,7 @@ def draw_all(lines: Sequence[Line], folder: Path) -> list[Path]:
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "dgl_hybrid"  # drawing the same lines again gives the same file
     groups: dict[tuple[str, str], dict[str, dict[str, Line]]] = {}
     for cell, systems in newest(lines).items():
         first = next(iter(systems.values()))

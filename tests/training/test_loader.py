@@ -202,6 +202,18 @@ def test_activation_checkpointing_repeats_masks_and_exchanges(use_reentrant: boo
         assert_close(a, c, "gradient on three ranks")
 
 
+def train_epoch(
+    g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> float:
+    for input_nodes, seeds, blocks in loader:
+        loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+        optimizer.zero_grad()
+        loss.backward()
+        average_gradients(model, loader)
+        optimizer.step()
+    return loss.item()
+
+
 def train_with_looks(rank: int, world_size: int, part_config: str, between: str) -> list[float]:
     """Losses of training steps with dropout, each after something that is no training step."""
     g = PartitionedGraph.open(part_config)
@@ -219,13 +231,7 @@ def train_with_looks(rank: int, world_size: int, part_config: str, between: str)
         elif between == "a look":
             _, seeds, blocks = next(iter(loader))
             assert blocks[-1].num_dst_nodes() == len(seeds)
-        for input_nodes, seeds, blocks in loader:
-            loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
-            optimizer.zero_grad()
-            loss.backward()
-            average_gradients(model, loader)
-            optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_epoch(g, loader, model, optimizer))
     return losses
 
 
@@ -266,13 +272,7 @@ def train_and_resume(rank: int, world_size: int, part_config: str, resumed: str)
                     model(blocks, g.ndata["feat"][input_nodes])
                 if resumed != "without the state":
                     loader.load_state_dict(state)
-        for input_nodes, seeds, blocks in loader:
-            loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
-            optimizer.zero_grad()
-            loss.backward()
-            average_gradients(model, loader)
-            optimizer.step()
-        losses.append(loss.item())
+        losses.append(train_epoch(g, loader, model, optimizer))
     return losses, loader.state_dict()
 
 

@@ -17,8 +17,8 @@ from dgl_hybrid.partition.split import expand_ranges
 class InEdges:
     """Complete in-edge lists by global id, in ascending edge id inside each list.
 
-    What the part does not hold (a plain DistDGL part has one halo hop) is fetched from the owners once, so any part
-    serves any number of layers.
+    What the part does not hold (a plain DistDGL part has one halo hop) is fetched from the owners, once until it is
+    forgotten, so any part serves any number of layers.
     """
 
     def __init__(self, part: RankPart, communicator: Communicator, ownership: Ownership) -> None:
@@ -27,6 +27,17 @@ class InEdges:
         self._owned = part.lists
         self._halo, self._halo_lists = part.halo_global, part.halo_lists
         self._fetched, self._fetched_lists = part.halo_global[:0], StoredLists.empty()
+
+    @property
+    def num_fetched_edges(self) -> int:
+        return len(self._fetched_lists.src_global)
+
+    def forget_fetched(self) -> None:
+        """Drops the lists that were asked for: many of three layers' are as long as the graph. Each rank on its own.
+
+        Who needs them says so with `ensure` before, and they are fetched again.
+        """
+        self._fetched, self._fetched_lists = self._halo[:0], StoredLists.empty()
 
     def known_halo(self) -> Tensor:
         """Returns the halo nodes whose lists are known here, sorted."""

@@ -379,6 +379,9 @@ class FullGraphLoader:
         self._prefetch.fill(self.graph, self.blocks)
         if self.outcome is None and not (self.forced and self._is_checked):
             self._use_first_call()
+        if self.is_settled and self.graph.in_edges.num_fetched_edges:
+            self.graph.in_edges.forget_fetched()  # only plans ask for them, and none is made before epochs slow down
+            self._give_back_memory()
         step = Step(
             communicator=self.communicator,
             sets=self.sets,

@@ -159,10 +159,22 @@ class Tuned:
     settled: list[bool]
     cached: list[int]
     candidates: list[str]
+    fetched: list[int]
 
 
-def train_tuned(rank: int, world_size: int, part_config: str, epochs: int, fast: str, autotune: bool) -> Tuned:
-    """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known."""
+def train_tuned(
+    rank: int,
+    world_size: int,
+    part_config: str,
+    epochs: int,
+    fast: str,
+    autotune: bool,
+    slows_at: int | None = None,
+) -> Tuned:
+    """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
+
+    From the epoch `slows_at` on the fast plan is the slow one.
+    """
     g = PartitionedGraph.open(part_config)
     model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
     ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
@@ -170,23 +182,25 @@ def train_tuned(rank: int, world_size: int, part_config: str, epochs: int, fast:
     seeds = g.owned_nodes("train_mask")
     loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates])
+    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [])
     made_up_ns = 0
     real_clock = loader_module.time.perf_counter_ns
     loader_module.time.perf_counter_ns = lambda: made_up_ns
     try:
-        for _ in range(epochs):
+        for epoch in range(epochs):
             for input_nodes, ids, blocks in loader:
                 strategy = loader.outcome.plan.strategy
                 tuned.strategies.append(strategy)
                 tuned.settled.append(loader.is_settled)
                 tuned.cached.append(loader.sets.num_recomputed(1))
+                tuned.fetched.append(g.in_edges.num_fetched_edges)
                 loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids])
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
                 # Ranks see different times, rank 0 the same of every plan; the slowest decides.
-                made_up_ns += (1 if strategy == fast or rank == 0 else 100) * (1 + rank)
+                is_fast = (strategy == fast) == (slows_at is None or epoch < slows_at)
+                made_up_ns += (1 if is_fast or rank == 0 else 100) * (1 + rank)
             with torch.no_grad():
                 for input_nodes, _, blocks in loader:  # an evaluation with the same loader takes no turn
                     model(blocks, g.ndata["feat"][input_nodes])
@@ -230,6 +244,23 @@ def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: 
             assert strategy != "depcache" or cached > 0
     total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert total == pytest.approx(reference_curve(epochs), rel=1e-9), "plans change, the training does not"
+
+
+def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_down(partitions: PartitionStore) -> None:
+    num_turns = 5 * (FIRST + FINAL)
+    epochs = 2 * num_turns + DRIFT_WINDOW
+    part_config = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", True, num_turns)
+    for run in runs:
+        changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]
+        assert len(changes) == 3, "settled, tried anew, settled"
+        assert run.strategies[changes[0] : changes[1]] == ["depcache"] * (changes[1] - changes[0])
+        assert "depcache" not in run.strategies[changes[2] :]
+        assert not any(count for count, is_settled in zip(run.fetched, run.settled, strict=True) if is_settled)
+        assert all(run.fetched[: changes[0]])
+        assert any(run.fetched[changes[1] : changes[2]]), "plans that are tried anew ask for them again"
+    total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
+    assert total == pytest.approx(reference_curve(epochs), rel=1e-9)
 
 
 def test_it_can_be_switched_off_and_one_rank_has_nothing_to_try(partitions: PartitionStore) -> None:

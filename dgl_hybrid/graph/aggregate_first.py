@@ -70,11 +70,11 @@ def forward_graphconv(
     return self._activation(rst) if self._activation is not None else rst
 
 
-def _multiply(self: Any, rows: Rows, weight: Tensor) -> Any:
-    """Ends a `GraphConv`: product, bias, activation."""
+def _multiply(self: Any, rows: Rows, weight: Tensor, factors: Tensor | None = None) -> Any:
+    """Ends a `GraphConv`: product, times what the sums are divided by, bias, activation."""
     if is_relu(self._activation):
-        return product(rows, weight, self.bias, relu=True)
-    rst = product(rows, weight, self.bias)
+        return product(rows, weight, self.bias, factors=factors, relu=True)
+    rst = product(rows, weight, self.bias, factors=factors)
     return self._activation(rst) if self._activation is not None else rst
 
 
@@ -97,17 +97,17 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
         # DGL scales these rows, too.
         rows = feat * _degree_factors(graph.out_degrees(), feat, self._norm) if self._norm in ("left", "both") else feat
         rst = _sum(graph, rows, None)
-        if self._norm in ("right", "both"):
-            rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
         count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
-        return _multiply(self, rst, weight)
+        # DGL scales the sums; their products are multiplied where they lie in the cache.
+        is_scaled = self._norm in ("right", "both")
+        return _multiply(self, rst, weight, _degree_factors(graph.in_degrees(), rst, self._norm) if is_scaled else None)
     with graph.local_scope():
         padding = vector_columns(num_columns, feat.device) - num_columns
-        rows = product(feat, F.pad(weight, (0, padding)) if padding else weight, None)
-        if self._norm in ("left", "both"):
-            # DGL scales the wide rows, before the product.
-            rows = rows * _degree_factors(graph.out_degrees(), rows, self._norm)
-        graph.srcdata["h"] = rows
+        padded = F.pad(weight, (0, padding)) if padding else weight
+        # DGL scales the wide rows, before the product.
+        is_scaled = self._norm in ("left", "both")
+        factors = _degree_factors(graph.out_degrees(), feat, self._norm) if is_scaled else None
+        graph.srcdata["h"] = product(feat, padded, None, factors=factors)
         graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
         rst = graph.dstdata["h"][:, :num_columns]
     if self._norm in ("right", "both"):

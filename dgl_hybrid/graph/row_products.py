@@ -95,21 +95,30 @@ def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu:
 
 
 def product(
-    rows: Rows, weight: Tensor, bias: Tensor | None, *, addend: Tensor | None = None, relu: bool = False
+    rows: Rows,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    factors: Tensor | None = None,
+    addend: Tensor | None = None,
+    relu: bool = False,
 ) -> Tensor:
-    """Returns `rows @ weight + bias + addend`, or its ReLU.
+    """Returns `factors * (rows @ weight) + bias + addend`, or its ReLU.
 
     Args:
         rows: (N, A) or, without `addend`, (N, ..., A).
         weight: (A, O), where `rows` are sparse of their dtype.
         bias: (O,).
+        factors: (N, 1), where `rows` are a matrix of their dtype; without gradients.
         addend: (N, O).
         relu: Whether to take the ReLU.
     """
     if isinstance(rows, SparseRows):
+        assert factors is None
         return rows.times(weight, addend=addend, bias=bias, relu=relu)
     if rows.dim() == 2 and rows.dtype == weight.dtype:
-        return _products([rows], [weight], addend=addend, bias=bias, relu=relu)
+        return _products([rows], [weight], factors=factors, addend=addend, bias=bias, relu=relu)
+    assert factors is None
     result = torch.matmul(rows, weight)
     result = result if bias is None else result + bias
     return torch.relu(result) if relu else result
@@ -166,11 +175,12 @@ def _products(
     rows: list[Tensor],
     weights: list[Tensor],
     *,
+    factors: Tensor | None = None,
     addend: Tensor | None = None,
     bias: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, addend, bias, relu)
+    result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, factors, addend, bias, relu)
     return result
 
 

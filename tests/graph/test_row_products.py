@@ -21,7 +21,7 @@ from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, pro
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import SparseRows
-from dgl_hybrid.ops.library.row_products import BLOCK_ROWS
+from dgl_hybrid.ops.library.row_products import BLOCK_ROWS, MANY_COLUMNS
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from tests.graph.blocks import one_layer
 from tests.helpers.thinning import pairwise
@@ -62,6 +62,7 @@ def test_sum_of_products(bias: bool, needs_gradient: bool) -> None:
     kind=["dense", "sparse"],
     needs_rows=[False, True],
     has_bias=[False, True],
+    has_factors=[False, True],
     has_addend=[False, True],
     relu=[False, True],
     turned=[False, True],
@@ -72,6 +73,7 @@ def test_products_in_blocks_of_rows(
     kind: str,
     needs_rows: bool,
     has_bias: bool,
+    has_factors: bool,
     has_addend: bool,
     relu: bool,
     turned: bool,
@@ -88,11 +90,12 @@ def test_products_in_blocks_of_rows(
     bias = random(4).requires_grad_() if has_bias else None
     addend = random(num_rows, 4).requires_grad_() if has_addend else None
     rows = SparseRows.from_dense(x) if kind == "sparse" else x.requires_grad_(needs_rows)
-    expected = x @ weight
+    factors = random(num_rows, 1) if has_factors and kind == "dense" else None
+    expected = x @ weight if factors is None else (factors * x) @ weight
     for other in (bias, addend):
         expected = expected if other is None else expected + other
     expected = torch.relu(expected) if relu else expected
-    ours = product(rows, weight, bias, addend=addend, relu=relu)
+    ours = product(rows, weight, bias, factors=factors, addend=addend, relu=relu)
     torch.testing.assert_close(ours, expected)
     inputs = [t for t in (x, weight, bias, addend) if t is not None and t.requires_grad]
     grad = random(num_rows, 4)
@@ -115,11 +118,32 @@ def test_gradients_of_weights_alone_are_made_block_by_block(
     expected = rows[0] @ weights[0] + rows[1] @ weights[1]
     expected = expected if bias is None else expected + bias
     expected = torch.relu(expected) if relu else expected
-    ours = torch.ops.dgl_hybrid.row_products(rows, weights, None, bias, relu)
+    ours = torch.ops.dgl_hybrid.row_products(rows, weights, None, None, bias, relu)
     torch.testing.assert_close(ours, expected)
     inputs += [] if bias is None else [bias]
     grad = torch.randn_like(expected)
     torch.testing.assert_close(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(MANY_COLUMNS, 3), (3, MANY_COLUMNS), (MANY_COLUMNS, MANY_COLUMNS)])
+def test_gradients_lie_in_memory_as_their_weights_do(inputs: int, outputs: int, turned: bool) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(BLOCK_ROWS + 5, inputs, dtype=torch.float64)
+    parameter = torch.randn((outputs, inputs) if turned else (inputs, outputs), dtype=torch.float64, requires_grad=True)
+    weight = parameter.t() if turned else parameter
+    ours, expected = product(x, weight, None), x @ weight
+    grad = torch.randn_like(expected)
+    (found,), (wanted,) = (torch.autograd.grad(y, [parameter], grad) for y in (ours, expected))
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, wanted)
+
+
+def test_factors_that_would_need_a_gradient_are_refused() -> None:
+    factors = torch.ones(3, 1, requires_grad=True)
+    result = product(torch.ones(3, 2), torch.ones(2, 2, requires_grad=True), None, factors=factors)
+    with pytest.raises(RuntimeError, match="factors of rows have no gradient"):
+        result.sum().backward()
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -29,6 +29,14 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, generator=generator).to(dtype).requires_grad_()
 
 
+def mapped(call: object, move: Callable[[Tensor], Tensor]) -> object:
+    if isinstance(call, Tensor):
+        return move(call)
+    if isinstance(call, (tuple, list)):
+        return type(call)(mapped(part, move) for part in call)
+    return call
+
+
 def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[object, ...]]:
     """Calls of one registered op on the graph of 4 sources, 5 destinations and 7 edges."""
 
@@ -53,6 +61,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
     by_column = [starts, torch.tensor([0, 1, 3, 3], dtype=torch.int32)]
     values = random(4).detach()
     turned = random(3, 2).detach().t().requires_grad_()
+    x6, x2, y3 = random(4, 6), random(4, 2), random(4, 3)
+    factors, both = random(4, 1).detach(), [True, True]
     sparse = (by_row, by_column, values, values)
     table: dict[str, list[tuple[object, ...]]] = {
         "out_edges": [(rows, 4), (in_order, 4)],
@@ -78,13 +88,13 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         ],
         "sparse_product_transposed": [(*sparse, random(4, 3), 2)],
         "row_products": [
-            ([random(4, 6)], [random(6, 3)], None, None, False),
-            ([random(4, 6), random(4, 2)], [random(6, 3), turned], random(4, 3), random(3), True),
-            ([random(4, 6).detach()], [random(6, 3)], None, random(3), True),
+            ([random(4, 6)], [random(6, 3)], None, None, None, False),
+            ([random(4, 6), random(4, 2)], [random(6, 3), turned], factors, random(4, 3), random(3), True),
+            ([random(4, 6).detach()], [random(6, 3)], None, None, random(3), True),
         ],
         "row_products_backward": [
-            ([random(4, 6).detach(), random(4, 2).detach()], random(4, 3).detach(), None, [False, True]),
-            ([random(4, 6).detach()], random(4, 3).detach(), random(4, 3).detach(), [False]),
+            mapped(([x6, x2], [random(6, 3), turned], y3, None, None, [False, True], both, False), Tensor.detach),
+            mapped(([x6], [random(6, 3)], y3, random(4, 3), factors, [True], [False], True), Tensor.detach),
         ],
         "segment_sum": [(offsets, random(7, 2))],
         "segment_expand": [(offsets, random(3, 2), 7)],
@@ -110,14 +120,6 @@ def test_opcheck(name: str) -> None:
         results = torch.library.opcheck(getattr(OPS, name).default, call)
         assert set(results.values()) == {"SUCCESS"}
         assert len(results) >= 4
-
-
-def mapped(call: object, move: Callable[[Tensor], Tensor]) -> object:
-    if isinstance(call, Tensor):
-        return move(call)
-    if isinstance(call, (tuple, list)):
-        return type(call)(mapped(part, move) for part in call)
-    return call
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

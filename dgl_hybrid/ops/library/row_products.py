@@ -2,8 +2,8 @@
 """row_products: sums of products of rows and weights, and what usually follows, some rows at a time.
 
 MKL takes a quarter longer for all rows at once than for one block of them after the other (20,000 to 50,000 rows of 100
-to 600 columns, into 128 or 256). What is added to a block, and a ReLU, find it in the cache; backward, so do the
-products of a block's masked gradient, which is never written to memory where nothing but weights needs a gradient.
+to 600 columns, into 128 or 256). What a block is multiplied by, what is added to it, and a ReLU, find it in the cache;
+backward, so do the products of a block's gradient, which is never written to memory before the ReLU or the factors.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dgl_hybrid.ops.library.registration import Grads, register, registered
 
 BLOCK_ROWS = 1024
 """Of one product, for each thread."""
+MANY_COLUMNS = 256
+"""From here on it matters which of two matrices of many rows is transposed in their product."""
 
 
 def row_blocks(x: Tensor) -> Iterator[slice]:
@@ -38,7 +40,12 @@ def finish_rows(part: Tensor, addend: Tensor | None, bias: Tensor | None, relu: 
 
 
 def _products(
-    rows: list[Tensor], weights: list[Tensor], addend: Tensor | None, bias: Tensor | None, relu: bool
+    rows: list[Tensor],
+    weights: list[Tensor],
+    factors: Tensor | None,
+    addend: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     result = weights[0].new_empty(len(rows[0]), weights[0].shape[1])
     for block in row_blocks(result):
@@ -46,42 +53,68 @@ def _products(
         torch.mm(rows[0][block], weights[0], out=part)
         for x, weight in zip(rows[1:], weights[1:], strict=True):
             part.addmm_(x[block], weight)
+        if factors is not None:
+            part.mul_(factors[block])
         finish_rows(part, None if addend is None else addend[block], bias, relu)
     return result
 
 
 def _products_meta(
-    rows: list[Tensor], weights: list[Tensor], addend: Tensor | None, bias: Tensor | None, relu: bool
+    rows: list[Tensor],
+    weights: list[Tensor],
+    factors: Tensor | None,
+    addend: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
 ) -> Tensor:
     return weights[0].new_empty(rows[0].shape[0], weights[0].shape[1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    rows, weights, _, _, relu = inputs
-    ctx.count, ctx.relu = len(rows), relu
-    ctx.save_for_backward(*rows, *weights, *((output,) if relu else ()))
+    rows, weights, factors, _, _, relu = inputs
+    ctx.count, ctx.relu, ctx.has_factors = len(rows), relu, factors is not None
+    ctx.save_for_backward(*rows, *weights, *((factors,) if ctx.has_factors else ()), *((output,) if relu else ()))
 
 
 def _backward(ctx: Any, grad: Tensor) -> Grads:
-    rows, weights = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count : 2 * ctx.count])
-    output = ctx.saved_tensors[-1] if ctx.relu else None
-    needs_rows, needs_weights, needs_addend, needs_bias, _ = ctx.needs_input_grad
-    is_for_weights_alone = not (any(needs_rows) or needs_addend) and all(needs_weights)
-    if is_for_weights_alone and not torch.is_grad_enabled():
-        # In the layout of the weights: optimizers work on both side by side.
-        is_turned = [not weight.is_contiguous() for weight in weights]
-        *d_weights, d_bias = registered("row_products_backward")(rows, grad, output, is_turned)
-        turned = [d.t() if turn else d for d, turn in zip(d_weights, is_turned, strict=True)]
-        return [None] * ctx.count, turned, None, d_bias if needs_bias else None, None
+    saved = list(ctx.saved_tensors)
+    rows, weights = saved[: ctx.count], saved[ctx.count : 2 * ctx.count]
+    factors = saved[2 * ctx.count] if ctx.has_factors else None
+    output = saved[-1] if ctx.relu else None
+    needs_rows, needs_weights, needs_factors, needs_addend, needs_bias, _ = ctx.needs_input_grad
+    if needs_factors:
+        raise RuntimeError("row_products: factors of rows have no gradient: they are to be the same in every epoch")
+    if torch.is_grad_enabled():
+        return _differentiable_backward(ctx, grad, rows, weights, factors, output)
+    found = registered("row_products_backward")(
+        rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend and ctx.relu
+    )
+    given = iter(found)
+    d_rows = [next(given) if needs else None for needs in needs_rows]
+    # In the layout of the weights: optimizers work on both side by side.
+    d_weights = [
+        (next(given).t() if is_turned(weight) else next(given)) if needs else None
+        for weight, needs in zip(weights, needs_weights, strict=True)
+    ]
+    d_bias = next(given)
+    d_addend = (next(given) if ctx.relu else grad) if needs_addend else None
+    return d_rows, d_weights, None, d_addend, d_bias if needs_bias else None, None
+
+
+def _differentiable_backward(
+    ctx: Any, grad: Tensor, rows: list[Tensor], weights: list[Tensor], factors: Tensor | None, output: Tensor | None
+) -> Grads:
+    needs_rows, needs_weights, _, needs_addend, needs_bias, _ = ctx.needs_input_grad
     grad = mask_of_relu(grad, output)
+    of_products = grad if factors is None else grad * factors
     products = registered("row_products")
-    pairs = list(zip(rows, weights, strict=True))
     return (
         [
-            products([grad], [weight.t()], None, None, False) if needs else None
+            products([of_products], [weight.t()], None, None, None, False) if needs else None
             for weight, needs in zip(weights, needs_rows, strict=True)
         ],
-        [_weight_gradient(*pair, grad) if needs else None for pair, needs in zip(pairs, needs_weights, strict=True)],
+        [x.t() @ of_products if needs else None for x, needs in zip(rows, needs_weights, strict=True)],
+        None,
         grad if needs_addend else None,
         grad.sum(0) if needs_bias else None,
         None,
@@ -93,45 +126,98 @@ def mask_of_relu(grad: Tensor, output: Tensor | None) -> Tensor:
     return grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
 
 
-def _weight_gradient(x: Tensor, weight: Tensor, grad: Tensor) -> Tensor:
-    return x.t() @ grad if weight.is_contiguous() else (grad.t() @ x).t()
+def is_turned(weight: Tensor) -> bool:
+    """Whether this matrix lies in memory as its transpose, as the weight of an `nn.Linear` does."""
+    return not weight.is_contiguous()
 
 
 def _products_backward(
-    rows: list[Tensor], grad: Tensor, output: Tensor | None, is_turned: Sequence[bool]
+    rows: list[Tensor],
+    weights: list[Tensor],
+    grad: Tensor,
+    output: Tensor | None,
+    factors: Tensor | None,
+    needs_rows: Sequence[bool],
+    needs_weights: Sequence[bool],
+    needs_addend: bool,
 ) -> list[Tensor]:
-    """Gradients of the weights, turned where the weights are, and of the bias."""
-    d_weights = [grad.new_zeros(shape) for shape in _weight_shapes(rows, grad, is_turned)]
+    """Gradients of the rows and weights that need one (of weights turned where they are), of the bias, of the addend.
+
+    What a block of the gradient goes through it goes through in the cache.
+    """
+    d_rows = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
+    sums = [
+        _WeightGradient(x, weight) if needs else None
+        for x, weight, needs in zip(rows, weights, needs_weights, strict=True)
+    ]
     d_bias = grad.new_zeros(grad.shape[1])
+    d_addend = torch.empty_like(grad) if needs_addend else None
     for block in row_blocks(grad):
         part = mask_of_relu(grad[block], None if output is None else output[block])
-        for x, d_weight, turn in zip(rows, d_weights, is_turned, strict=True):
-            d_weight.addmm_(*((part.t(), x[block]) if turn else (x[block].t(), part)))
+        if d_addend is not None:
+            d_addend[block] = part
         d_bias.add_(part.sum(0))
-    return [*d_weights, d_bias]
+        if factors is not None:
+            part = part * factors[block]
+        for x, weight, d_x, total in zip(rows, weights, d_rows, sums, strict=True):
+            if total is not None:
+                total.add(x[block], part)
+            if d_x is not None:
+                torch.mm(part, weight.t(), out=d_x[block])
+    found = [d_x for d_x in d_rows if d_x is not None]
+    found += [total.result() for total in sums if total is not None]
+    return [*found, d_bias, *([] if d_addend is None else [d_addend])]
+
+
+class _WeightGradient:
+    """`x.t() @ grad`, summed over blocks of rows, in the layout of the weight.
+
+    Where the wider of the two has many columns, MKL takes up to twice as long if that one is the transposed one (602
+    columns by 41 to 128): the product is then made the other way round, and turned at its end.
+    """
+
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        num_inputs, num_outputs = weight.shape
+        self._is_turned = self._by_grad = is_turned(weight)
+        if max(num_inputs, num_outputs) >= MANY_COLUMNS and num_inputs != num_outputs:
+            self._by_grad = num_inputs > num_outputs
+        self._sum = x.new_zeros((num_outputs, num_inputs) if self._by_grad else (num_inputs, num_outputs))
+
+    def add(self, x: Tensor, grad: Tensor) -> None:
+        self._sum.addmm_(*((grad.t(), x) if self._by_grad else (x.t(), grad)))
+
+    def result(self) -> Tensor:
+        """(O, I) where the weight is turned, (I, O) else; contiguous."""
+        return self._sum if self._by_grad == self._is_turned else self._sum.t().contiguous()
 
 
 def _products_backward_meta(
-    rows: list[Tensor], grad: Tensor, output: Tensor | None, is_turned: Sequence[bool]
+    rows: list[Tensor],
+    weights: list[Tensor],
+    grad: Tensor,
+    output: Tensor | None,
+    factors: Tensor | None,
+    needs_rows: Sequence[bool],
+    needs_weights: Sequence[bool],
+    needs_addend: bool,
 ) -> list[Tensor]:
-    shapes = _weight_shapes(rows, grad, is_turned)
-    return [*(grad.new_empty(shape) for shape in shapes), grad.new_empty(grad.shape[1])]
-
-
-def _weight_shapes(rows: list[Tensor], grad: Tensor, is_turned: Sequence[bool]) -> list[tuple[int, int]]:
-    width = grad.shape[1]
-    return [(width, x.shape[1]) if turn else (x.shape[1], width) for x, turn in zip(rows, is_turned, strict=True)]
+    found = [torch.empty_like(x) for x, needs in zip(rows, needs_rows, strict=True) if needs]
+    for weight, needs in zip(weights, needs_weights, strict=True):
+        if needs:
+            found.append(grad.new_empty(weight.shape[::-1] if is_turned(weight) else weight.shape))
+    return [*found, grad.new_empty(grad.shape[1]), *([torch.empty_like(grad)] if needs_addend else [])]
 
 
 register(
-    "row_products(Tensor[] rows, Tensor[] weights, Tensor? addend, Tensor? bias, bool relu) -> Tensor",
+    "row_products(Tensor[] rows, Tensor[] weights, Tensor? factors, Tensor? addend, Tensor? bias, bool relu) -> Tensor",
     _products,
     _products_meta,
     _setup,
     _backward,
 )
 register(
-    "row_products_backward(Tensor[] rows, Tensor grad, Tensor? output, bool[] is_turned) -> Tensor[]",
+    "row_products_backward(Tensor[] rows, Tensor[] weights, Tensor grad, Tensor? output, Tensor? factors, "
+    "bool[] needs_rows, bool[] needs_weights, bool needs_addend) -> Tensor[]",
     _products_backward,
     _products_backward_meta,
 )
@@ -144,5 +230,17 @@ def _flops(rows: Any, weights: Any, *args: Any, out_shape: Any, **kwargs: Any) -
 
 
 @register_flop_formula(torch.ops.dgl_hybrid.row_products_backward)
-def _backward_flops(rows: Any, grad: Any, *args: Any, out_shape: Any, **kwargs: Any) -> int:
-    return sum(2 * shape[0] * shape[1] * grad[1] for shape in rows)
+def _backward_flops(
+    rows: Any,
+    weights: Any,
+    grad: Any,
+    output: Any,
+    factors: Any,
+    needs_rows: Sequence[bool],
+    needs_weights: Sequence[bool],
+    *args: Any,
+    out_shape: Any,
+    **kwargs: Any,
+) -> int:
+    products = [int(of_x) + int(of_weight) for of_x, of_weight in zip(needs_rows, needs_weights, strict=True)]
+    return sum(2 * count * shape[0] * shape[1] * grad[1] for shape, count in zip(rows, products, strict=True))

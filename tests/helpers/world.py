@@ -67,9 +67,13 @@ COLLECTIVE_TIMEOUT_S = 150.0
 GRACE_S = 1.0
 """After one rank fails, how long its peers may go on, so that the earliest failure is the one reported."""
 
-PRELOADED = ("torch", "torch.distributed", "torch.nn.parallel", "networkx", "pandas", "scipy.sparse")
+PRELOADED = (
+    *("torch", "torch.distributed", "torch.nn.parallel", "torch._dynamo"),
+    *("networkx", "pandas", "scipy.sparse"),
+)
 """What workers find imported when they are forked: slow to import, without threads of its own, and not from here (the
-process that forks may see another checkout than this one)."""
+process that forks may see another checkout than this one). The first `DistributedDataParallel` of a process imports
+`torch._dynamo`, which takes seconds."""
 
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -321,9 +325,8 @@ def _serve(connection: Connection, stack_file: str) -> None:
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
     importlib.import_module("dgl_hybrid")  # before a test module imports dgl
-    # What is imported by now stays for good: collections need not look at it, and take a moment only.
     gc.collect()
-    gc.freeze()
+    _freeze_new_modules()
     connection.send_bytes(pickle.dumps(None))
     while True:
         try:
@@ -353,6 +356,7 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     if dist.is_initialized():
         # Ended now rather than after its call: only now is it certain that no peer is still using it.
         dist.destroy_process_group()
+    _freeze_new_modules()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
@@ -368,6 +372,20 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     )
     fn, args, kwargs = pickle.loads(payload)  # in here: a module that cannot be imported is this rank's failure
     return fn(rank, world_size, *args, **kwargs)
+
+
+_num_frozen_modules = 0
+
+
+def _freeze_new_modules() -> None:
+    """After a collection: modules stay for good. Later collections, one a call, need not look at what they consist of.
+
+    Without it a collection takes as long as many a call: DGL, test modules and what they import come with the first.
+    """
+    global _num_frozen_modules
+    if _num_frozen_modules != len(sys.modules):
+        _num_frozen_modules = len(sys.modules)
+        gc.freeze()
 
 
 def _exit_with_parent() -> None:

@@ -91,6 +91,8 @@ def _mappings_in(folder: Path) -> list[_Mapping]:
     try:
         with open("/proc/self/smaps", encoding="utf-8", errors="replace") as lines:
             for line in lines:
+                if mapping is None and line[0].isupper():  # a score of lines about another file
+                    continue
                 name, *rest = line.split(maxsplit=5)
                 if not name.endswith(":"):
                     begin, end = name.split("-")

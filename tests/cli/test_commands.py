@@ -60,8 +60,6 @@ def test_plan_then_train_by_it(partition: Path, folder: Path) -> None:
     written = json.loads((out / "config.json").read_text())
     assert written["model"] == "sage"
     assert json.loads((out / "result.json").read_text())["epochs"] == trained["epochs"]
-    done = run_command("train", "--partition", partition, "--plan", folder / "plan", "--num-layers", "2")
-    fails(done, "was made for num_layers 3 (expected 2); plan again")
 
 
 def test_torchrun_gives_the_same_losses(folder: Path) -> None:

@@ -139,6 +139,25 @@ def test_gradients_lie_in_memory_as_their_weights_do(inputs: int, outputs: int, 
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("needs_rows", [False, True])
+def test_gradients_of_products_with_factors(needs_rows: bool, relu: bool) -> None:
+    """In blocks: of the rows, the weight, and what is added after the factors."""
+    torch.manual_seed(5)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64)
+
+    x, factors = random(BLOCK_ROWS + 3, 5).requires_grad_(needs_rows), random(BLOCK_ROWS + 3, 1)
+    weight, bias, addend = (t.requires_grad_() for t in (random(5, 4), random(4), random(BLOCK_ROWS + 3, 4)))
+    ours = product(x, weight, bias, factors=factors, addend=addend, relu=relu)
+    expected = (factors * x) @ weight + bias + addend
+    expected = torch.relu(expected) if relu else expected
+    inputs = [t for t in (x, weight, bias, addend) if t.requires_grad]
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+
+
 def test_factors_that_would_need_a_gradient_are_refused() -> None:
     factors = torch.ones(3, 1, requires_grad=True)
     result = product(torch.ones(3, 2), torch.ones(2, 2, requires_grad=True), None, factors=factors)

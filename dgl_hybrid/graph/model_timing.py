@@ -95,11 +95,12 @@ def time_model(
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
             factor = FIRST_EDGES / max(timer.num_edges, 1)
             first = timer.measure(*timer.blocks_of(factor), rounds=1)
-            scale = min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor) if factor < 1.0 else 1.0
-            large = first
-            if scale > 1.5:
-                del first
-                large = timer.measure(*timer.blocks_of(min(factor * scale, timer.largest_factor)))
+            if factor < 1.0:
+                # Also when this hardly changes the size: one epoch alone is as often a disturbed one as not.
+                scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
+                factor = max(min(factor * scale, timer.largest_factor), factor)
+            del first
+            large = timer.measure(*timer.blocks_of(factor))
         except CheckpointError:
             return None
     return fit_times(calls, large, trace)
@@ -175,8 +176,9 @@ class _Timer:
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._model = copy_of(inner).train()
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
-        # What most scripts use; the parameters are few beside the rows.
-        self._optimizer = torch.optim.Adam(self._parameters) if self._parameters else None
+        # What most scripts use; the parameters are few beside the rows. It learns nothing: a model that got better at
+        # made-up classes would soon have gradients so small that products of them take many times as long.
+        self._optimizer = torch.optim.Adam(self._parameters, lr=0.0) if self._parameters else None
         self._template, self._sets, self._dropout, self._keep_static = template, sets, dropout, keep_static
         self._kept = frozenset(index + 1 for index, layer in enumerate(trace.layers) if layer.keeps_result)
         self.taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
@@ -237,9 +239,9 @@ class _Timer:
 
 
 def _loss_of(rows: Tensor) -> Tensor:
-    """Stands for the script's: cross-entropy over classes where there are any."""
+    """Stands for the script's: cross-entropy over classes where there are any, each with rows of its own."""
     if rows.dim() == 2 and rows.shape[1] > 1:
-        return F.cross_entropy(rows, torch.zeros(len(rows), dtype=torch.int64, device=rows.device))
+        return F.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[1])
     return rows.sum()
 
 

@@ -175,3 +175,28 @@ def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     assert not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_stay_of_ordinary_size_however_often_epochs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that learned its made-up classes would have vanishing ones, and processors multiply those slowly."""
+    monkeypatch.setattr(model_timing, "FIRST_EDGES", 1 << 8)
+    monkeypatch.setattr(model_timing, "MOST_ROUNDS", 100)
+    sizes: list[float] = []
+
+    class Steep(nn.Module):
+        """Far from the border between classes after a few steps: exp(-200) is not a number of float32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TwoLayers()
+
+        def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+            h = 1e3 * self.inner(blocks, x)
+            h.register_hook(lambda gradient: sizes.append(float(gradient.abs().sum())))
+            return h
+
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    assert time_model(Steep(), template, hand_sets(), trace, budget_s=0.3) is not None
+    assert len(sizes) > 50
+    assert min(sizes) > 0.1

@@ -38,7 +38,67 @@ def register(
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"dgl_hybrid::{name}", meta, lib=_LIBRARY)  # the Meta implementation too
     if backward is not None:
-        torch.library.register_autograd(f"dgl_hybrid::{name}", backward, setup_context=setup_context, lib=_LIBRARY)
+        assert setup_context is not None
+        _LIBRARY.impl(name, _differentiable(name, setup_context, backward), "Autograd")
+
+
+def _differentiable(name: str, setup_context: Callable[..., None], backward: Callable[..., Grads]) -> Callable[..., Any]:
+    """Returns what PyTorch is to call while gradients are recorded.
+
+    `torch.library.register_autograd` does the same. Where arguments are lists of tensors, as all of ours have, it takes
+    them apart and puts them together as trees, eight times a step: 0.3 ms of Python for products of a few rows, forward
+    and backward, of a whole epoch's 5 on small graphs.
+    """
+    op = registered(name)
+    is_list = [isinstance(argument.type, torch.ListType) for argument in op._schema.arguments]
+
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, args: tuple[Any, ...], *flat: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                output = op(*args)
+                ctx.lengths = [len(arg) if listed else -1 for arg, listed in zip(args, is_list, strict=True)]
+                setup_context(ctx, args, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+            needed = ctx.needs_input_grad
+            ctx.needs_input_grad = _structured(needed[1:], ctx.lengths)
+            try:
+                found = backward(ctx, *grads)
+            finally:
+                ctx.needs_input_grad = needed
+            return None, *_flattened(found, is_list)
+
+    def call(*args: Any) -> Any:
+        flat = _flattened(args, is_list)
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+            return Differentiable.apply(args, *flat)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*args)
+
+    return call
+
+
+def _flattened(values: Sequence[Any], is_list: Sequence[bool]) -> list[Any]:
+    flat: list[Any] = []
+    for value, listed in zip(values, is_list, strict=True):
+        if listed:
+            flat += value
+        else:
+            flat.append(value)
+    return flat
+
+
+def _structured(flat: Sequence[Any], lengths: Sequence[int]) -> tuple[Any, ...]:
+    """Undoes `_flattened`; -1 stands for what is not a list."""
+    structured: list[Any] = []
+    begin = 0
+    for length in lengths:
+        structured.append(flat[begin] if length < 0 else list(flat[begin : begin + length]))
+        begin += max(length, 1) if length else 0
+    return tuple(structured)
 
 
 def registered(name: str) -> Any:

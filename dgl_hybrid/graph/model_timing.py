@@ -239,9 +239,14 @@ class _Timer:
 
 
 def _loss_of(rows: Tensor) -> Tensor:
-    """Stands for the script's: cross-entropy over classes where there are any, each with rows of its own."""
+    """Stands for the script's: cross-entropy over classes where there are any, each with rows of its own.
+
+    Of logits of at most 1: made-up rows and degrees can give hundreds, and `exp(-100)` is a number that processors take
+    many times as long to multiply, all the way back through the layers.
+    """
     if rows.dim() == 2 and rows.shape[1] > 1:
-        return F.cross_entropy(rows, torch.arange(len(rows), device=rows.device) % rows.shape[1])
+        largest = rows.detach().abs().amax().clamp(min=1.0) if len(rows) else 1.0
+        return F.cross_entropy(rows / largest, torch.arange(len(rows), device=rows.device) % rows.shape[1])
     return rows.sum()
 
 

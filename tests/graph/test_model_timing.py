@@ -177,14 +177,14 @@ def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_stay_of_ordinary_size_however_often_epochs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that learned its made-up classes would have vanishing ones, and processors multiply those slowly."""
+def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits far apart, or a model that learned its made-up classes, would have vanishing ones: slow to multiply."""
     monkeypatch.setattr(model_timing, "FIRST_EDGES", 1 << 8)
     monkeypatch.setattr(model_timing, "MOST_ROUNDS", 100)
     sizes: list[float] = []
 
     class Steep(nn.Module):
-        """Far from the border between classes after a few steps: exp(-200) is not a number of float32."""
+        """Logits so far apart that float32 has no number for the likelihood of most classes."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -192,11 +192,11 @@ def test_gradients_stay_of_ordinary_size_however_often_epochs_are_timed(monkeypa
 
         def forward(self, blocks: list[object], x: Tensor) -> Tensor:
             h = 1e3 * self.inner(blocks, x)
-            h.register_hook(lambda gradient: sizes.append(float(gradient.abs().sum())))
+            h.register_hook(lambda gradient: sizes.append(float(gradient.abs().min())))
             return h
 
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     trace = synthetic_trace([IN, HIDDEN, OUT])
     assert time_model(Steep(), template, hand_sets(), trace, budget_s=0.3) is not None
     assert len(sizes) > 50
-    assert min(sizes) > 0.1
+    assert min(sizes) > 1e-9

@@ -134,6 +134,9 @@ def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:
     for epoch in range(3 * DRIFT_WINDOW):
         trials.record(50.0 if epoch % 7 == 0 else 1.2)
         assert trials.is_settled
+    for epoch in range(3 * DRIFT_WINDOW):
+        trials.record(1.1 if epoch % 3 == 0 else 1.8)
+        assert trials.is_settled, "two epochs of three are disturbed, the others are what they were"
     for _ in range(DRIFT_WINDOW):
         if trials.is_settled:
             trials.record(4.0)

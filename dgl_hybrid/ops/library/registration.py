@@ -42,7 +42,9 @@ def register(
         _LIBRARY.impl(name, _differentiable(name, setup_context, backward), "Autograd")
 
 
-def _differentiable(name: str, setup_context: Callable[..., None], backward: Callable[..., Grads]) -> Callable[..., Any]:
+def _differentiable(
+    name: str, setup_context: Callable[..., None], backward: Callable[..., Grads]
+) -> Callable[..., Any]:
     """Returns what PyTorch is to call while gradients are recorded.
 
     `torch.library.register_autograd` does the same. Where arguments are lists of tensors, as all of ours have, it takes

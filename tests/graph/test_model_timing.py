@@ -200,3 +200,30 @@ def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypat
     assert time_model(Steep(), template, hand_sets(), trace, budget_s=0.3) is not None
     assert len(sizes) > 50
     assert min(sizes) > 1e-9
+
+
+@pytest.mark.parametrize(("budget_s", "expected"), [(60.0, 1.0), (1e-9, 4 / 7)])
+def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
+    monkeypatch: pytest.MonkeyPatch, budget_s: float, expected: float
+) -> None:
+    monkeypatch.setattr(model_timing, "FIRST_EDGES", 4)
+    asked: list[float] = []
+    blocks_of, measure = model_timing._Timer.blocks_of, model_timing._Timer.measure
+    rounds: list[int | None] = []
+
+    def note_size(self: model_timing._Timer, factor: float) -> object:
+        asked.append(factor)
+        return blocks_of(self, factor)
+
+    def note_rounds(self: model_timing._Timer, *args: object, **kwargs: int) -> Measured:
+        rounds.append(kwargs.get("rounds"))
+        return measure(self, *args, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model_timing._Timer, "blocks_of", note_size)
+    monkeypatch.setattr(model_timing._Timer, "measure", note_rounds)
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    sets = hand_sets()
+    assert sum(len(layer.indices) for layer in sets.layers) == 7
+    assert time_model(TwoLayers(), template, sets, synthetic_trace([IN, HIDDEN, OUT]), budget_s=budget_s) is not None
+    assert asked == pytest.approx([4 / 7, expected])
+    assert rounds == [None, 1, None], "what times are made of is never one epoch alone"

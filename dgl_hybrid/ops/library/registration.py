@@ -47,9 +47,10 @@ def _differentiable(
 ) -> Callable[..., Any]:
     """Returns what PyTorch is to call while gradients are recorded.
 
-    `torch.library.register_autograd` does the same. Where arguments are lists of tensors, as most of ours have, it takes
-    them apart and puts them together as trees, eight times a step: 0.3 ms of Python for products of a few rows, forward
-    and backward, of a whole epoch's 5 on small graphs. `forward` gets them as they are, for the op, and taken apart.
+    `torch.library.register_autograd` does the same. Where arguments are lists of tensors, as most of ours have, it
+    takes them apart and puts them together as trees, eight times a step: 0.3 ms of Python for products of a few rows,
+    forward and backward, of a whole epoch's 5 on small graphs. Here `forward` gets them as they are, for the op, and
+    taken apart.
     """
     op = registered(name)
     is_list = [isinstance(argument.type, torch.ListType) for argument in op._schema.arguments]

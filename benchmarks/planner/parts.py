@@ -108,7 +108,7 @@ def build_problem(graph: GeneratedGraph, rank: int, num_layers: int) -> PlanProb
         in_degree=torch.from_numpy(graph.in_degrees[halo].astype(np.int64)),
         expandable=torch.from_numpy(expandable),
         in_indptr=torch.from_numpy(indptr),
-        in_halo=torch.from_numpy(position),
+        in_halo=torch.from_numpy(position.astype(np.int32)),
         demand=torch.from_numpy(owned_reads > 0),
         reach=torch.from_numpy(reach),
         owned_rows=torch.full((num_layers + 1,), stop - first),

@@ -12,6 +12,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.exchange.locality import OrderedRows, RowOrder, order_rows
+from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, union
 
@@ -28,12 +29,16 @@ class LayerStructure:
     indptr: Tensor
     """(num_dst + 1,) int64."""
     indices: Tensor
-    """(E,) int64 source positions: below `num_held` held here, from there on received."""
-    eid_global: Tensor
-    """(E,) int64. Those of a layer are the first of those of the layer before; so are its row starts."""
+    """(E,) int32, or int64 where that is too narrow: source positions, below `num_held` held here, from there on
+    received. The edges of a layer are the first of those of the layer before."""
     exchange: ExchangePlan
     interior: Tensor
     """(num_dst,) bool: no received source, so this row can be aggregated while the exchange is in flight."""
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return len(self.indices)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +53,8 @@ class LevelSets:
     """(|C_0|,) bool: masters; the rest are replicas."""
     layers: tuple[LayerStructure, ...]
     """Layer l at position l - 1."""
+    edge_ids: NarrowIds
+    """(E_1,) global ids of the edges of layer 1, and so of the first edges that each layer has."""
     num_borrowed: int
     """Seeds owned elsewhere that this rank computes only so that it has any; their weight is zero."""
     row_order: OrderedRows | None = None
@@ -157,8 +164,8 @@ def close_levels(
     # order of each: higher layers share its memory. Their sources have the same positions, too, where none is received:
     # what one layer computes here, the layer below holds.
     counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[1])])
-    indptr = indptr_of(counts)
-    del counts
+    indptr, edge_ids = indptr_of(counts), NarrowIds(eid_global)
+    del counts, eid_global
     layers: list[LayerStructure] = []
     for layer in range(1, num_layers + 1):
         level = layer - 1
@@ -192,7 +199,6 @@ def close_levels(
                 num_held=num_held,
                 indptr=starts,
                 indices=indices,
-                eid_global=eid_global[:num_edges],
                 exchange=exchange,
                 interior=num_remote[starts[1:]] == num_remote[starts[:-1]],
             )
@@ -205,6 +211,7 @@ def close_levels(
         sizes=tuple(len(level) for level in computed),
         owned=ownership.is_owned(rows_global),
         layers=tuple(layers),
+        edge_ids=edge_ids,
         num_borrowed=num_borrowed,
         row_order=ordered,
     )
@@ -213,6 +220,8 @@ def close_levels(
 def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tensor) -> tuple[Tensor, Tensor]:
     """Returns `(indices, is_received)`: (E,) source positions, received ones from len(held_global) on, and (E,) bool.
 
+    Positions are int32 if they, and the numbers of the edges, all fit.
+
     Args:
         held_global: In any order; a source that is not among the received ones is among these.
         received_global: Sorted.
@@ -220,4 +229,5 @@ def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tens
     is_received, received_position = find_sorted(received_global, src_global)
     order = torch.argsort(held_global)
     _, position = find_sorted(held_global[order], src_global)
-    return torch.where(is_received, received_position + len(held_global), order[position]), is_received
+    indices = torch.where(is_received, received_position + len(held_global), order[position])
+    return narrow(indices, max(len(held_global) + len(received_global), len(src_global) + 1)), is_received

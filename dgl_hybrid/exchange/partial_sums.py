@@ -163,7 +163,7 @@ def cover_reads(structure: LayerStructure) -> CoveredReads:
     """Covers, for each owner, the edges over which this rank reads its rows; pure, without communication."""
     plan, offsets = structure.exchange, structure.exchange.recv_offsets
     positions = torch.nonzero(structure.indices >= structure.num_held).squeeze(1)
-    received = structure.indices[positions] - structure.num_held
+    received = structure.indices[positions].to(torch.int64) - structure.num_held
     dst = torch.searchsorted(structure.indptr, positions, right=True) - 1
     orders, all_dst, all_wire = [], [], []
     num_wire_rows = 0

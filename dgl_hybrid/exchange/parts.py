@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.narrow_ids import narrow
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.ops import SparseGraph
 
@@ -130,7 +131,7 @@ def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> Split
     held = SparseGraph.from_csc(starts, structure.indices[held_positions], num_src=num_held)
     positions = (~is_held).nonzero().flatten()
     rows = torch.repeat_interleave(structure.indptr.diff())[positions]
-    sources = structure.indices[positions] - num_held
+    sources = structure.indices[positions].to(torch.int64) - num_held
     message_of, place = _places(structure.exchange, messages)
     which = message_of[sources]
     # Stable: entries keep the order of the edges, so those of a row stay together.
@@ -140,7 +141,7 @@ def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> Split
         _part(structure, message, rows[chosen], place[sources[chosen]], positions[chosen])
         for message, chosen in zip(messages, order.split(counts), strict=True)
     )
-    return SplitLayer(held=held, held_edge_positions=_narrow(held_positions, len(is_held)), parts=parts)
+    return SplitLayer(held=held, held_edge_positions=narrow(held_positions, structure.num_edges), parts=parts)
 
 
 def _places(plan: ExchangePlan, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
@@ -167,10 +168,5 @@ def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Te
         pack=SparseGraph.from_csc(torch.arange(len(sent) + 1), sent, num_src=structure.num_held),
         dst_rows=dst_rows,
         edges=SparseGraph.from_csc(indptr, sources, num_src=sum(message.recv_counts)),
-        edge_positions=_narrow(positions, len(structure.indices)),
+        edge_positions=narrow(positions, structure.num_edges),
     )
-
-
-def _narrow(positions: Tensor, count: int) -> Tensor:
-    """Half the bytes where that suffices: there is one for each edge."""
-    return positions.to(torch.int32) if count < 2**31 else positions

@@ -79,7 +79,7 @@ def build_plan_problem(
         in_degree=fetch_rows(communicator, ownership, in_degrees, halo),
         expandable=expandable,
         in_indptr=indptr_of(torch.bincount(reader, minlength=len(halo))),
-        in_halo=position,
+        in_halo=position.to(torch.int32),
         demand=owned_reads > 0,
         reach=reach,
         owned_rows=torch.tensor([*(level.num_rows for level in reached), len(seeds)]),

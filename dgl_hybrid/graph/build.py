@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from dgl_hybrid.exchange.approximate import ApproximateRows, Approximation
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.layer_block import LayerBlock, WeightedOutDegrees
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.static_results import IsStatic, StaticResults, nothing_is_static
@@ -31,6 +32,7 @@ def build_layer_blocks(
     chunk_rows: int | None = None,
     partial_sums: bool = False,
     sums_first: Sequence[bool] = (),
+    on_edge_ids: Callable[[Tensor], None] | None = None,
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -46,9 +48,10 @@ def build_layer_blocks(
             collective then. None: in one message.
         partial_sums: Where that is fewer rows, sums that are trained are sent instead of their sources.
         sums_first: (L,) which layers sum before they multiply although that makes rows narrower; empty: none.
+        on_edge_ids: Told of the tensor of a block's global edge ids when somebody first asks for it.
     """
     blocks = []
-    edge_numbers = torch.arange(max(len(structure.indices) for structure in sets.layers))
+    numbers = torch.arange(max(structure.num_edges for structure in sets.layers), dtype=sets.layers[0].indices.dtype)
     for structure in sets.layers:
         blocks.append(
             LayerBlock(
@@ -59,7 +62,8 @@ def build_layer_blocks(
                 device=device,
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
-                edge_numbers=edge_numbers,
+                edge_numbers=numbers,
+                edge_ids=EdgeIds(sets.edge_ids, structure.num_edges, device, on_edge_ids),
                 sums_first=bool(sums_first) and sums_first[structure.layer - 1],
                 split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
                 if overlap or chunk_rows

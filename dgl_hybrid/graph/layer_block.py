@@ -26,9 +26,12 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
+from dgl_hybrid.graph.block_interface import DELEGATED, HINTS, DestinationNodes
+from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
 from dgl_hybrid.graph.fields import SourceFields
+from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, source_fields_of, targets_of
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
 from dgl_hybrid.ops import EdgeDropout
@@ -37,32 +40,6 @@ from dgl_hybrid.ops.dgl_index import claim
 from dgl_hybrid.ops.op_counts import count
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
-
-
-# What a block of stock DGL has and this one passes straight to the real block: nothing of it reads source rows.
-_DELEGATED = frozenset(
-    (
-        *("device", "idtype", "dsttypes", "srctypes", "ntypes", "etypes", "canonical_etypes", "is_homogeneous"),
-        *("is_multigraph", "is_unibipartite", "num_edges", "number_of_edges", "num_dst_nodes", "number_of_dst_nodes"),
-        *("dstnodes", "is_pinned", "batch_size"),
-    )
-)
-_HINTS = {
-    "ndata": "this module treats sources and destinations as one set, which a block cannot (stock DGL rejects blocks "
-    "here too). Use a layer that accepts blocks: SGConv, APPNP and TAGConv can be written as several one-hop layers "
-    "such as GraphConv(weight=False), one block each",
-    "edges": "source positions of received rows mean nothing to the tensors held here. Use `apply_edges` or "
-    "`update_all`",
-    "find_edges": "use `apply_edges` or `update_all`",
-    "in_edges": "use `apply_edges` or `update_all`",
-    "out_edges": "the out-edges of a source lie on several ranks. Use `out_degrees()` for full-graph degrees",
-    "multi_update_all": "full-graph training on heterogeneous graphs is not there yet",
-    "nodes": "use `srcdata` and `dstdata`",
-    "adj": "the adjacency covers received sources. Use `update_all`",
-    "adj_tensors": "the adjacency covers received sources. Use `update_all`",
-    "num_nodes": "a block has source and destination nodes: use `num_src_nodes()` or `num_dst_nodes()`",
-    "number_of_nodes": "a block has source and destination nodes: use `num_src_nodes()` or `num_dst_nodes()`",
-}
 
 
 FusedOp = Literal["gat", "gatv2"]
@@ -115,7 +92,9 @@ class LayerBlock:
         split: SplitBlock | None = None,
         sums_first: bool = False,
         edge_numbers: Tensor | None = None,
+        edge_ids: EdgeIds | None = None,
         _block: Any = None,
+        _idtype: torch.dtype = torch.int64,
     ) -> None:
         self.structure = structure
         self.layer = structure.layer
@@ -138,6 +117,7 @@ class LayerBlock:
         self.is_dry_run = False
         """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
         self._block = self._build_block(device, edge_numbers) if _block is None else _block
+        self._edge_ids, self._idtype = edge_ids, _idtype
         claim(self._block._graph)
         self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
         self._source = SourceFields(structure.num_held, self._where)
@@ -150,17 +130,16 @@ class LayerBlock:
         num_src = structure.num_held + structure.exchange.num_received
         # Edge ids are spelled out although they are 0..E-1: without them DGL's float32 kernels fail on the reversed
         # block ("Check notnull: edges"), that is in the backward of attention. Layers share the memory of all this. DGL
-        # sorts it in place for global negative sampling alone, which is not for these blocks (`_DELEGATED`).
-        num_edges = len(structure.indices)
-        edge_ids = torch.arange(num_edges) if edge_numbers is None else edge_numbers[:num_edges]
+        # sorts it in place for global negative sampling alone, which is not for these blocks (`DELEGATED`).
+        dtype = structure.indices.dtype
+        numbers = torch.arange(structure.num_edges, dtype=dtype) if edge_numbers is None else edge_numbers
         block = dgl.create_block(
-            ("csc", (structure.indptr, structure.indices, edge_ids)),
+            ("csc", (structure.indptr.to(dtype), structure.indices, numbers[: structure.num_edges].to(dtype))),
             num_src_nodes=num_src,
             num_dst_nodes=structure.num_dst,
         )
         block = move_graph(block, device)
         block.dstdata[dgl.NID] = self._rows_global[: structure.num_dst].to(device)
-        block.edata[dgl.EID] = structure.eid_global.to(device)
         return block
 
     # ---------------------------------------------------------------- data
@@ -175,7 +154,24 @@ class LayerBlock:
 
     @property
     def edata(self) -> Any:
+        self._spell_out_edge_ids()
         return self._block.edata
+
+    def _spell_out_edge_ids(self) -> None:
+        if self._edge_ids is not None and dgl.EID not in self._block.edata:
+            self._block.edata[dgl.EID] = self._edge_ids.get()
+
+    @property
+    def idtype(self) -> torch.dtype:
+        """What ids of this block are given as; its structure may be held in fewer bytes, and positions that a user's
+        function asks DGL's batches for (`edges.edges()`) are as wide as that.
+        """
+        return self._idtype
+
+    @property
+    def dstnodes(self) -> Any:
+        """As DGL's: `dstnodes()` are positions, `dstnodes[ntype].data` fields."""
+        return DestinationNodes(self._block.dstnodes, self._idtype)
 
     @property
     def _graph(self) -> dispatch.DeferredIndex:
@@ -194,11 +190,11 @@ class LayerBlock:
     number_of_src_nodes = num_src_nodes
 
     def srcnodes(self, ntype: str | None = None) -> Tensor:
-        return torch.arange(self.structure.num_held, device=self._block.device)
+        return torch.arange(self.structure.num_held, dtype=self._idtype, device=self._block.device)
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
         """Returns full-graph in-degrees of the destinations (a block's in-edge lists are complete)."""
-        degrees: Tensor = self._block.in_degrees()
+        degrees: Tensor = self._block.in_degrees().to(self._idtype)
         return degrees if _is_all(v) else degrees[v]
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
@@ -225,6 +221,11 @@ class LayerBlock:
     def normalise_edge_weights(self, edge_weight: Tensor, *, norm: str, eps: float) -> Tensor:
         """Returns what `EdgeWeightNorm` gives for this block's edges on the whole graph; see `edge_weight_norm`."""
         return normalise_edge_weights(self._block, edge_weight, self.weighted_out_degrees, norm=norm, eps=eps)
+
+    def known_ids(self) -> list[Tensor]:
+        """Returns the id tensors by which a script may have read rows."""
+        made = None if self._edge_ids is None else self._edge_ids.made
+        return [self._source[dgl.NID], self._block.dstdata[dgl.NID], *([] if made is None else [made])]
 
     def source_ids(self) -> Tensor:
         """Returns the (C + R,) global ids of all sources, received ones last."""
@@ -264,29 +265,35 @@ class LayerBlock:
 
     def local_var(self) -> LayerBlock:
         """Returns a copy whose fields can be changed without changing this block's."""
-        return self._retyped(self._block.local_var())
+        return self._retyped(self._idtype)
 
-    def _rebuilt(self, block: Any) -> LayerBlock:
+    def _rebuilt(self, block: Any, idtype: torch.dtype) -> LayerBlock:
+        device = torch.device(block.device)
+        edge_ids = self._edge_ids
+        if edge_ids is not None and device != torch.device(self._block.device):
+            edge_ids = edge_ids.on(device)
         copy = LayerBlock(
             self.structure,
             self._communicator,
             rows_global=self._rows_global,
             out_degrees=self._full_out_degrees,
-            device=block.device,
+            device=device,
             weighted_out_degrees=self._weighted_out_degrees,
             static_results=self.static_results,
             approximation=self.approximation,
-            split=None if self._split is None else self._split.on(torch.device(block.device)),
+            split=None if self._split is None else self._split.on(device),
             sums_first=self.sums_first,
+            edge_ids=edge_ids,
             _block=block,
+            _idtype=idtype,
         )
         copy.observer, copy.on_use = self.observer, self.on_use
         copy.on_edge_result, copy.on_edge_dropout = self.on_edge_result, self.on_edge_dropout
         return copy
 
-    def _retyped(self, block: Any) -> LayerBlock:
+    def _retyped(self, idtype: torch.dtype) -> LayerBlock:
         """A copy on the same device, with the same tensors for its fields (ids are known by identity)."""
-        copy = self._rebuilt(block)
+        copy = self._rebuilt(self._block.local_var(), idtype)
         copy._source.adopt(self._source)
         return copy
 
@@ -296,17 +303,17 @@ class LayerBlock:
         current = torch.device(self._block.device)
         if target.type == current.type and target.index in (None, current.index):
             return self
-        copy = self._rebuilt(move_graph(self._block, target, **kwargs))
+        copy = self._rebuilt(move_graph(self._block, target, **kwargs), self._idtype)
         for name, value in self._source.items():
             if name != dgl.NID:
                 copy.srcdata[name] = value.to(target)
         return copy
 
     def int(self) -> LayerBlock:
-        return self if self._block.idtype == torch.int32 else self._retyped(self._block.int())
+        return self if self._idtype == torch.int32 else self._retyped(torch.int32)
 
     def long(self) -> LayerBlock:
-        return self if self._block.idtype == torch.int64 else self._retyped(self._block.long())
+        return self if self._idtype == torch.int64 else self._retyped(torch.int64)
 
     # ---------------------------------------------------------------- message passing
 
@@ -326,7 +333,7 @@ class LayerBlock:
             result: Tensor = self._block.dstdata[reduce_func.out_field]
             return result
 
-        key = (message_func.name, *_targets_of(message_func), reduce_func.name)
+        key = (message_func.name, *targets_of(message_func), reduce_func.name)
         self._block.dstdata[reduce_func.out_field] = self.keep(key, operands, aggregate)
 
     def keep(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], RowsT]) -> RowsT:
@@ -355,7 +362,7 @@ class LayerBlock:
         if not isinstance(message_func, fn.BuiltinFunction) or not isinstance(reduce_func, fn.BuiltinFunction):
             return ()
         data = {fn.TargetCode.SRC: self._source, fn.TargetCode.EDGE: self._block.edata}
-        fields = _fields_of(message_func)
+        fields = fields_of(message_func)
         if any(target not in data or name not in data[target] for target, name in fields):
             return ()
         return tuple(data[target][name] for target, name in fields)
@@ -382,7 +389,7 @@ class LayerBlock:
         """
         if not isinstance(message_func, fn.BuiltinFunction) or not isinstance(reduce_func, fn.BuiltinFunction):
             return False
-        (target, name), *more = _fields_of(message_func)
+        (target, name), *more = fields_of(message_func)
         is_product = message_func.name == "u_mul_e"
         if reduce_func.name not in ("sum", "mean") or not (is_product or message_func.name == "copy_u"):
             return False
@@ -453,12 +460,14 @@ class LayerBlock:
             self.on_use(self)
 
     def _complete(self, func: Any) -> None:
-        """Exchanges the source fields that `func` reads and hands them to the real block."""
+        """Hands the real block the fields that `func` reads: source fields, by an exchange, and ids of edges."""
+        if may_read_edge_ids(func):
+            self._spell_out_edge_ids()
         for name, tensor in self._source.complete(self._names_read_by(func), self._extend).items():
             self._block.srcdata[name] = tensor
 
     def _names_read_by(self, func: Any) -> list[str]:
-        names = _source_fields_of(func)
+        names = source_fields_of(func)
         return list(self._source) if names is None else names
 
     def _extend(self, fields: list[Tensor]) -> list[Tensor]:
@@ -476,7 +485,7 @@ class LayerBlock:
 
     def _observe(self, func: Any) -> None:
         if self.observer is not None:
-            fields = [self._block.srcdata[name] for name in (_source_fields_of(func) or [])]
+            fields = [self._block.srcdata[name] for name in (source_fields_of(func) or [])]
             is_weighted = isinstance(func, fn.BinaryMessageFunction) and fn.TargetCode.EDGE in (func.lhs, func.rhs)
             self.observer.on_message_passing(self.layer, fields, is_weighted=is_weighted)
 
@@ -507,18 +516,18 @@ class LayerBlock:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        if name in _DELEGATED:
+        if name in DELEGATED:
             return getattr(self.__dict__["_block"], name)
         if name.startswith("__") or not hasattr(dgl.DGLGraph, name):
             raise AttributeError(f"'LayerBlock' object has no attribute {name!r}")
-        hint = _HINTS.get(name, "use `update_all`, `apply_edges`, `srcdata`, `dstdata`, `edata` and the degrees")
+        hint = HINTS.get(name, "use `update_all`, `apply_edges`, `srcdata`, `dstdata`, `edata` and the degrees")
         raise BlockError(f"'{name}' is not available on a LayerBlock ({self._where}): {hint}.")
 
     def __repr__(self) -> str:
         s = self.structure
         return (
             f"LayerBlock(layer={s.layer}, num_src_nodes={s.num_held} (+ {s.exchange.num_received} received), "
-            f"num_dst_nodes={s.num_dst}, num_edges={len(s.eid_global)})"
+            f"num_dst_nodes={s.num_dst}, num_edges={s.num_edges})"
         )
 
 
@@ -543,24 +552,6 @@ def _reset_frame(frame: Any, known: Mapping[str, Tensor], ids: str | None) -> No
     for name, rows in known.items():
         if name not in frame or frame[name] is not rows:
             frame[name] = rows
-
-
-def _fields_of(func: fn.BuiltinFunction) -> list[tuple[Any, str]]:
-    """Returns (target, field name) of what a builtin message function reads, in order."""
-    if isinstance(func, fn.BinaryMessageFunction):
-        return [(func.lhs, func.lhs_field), (func.rhs, func.rhs_field)]
-    return [(func.target, func.in_field)]
-
-
-def _targets_of(func: fn.BuiltinFunction) -> list[Any]:
-    return [target for target, _ in _fields_of(func)]
-
-
-def _source_fields_of(func: Any) -> list[str] | None:
-    """Returns the source fields a builtin message function reads, without repetition; None for a user's function."""
-    if not isinstance(func, fn.BuiltinFunction):
-        return None
-    return list(dict.fromkeys(name for target, name in _fields_of(func) if target == fn.TargetCode.SRC))
 
 
 def _is_all(selection: Any) -> bool:

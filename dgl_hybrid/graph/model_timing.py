@@ -184,7 +184,7 @@ class _Timer:
         self.taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
         shapes = [shape_of(value) for value in flatten((template.args, template.kwargs))]
         self.taken |= {dimension for shape in shapes for dimension in shape}
-        self.num_edges = sum(len(layer.indices) for layer in sets.layers if layer.layer not in self._kept)
+        self.num_edges = sum(layer.num_edges for layer in sets.layers if layer.layer not in self._kept)
         width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
         self.largest_factor = MAX_ELEMENTS / max(width * sets.sizes[0], 1)
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import gather_segments, indptr_of
 from dgl_hybrid.graph.build import build_layer_blocks
@@ -91,7 +92,7 @@ def build_blocks_like(
     layers = []
     for structure in sets.layers:
         num_dst, num_held = sizes[structure.layer], sizes[structure.layer - 1]
-        if structure.layer in without_edges or not len(structure.indices):
+        if structure.layer in without_edges or not structure.num_edges:
             counts, indices = torch.ones(num_dst, dtype=torch.int64), torch.arange(num_dst)
         else:
             rows = torch.arange(num_dst)
@@ -107,7 +108,7 @@ def build_blocks_like(
         layers.append(_structure_of_one_rank(structure.layer, num_held, indptr_of(counts), indices))
     degrees = torch.bincount(layers[0].indices, minlength=sizes[0]).clamp(min=1)
     blocks = _blocks_of_one_rank(tuple(layers), tuple(sizes), out_degrees=degrees)
-    return blocks, sizes, [len(layer.indices) for layer in layers]
+    return blocks, sizes, [layer.num_edges for layer in layers]
 
 
 def build_block_of(indptr: Tensor, sources: Tensor) -> LayerBlock:
@@ -131,8 +132,7 @@ def _structure_of_one_rank(layer: int, num_held: int, indptr: Tensor, sources: T
         num_dst=num_dst,
         num_held=num_held,
         indptr=indptr,
-        indices=sources,
-        eid_global=torch.arange(len(sources)),
+        indices=narrow(sources, max(num_held, len(sources) + 1)),
         exchange=ExchangePlan(
             rank=0,
             world_size=1,
@@ -157,6 +157,7 @@ def _blocks_of_one_rank(
         sizes=sizes,
         owned=torch.ones(sizes[0], dtype=torch.bool),
         layers=layers,
+        edge_ids=NarrowIds(torch.arange(max(layer.num_edges for layer in layers))),
         num_borrowed=0,
     )
     return build_layer_blocks(

@@ -11,7 +11,9 @@ from .model_times import ModelTimes
 from .model_trace import ModelTrace
 from .topology import Topology
 
-STRUCTURE_BYTES_PER_EDGE = 16.0  # one int64 source and one int64 edge id per held in-edge
+STRUCTURE_BYTES_PER_EDGE = 16.0
+"""Of a held in-edge, four each: source, position, global id and key of dropout; layers above share these with the first
+one and add eight for the edge by source."""
 AGREEMENTS = 3
 """Small collectives before each epoch: who wrote fields, how long the last epoch took, which kept results are old."""
 

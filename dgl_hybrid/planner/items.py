@@ -138,8 +138,6 @@ class Items:
 
 def build_items(problem: PlanProblem) -> Items:
     """Makes the numpy view of a validated problem. Arrays share memory with its tensors where they can."""
-    if problem.num_halo >= 2**31:
-        raise PlanError(f"a rank can have fewer than 2**31 halo vertices (got {problem.num_halo}); use more parts")
     reader, source = _distinct_edges(problem)
     reach = problem.reach.numpy()
     allowed = reach.copy()
@@ -161,7 +159,7 @@ def _distinct_edges(problem: PlanProblem) -> tuple[Positions, Positions]:
     """Returns (E,) readers and sources, sorted, without self-loops and duplicates, in few passes over the edges."""
     indptr = problem.in_indptr.numpy()
     reader = np.repeat(np.arange(problem.num_halo, dtype=np.int32), np.diff(indptr))
-    source = problem.in_halo.numpy().astype(np.int32)
+    source = problem.in_halo.numpy()
     if not ((source[1:] >= source[:-1]) | (reader[1:] != reader[:-1])).all():
         # Transposed twice, which counts instead of comparing: half the time of a sort.
         shape = (problem.num_halo, problem.num_halo)

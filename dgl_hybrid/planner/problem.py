@@ -32,7 +32,7 @@ class PlanProblem:
     in_indptr: Tensor
     """(H + 1,) int64."""
     in_halo: Tensor
-    """(Eh,) int64 positions in `halo_global`: halo in-neighbours of each expandable vertex. Those this rank owns are
+    """(Eh,) int32 positions in `halo_global`: halo in-neighbours of each expandable vertex. Those this rank owns are
     free and left out; duplicates and the vertex itself do no harm."""
     demand: Tensor
     """(L, H) bool: vertices this rank owns read the vertex's row of that level."""
@@ -67,13 +67,15 @@ class PlanProblem:
         if self.num_layers < 1:
             fail(f"num_layers must be at least 1 (got {self.num_layers})")
         num_halo, num_layers = self.num_halo, self.num_layers
+        if num_halo >= 2**31:
+            fail(f"a rank can have fewer than 2**31 halo vertices (got {num_halo}); use more parts")
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "halo_global": ((num_halo,), torch.int64),
             "owner": ((num_halo,), torch.int64),
             "in_degree": ((num_halo,), torch.int64),
             "expandable": ((num_halo,), torch.bool),
             "in_indptr": ((num_halo + 1,), torch.int64),
-            "in_halo": ((int(self.in_halo.numel()),), torch.int64),
+            "in_halo": ((int(self.in_halo.numel()),), torch.int32),
             "demand": ((num_layers, num_halo), torch.bool),
             "reach": ((num_layers, num_halo), torch.bool),
             "owned_rows": ((num_layers + 1,), torch.int64),

@@ -19,6 +19,7 @@ from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
+from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
@@ -291,13 +292,13 @@ class FullGraphLoader:
             chunk_rows=self._chunk_rows or chunk_rows,
             partial_sums=self._partial_sums,
             sums_first=sums_first,
+            on_edge_ids=g.row_sets.register_edges,
         )
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]
         for block in self.blocks:
             for ids in (block.srcdata[dgl.NID], block.dstdata[dgl.NID]):
                 g.row_sets.register_nodes(ids)
-            g.row_sets.register_edges(block.edata[dgl.EID])
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._prefetch.fill(g, self.blocks)
         self._give_back_memory()
@@ -308,7 +309,7 @@ class FullGraphLoader:
             return
         # The script's variables still hold what was yielded last.
         for block in self.blocks:
-            self.graph.forget_reads([block.srcdata[dgl.NID], block.dstdata[dgl.NID], block.edata[dgl.EID]])
+            self.graph.forget_reads(block.known_ids())
             block.retire()
         for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
             self.__dict__.pop(name, None)
@@ -318,25 +319,25 @@ class FullGraphLoader:
     def _give_back_memory(self) -> None:
         """Ends what lies ready for exchanges like the last ones; where it is worth the time, trims the heap too."""
         self.communicator.drop_free_memory()
-        if sum(len(layer.indices) for layer in self.sets.layers) >= _MANY_EDGES:
+        if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
             give_back_memory()
 
-    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, Tensor]:
+    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, NarrowIds]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
 
         Returns:
-            (|C_0|,) and (E_1,) int64; the edges of higher layers are the first ones of layer 1.
+            (|C_0|,) int64 and (E_1,); the edges of higher layers are the first ones of layer 1.
         """
         g, partition = self.graph, self.graph.partition
         known = self.communicator.gather_ints(
             [int(partition.orig_node_ids is not None), int(partition.orig_edge_ids is not None)]
         )
-        node_keys, edge_keys = sets.rows_global, sets.layers[0].eid_global
+        node_keys, edge_keys = sets.rows_global, sets.edge_ids
         if all(row[0] for row in known) and partition.orig_node_ids is not None:
             node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
         if all(row[1] for row in known) and partition.orig_edge_ids is not None:
-            edge_keys = fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, edge_keys)
-        return node_keys.to(self.device), edge_keys.to(self.device)
+            edge_keys = NarrowIds(fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, edge_keys.peek()))
+        return node_keys.to(self.device), edge_keys
 
     # ---------------------------------------------------------------- resuming
 

@@ -146,7 +146,7 @@ class PlanMaker:
         communicator, num_layers = self._graph.communicator, self._num_layers
         topology = self._topology()
         owned = [int(sets.owned[:size].sum()) for size in sets.sizes]
-        edges = [len(layer.indices) for layer in sets.layers]
+        edges = [layer.num_edges for layer in sets.layers]
         received = [layer.exchange.num_received for layer in sets.layers]
         by_rank = communicator.gather_ints([*owned, *edges, *received])
         totals = [sum(column) for column in zip(*by_rank, strict=True)]

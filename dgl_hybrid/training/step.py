@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.ops import EdgeDropout
 
@@ -30,8 +31,8 @@ class Step:
     blocks: list[LayerBlock]
     node_keys: Tensor
     """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
-    edge_keys: Tensor
-    """(E_1,) int64, likewise, of the edges of layer 1; those of higher layers are the first of them."""
+    edge_keys: NarrowIds
+    """(E_1,) likewise, of the edges of layer 1; those of higher layers are the first of them."""
     loss_weight: float
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
@@ -53,6 +54,7 @@ class Step:
     """Outermost modules whose output could not be weighted since it needed no gradient."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    _keys_on: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def note_use(self, block: LayerBlock) -> None:
         self.current_block = block
@@ -81,11 +83,14 @@ class Step:
             seed=self.seed,
             step=self.number,
             call_index=self.next_random_call(),
-            edge_keys=self._edge_keys_of(block).to(block.device),
+            edge_keys=self._edge_keys_of(block),
         )
 
     def _edge_keys_of(self, block: LayerBlock) -> Tensor:
-        return self.edge_keys[: len(block.structure.eid_global)]
+        keys = self._keys_on.get(block.device)
+        if keys is None:  # on a GPU a copy, so once an epoch
+            keys = self._keys_on[block.device] = self.edge_keys.wide().to(block.device)
+        return keys[: block.structure.num_edges]
 
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.sets.sizes
@@ -99,7 +104,7 @@ class Step:
         num_rows = len(x) if x.dim() else 0
         block = self.current_block
         is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
-        matches_edges = block is not None and len(block.structure.eid_global) == num_rows
+        matches_edges = block is not None and block.structure.num_edges == num_rows
         if block is not None and is_edge_result:
             return self._edge_keys_of(block)
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.

@@ -25,7 +25,7 @@ from benchmarks.systems.run import main
 from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
-from benchmarks.systems.write import BEGIN, END, write
+from benchmarks.systems.write import BEGIN, END, draw_all, write
 
 SETTINGS = Settings(rounds=5).to_json()
 HEADLINE = [
@@ -341,8 +341,15 @@ def test_final_object(lines: list[dict[str, Any]]) -> None:
 def test_lost_cells_and_failures_are_told(lines: list[dict[str, Any]]) -> None:
     more = summarise(lines, {})["more"]
     (lost,) = more["lost"]
-    assert lost == {"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95), "ratio_error": None}
+    expected = {"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95), "ratio_error": None}
+    assert lost == expected | {"plans": []}
     assert more["failed"] == [{"cell": SHAPED.key, "system": "sar", "error": "it broke | here"}]
+
+
+def test_it_is_told_which_plans_lost(lines: list[dict[str, Any]]) -> None:
+    (line,) = (line for line in lines if (line["cell"], line["variant"]) == (SHAPED.key, "hybrid"))
+    line["starts"] = [{"p50": 1.0, "plan": plan} for plan in ("depcomm", "hybrid@0.5", None)]
+    assert [one["plans"] for one in summarise(lines, {})["more"]["lost"]] == [["depcomm", "hybrid@0.5"]]
 
 
 def test_without_peers_their_figures_are_null(lines: list[dict[str, Any]]) -> None:
@@ -389,6 +396,19 @@ def test_readme_is_written_from_lines_alone(lines: list[dict[str, Any]], tmp_pat
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="must have the lines"):
         write(lines, readme=readme, pictures=tmp_path)
+
+
+@pytest.mark.parametrize(("factor", "is_logarithmic"), [(1.0, False), (40.0, True)])
+def test_bars_are_as_long_as_times_unless_those_are_far_apart(
+    factor: float, is_logarithmic: bool, lines: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    shaped = [line for line in lines if line["cell"] == SHAPED.key]
+    for line in shaped:
+        if line["variant"] == "distdgl_full":
+            line["p50"] *= factor
+    files = draw_all(shaped, tmp_path)
+    (drawn,) = (file.read_text() for file in files if file.suffix == ".svg")
+    assert ("logarithmic" in drawn) == is_logarithmic
 
 
 # -------------------------------------------------------------------- time to accuracy

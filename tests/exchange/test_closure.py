@@ -47,7 +47,7 @@ def run_closure(
     # Asked here: tensors that come from another process share nothing.
     shares = {
         name: len({getattr(layer, name).untyped_storage().data_ptr() for layer in sets.layers}) == 1
-        for name in ("indptr", "indices", "eid_global")
+        for name in ("indptr", "indices")
     }
     owned = g.nodes.owned()
     return {
@@ -100,7 +100,7 @@ def test_level_sets_by_definition(chance: Chance, dense_below: int, folder: str)
             for row in range(structure.num_dst):
                 listed = structure.indices[structure.indptr[row] : structure.indptr[row + 1]]
                 assert sources[listed].tolist() == result["in"][int(sets.rows_global[row])]
-                edges = structure.eid_global[structure.indptr[row] : structure.indptr[row + 1]]
+                edges = sets.edge_ids.wide()[structure.indptr[row] : structure.indptr[row + 1]]
                 assert edges.tolist() == result["edges"][int(sets.rows_global[row])]
                 assert bool(structure.interior[row]) == bool((listed < structure.num_held).all())
 
@@ -108,13 +108,13 @@ def test_level_sets_by_definition(chance: Chance, dense_below: int, folder: str)
 def test_layers_share_the_memory_of_their_edges(folder: str) -> None:
     for result in run_ranks(3, run_closure, folder, 1.0, 0):
         assert not any(len(structure.exchange.recv_global) for structure in result["sets"].layers)
-        assert result["shares"] == {"indptr": True, "indices": True, "eid_global": True}
+        assert result["shares"] == {"indptr": True, "indices": True}
 
 
 def test_layers_that_receive_share_all_but_positions(folder: str) -> None:
     for result in run_ranks(3, run_closure, folder, 0.0, 0):
         assert any(len(structure.exchange.recv_global) for structure in result["sets"].layers)
-        assert result["shares"] == {"indptr": True, "indices": False, "eid_global": True}
+        assert result["shares"] == {"indptr": True, "indices": False}
 
 
 def test_a_rank_without_seeds_borrows_one(folder: str) -> None:

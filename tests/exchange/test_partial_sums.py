@@ -105,7 +105,6 @@ def make_world(
                 num_held=len(held[rank]),
                 indptr=indptr_of(torch.tensor([len(sources) for sources in lists], dtype=torch.int64)),
                 indices=indices,
-                eid_global=torch.arange(len(indices)),
                 exchange=plan,
                 interior=torch.ones(num_dst[rank], dtype=torch.bool),
             )

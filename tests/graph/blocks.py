@@ -254,7 +254,66 @@ def run_copies(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
         read = g.ndata["feat"][copied.srcdata[dgl.NID]]
         checks[f"{name} keeps ids"] = read is g.ndata["feat"][block.srcdata[dgl.NID]]
         checks[f"{name} keeps degrees"] = torch.equal(copied.out_degrees().long(), block.out_degrees().long())
+        checks[f"{name} keeps ids of edges"] = copied.edata[dgl.EID] is block.edata[dgl.EID]
     checks["to cpu is itself"] = block.to("cpu") is block and block.to(torch.device("cpu")) is block
+    return checks
+
+
+def run_edge_ids(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
+    """Ids of edges are made when first asked for, in whatever way, and rows are read by them from then on."""
+    checks = {}
+    nothing = torch.zeros(0)
+
+    def ask_directly(block: Any) -> Tensor:
+        asked: Tensor = block.edata[dgl.EID]
+        return asked
+
+    def ask_in_a_scope(block: Any) -> Tensor:
+        with block.local_scope():
+            asked: Tensor = block.edata[dgl.EID]
+        return asked
+
+    def ask_in_a_function(block: Any) -> Tensor:
+        with block.local_scope():
+            block.apply_edges(lambda edges: {"ids": edges.data[dgl.EID]})
+            asked: Tensor = block.edata["ids"]
+        return asked
+
+    def ask_by_a_builtin(block: Any) -> Tensor:
+        with block.local_scope():
+            block.update_all(fn.copy_e(dgl.EID, "m"), lambda nodes: {"ids": nodes.mailbox["m"].sum(1)})
+            sums: Tensor = block.dstdata["ids"]
+        expected = torch.zeros_like(sums)
+        dst = torch.repeat_interleave(torch.arange(len(sums)), block.in_degrees())
+        expected.index_add_(0, dst, block.edata[dgl.EID])
+        return block.edata[dgl.EID] if torch.equal(sums, expected) else nothing
+
+    for ask in (ask_directly, ask_in_a_scope, ask_in_a_function, ask_by_a_builtin):
+        g, _, (block, loader) = one_layer(part_config)
+        lists = [g.in_edges.lookup(node[None])[2] for node in block.dstdata[dgl.NID]]
+        name = ask.__name__
+        checks[f"{name}: nothing before"] = dgl.EID not in block._block.edata and block._edge_ids.made is None
+        checks[f"{name}: the ids"] = torch.equal(ask(block), torch.cat(lists))
+        checks[f"{name}: the same tensor again"] = block.edata[dgl.EID] is block.edata[dgl.EID]
+        rows = g.edata["w"][block.edata[dgl.EID]]
+        checks[f"{name}: a known tensor"] = rows is g.edata["w"][block.edata[dgl.EID]]
+        checks[f"{name}: the same after an epoch"] = next(iter(loader))[2][0].edata[dgl.EID] is block._edge_ids.made
+    return checks
+
+
+def run_id_types(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
+    """The structure takes four bytes for an edge; what a script sees is as wide as a sampler's blocks."""
+    _, _, (block, _) = one_layer(part_config)
+    checks = {"held in few bytes": block.real_index.dtype == "int32" and block.structure.indices.dtype == torch.int32}
+    for name, copied, dtype in (
+        ("itself", block, torch.int64),
+        ("int", block.int(), torch.int32),
+        ("long", block.int().long(), torch.int64),
+    ):
+        ids = (copied.in_degrees(), copied.srcnodes(), copied.dstnodes())
+        checks[name] = copied.idtype == dtype and all(tensor.dtype == dtype for tensor in ids)
+        checks[f"{name}: positions"] = copied.dstnodes().tolist() == list(range(copied.num_dst_nodes()))
+        checks[f"{name}: fields"] = copied.dstnodes[copied.dsttypes[0]].data[dgl.NID] is copied.dstdata[dgl.NID]
     return checks
 
 

@@ -19,7 +19,9 @@ from tests.graph.blocks import (
     ReadsSome,
     loss_of_rows,
     run_copies,
+    run_edge_ids,
     run_fields,
+    run_id_types,
     run_reads,
     run_reads_some,
     run_user_reduce,
@@ -85,7 +87,9 @@ def test_a_rank_without_edges_returns_gradients_of_what_is_read_alone(
         assert_close(total, gradient, f"gradient of the {name}")
 
 
-@pytest.mark.parametrize("run", [run_fields, run_copies, run_reads], ids=lambda run: run.__name__)
+@pytest.mark.parametrize(
+    "run", [run_fields, run_copies, run_reads, run_edge_ids, run_id_types], ids=lambda run: run.__name__
+)
 def test_what_is_kept_and_what_is_not(run: object, folder: str) -> None:
     for checks in run_ranks(3, run, folder):  # type: ignore[arg-type]
         assert all(checks.values()), checks  # type: ignore[attr-defined]
@@ -103,7 +107,6 @@ def lone_block() -> LayerBlock:
         num_held=3,
         indptr=torch.tensor([0, 2, 3]),
         indices=torch.tensor([1, 2, 0]),
-        eid_global=torch.arange(3),
         exchange=plan,
         interior=torch.ones(2, dtype=torch.bool),
     )

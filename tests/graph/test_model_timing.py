@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph import model_timing
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
 from dgl_hybrid.graph.model_timing import Measured, fit_times, time_model
@@ -44,7 +45,6 @@ class TwoLayers(nn.Module):
 
 def hand_sets() -> LevelSets:
     """Levels of 4, 3 and 2 rows; in layer 2 row 0 reads rows 1 and 2, row 1 reads the received row 3."""
-    none = torch.zeros(0, dtype=torch.int64)
     first = _structure_of_one_rank(1, 4, torch.tensor([0, 1, 3, 4]), torch.tensor([3, 0, 1, 2]))
     second = _structure_of_one_rank(2, 3, torch.tensor([0, 2, 3]), torch.tensor([1, 2, 3]))
     return LevelSets(
@@ -52,7 +52,8 @@ def hand_sets() -> LevelSets:
         sizes=(4, 3, 2),
         owned=torch.ones(4, dtype=torch.bool),
         layers=(first, second),
-        num_borrowed=len(none),
+        edge_ids=NarrowIds(torch.arange(4)),
+        num_borrowed=0,
     )
 
 

@@ -44,7 +44,7 @@ def test_edges_between_halo_vertices_come_sorted_and_once(seed: int) -> None:
         ({"in_degree": torch.tensor([1, -1, 0])}, r"in_degree must not be negative"),
         ({"in_indptr": torch.tensor([0, 1, 1, 1])}, r"in_indptr must ascend from 0 to 2"),
         ({"in_indptr": torch.tensor([0, 1, 1, 2])}, r"in-neighbours of expandable vertices only"),
-        ({"in_halo": torch.tensor([1, 3])}, r"in_halo must hold positions in 0..2"),
+        ({"in_halo": torch.tensor([1, 3], dtype=torch.int32)}, r"in_halo must hold positions in 0..2"),
         ({"reach": torch.zeros(2, 3, dtype=torch.bool)}, r"demand must lie within reach"),
         (
             {"demand": torch.zeros(2, 3).bool(), "reach": torch.tensor([[1, 0, 0], [1, 0, 0]]).bool()},

@@ -154,6 +154,42 @@ def test_reads_of_a_loaders_ids_are_stable(partitions: PartitionStore) -> None:
         assert all(checks), checks
 
 
+def hold_edges(rank: int, world_size: int, part_config: str, plan: str) -> dict[str, Any]:
+    g, model = open_graph(part_config)
+    planner = PlannerConfig(strategy=plan)
+    topology = uniform_topology(world_size)
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, model=model, planner=planner, topology=topology)
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    num_edges = blocks[-1].num_edges()
+    own = {value.untyped_storage().data_ptr() for value in vars(g.partition).values() if isinstance(value, Tensor)}
+
+    def held() -> int:
+        """Tensors of eight bytes for every edge, each memory once, without the partition's own."""
+        gc.collect()
+        alive = [thing for thing in gc.get_objects() if isinstance(thing, Tensor)]
+        wide = [x for x in alive if x.dtype == torch.int64 and x.dim() == 1 and len(x) >= num_edges]
+        return len({x.untyped_storage().data_ptr() for x in wide} - own)
+
+    before = held()
+    ids = blocks[0].edata[dgl.EID]
+    return {
+        "is_telling": num_edges > 2 * g.num_nodes(),
+        "before": before,
+        "asked": held(),
+        "is_asked": len(ids) == blocks[0].num_edges(),
+    }
+
+
+@pytest.mark.parametrize("plan", ["depcache", "depcomm"])
+def test_nothing_takes_eight_bytes_for_every_edge_unless_asked_for(plan: str, partitions: PartitionStore) -> None:
+    graph = power_law(num_edges=1500)
+    for result in run_ranks(3, hold_edges, partitions.get("power_law_of_many_edges", graph, 3), plan):
+        assert result["is_telling"], "else ids of vertices are as many"
+        assert (result["before"], result["asked"], result["is_asked"]) == (0, 1, True)
+
+
 class Checkpointed(nn.Module):
     def __init__(self, in_feats: int, use_reentrant: bool | None) -> None:
         super().__init__()

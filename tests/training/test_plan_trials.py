@@ -293,7 +293,7 @@ def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) 
             results = [kept.result for kept in blocks[0].static_results._kept.values()]
             (kept,) = (result for result in results if result is not None)
             things = {"ids": input_nodes, "features": features, "kept": kept, "block": blocks[-1]}
-            things |= {"structure": blocks[-1].structure, "edges": blocks[0].structure.eid_global}
+            things |= {"structure": blocks[-1].structure, "edges": blocks[0].structure.indices}
             watched.update({name: weakref.ref(thing) for name, thing in things.items()})
 
     watched["ids"] = weakref.ref(torch.empty(0))
@@ -412,7 +412,7 @@ def hold_batches(rank: int, world_size: int, part_config: str, is_tuned: bool) -
         if not batches or batches[-1][0] is not input_nodes:
             (kept,) = (kept.result for kept in blocks[0].static_results._kept.values() if kept.result is not None)
             things = {"features": features, "kept": kept, "structure": blocks[-1].structure}
-            things |= {"edges": blocks[0].structure.eid_global, "graph": blocks[1]._block}
+            things |= {"edges": blocks[0].structure.indices, "graph": blocks[1]._block}
             watched.append({name: weakref.ref(thing) for name, thing in things.items()})
             batches.append(batch)
 

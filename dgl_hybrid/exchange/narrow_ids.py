@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ids in four bytes where they fit: a rank holds one for each edge, several times over."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_LIMIT = 2**31
+
+
+def narrow(ids: Tensor, bound: int) -> Tensor:
+    """Returns (n,) ids, which lie in [0, bound), as int32 where that suffices; else as they are."""
+    return ids.to(torch.int32) if bound <= _LIMIT else ids
+
+
+class NarrowIds:
+    """Ids that most programs never look at: held as int32 where they fit, spelled out when somebody first asks.
+
+    Args:
+        ids: (n,) int64, any values.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        fits = not len(ids) or (int(ids.min()) >= -_LIMIT and int(ids.max()) < _LIMIT)
+        self._held = ids.to(torch.int32) if fits else ids
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def wide(self) -> Tensor:
+        """Returns the (n,) int64 ids; the same tensor at every call, kept from the first on."""
+        with torch.inference_mode(False):  # asked for in an evaluation, perhaps, and kept for training
+            self._held = self.peek()
+        return self._held
+
+    def peek(self) -> Tensor:
+        """Returns the (n,) int64 ids, for once."""
+        return self._held.to(torch.int64)

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The global ids of a block's edges, which a script may ask for and most do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dgl_hybrid.exchange.narrow_ids import NarrowIds
+
+
+class EdgeIds:
+    """Made when first asked for. Blocks that are copies of each other on one device share it.
+
+    Args:
+        ids: Of the layer that has most edges; those of every layer are the first of them.
+        num_edges: E, of this layer.
+        on_made: Told of the tensor, by whose identity rows of edge fields can be read from then on.
+    """
+
+    def __init__(
+        self, ids: NarrowIds, num_edges: int, device: torch.device, on_made: Callable[[Tensor], None] | None = None
+    ) -> None:
+        self._ids, self._num_edges, self._device, self._on_made = ids, num_edges, device, on_made
+        self.made: Tensor | None = None
+        """(E,) int64, once it was asked for."""
+
+    def get(self) -> Tensor:
+        """Returns the (E,) int64 ids on the block's device; the same tensor at every call."""
+        if self.made is None:
+            self.made = self._ids.wide()[: self._num_edges].to(self._device)
+            if self._on_made is not None:
+                self._on_made(self.made)
+        return self.made
+
+    def on(self, device: torch.device) -> EdgeIds:
+        """Returns the same for a block on another device."""
+        return EdgeIds(self._ids, self._num_edges, device, self._on_made)

@@ -74,6 +74,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "vs_best_pure": ratio(systems, *PURE) if is_distributed else None,
         "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
         "ratio_error": ratio_error(systems),
+        "plans": plans(own),
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
         "vs_dgl": ratio(systems, "dgl"),
@@ -84,6 +85,12 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
     }
 
 
+def plans(line: Line | None) -> list[str]:
+    """Returns the strategies of the plans that hybrid ended up with, one for each start."""
+    starts = line.get("starts", ()) if line is not None else ()
+    return [start["plan"] for start in starts if start.get("plan") is not None]
+
+
 def predicted_error(line: Line | None) -> float | None:
     """Returns how far a prediction is from what was measured, relative to that."""
     if line is None or line["predicted"] is None:
@@ -92,17 +99,25 @@ def predicted_error(line: Line | None) -> float | None:
 
 
 def lost(cells: Iterable[Mapping[str, Any]], *, least: float = 1.0) -> list[dict[str, Any]]:
-    """Returns where hybrid is not at least so many times as fast as another: cell, against what, ratio, and its error.
+    """Returns where hybrid is not at least so many times as fast as another: cell, against what, ratio, its error, and
+    the plans that hybrid had.
 
-    Ratios to the systems of others have none: those are started once.
+    Ratios to the systems of others have no error: those are started once.
     """
     found = []
     for cell in cells:
         for name in ("vs_distdgl_full", "vs_best_pure", "vs_neutronstar", "vs_sar", "vs_pipegcn", "vs_dgl"):
             if cell[name] is not None and cell[name] < least:
                 error = cell["ratio_error"] if name in ("vs_best_pure", "vs_neutronstar") else None
-                against = name.removeprefix("vs_")
-                found.append({"cell": cell["cell"], "against": against, "ratio": cell[name], "ratio_error": error})
+                found.append(
+                    {
+                        "cell": cell["cell"],
+                        "against": name.removeprefix("vs_"),
+                        "ratio": cell[name],
+                        "ratio_error": error,
+                        "plans": cell["plans"],
+                    }
+                )
     return sorted(found, key=lambda one: float(one["ratio"]))
 
 

@@ -36,6 +36,8 @@ SHOWN: dict[str, tuple[str, ...]] = {
     "DGL": ("dgl",),
 }
 """Bar of a picture -> the systems whose fastest it shows."""
+LINEAR_UP_TO = 20.0
+"""Times that are so many times apart at most are drawn from zero on: lengths of bars are as times are then."""
 
 
 def write(lines: Sequence[Line], *, readme: Path = README, pictures: Path = PICTURES) -> None:
@@ -80,10 +82,11 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
             one["against"],
             f"{one['ratio']:.2f}",
             "" if one["ratio_error"] is None else f"{one['ratio_error']:.0%}",
+            ", ".join(one["plans"]),
         )
         for one in more["lost"]
     ]
-    head = ("cell", "than", "ratio", "standard error")
+    head = ("cell", "than", "ratio", "standard error", "plans of hybrid's starts")
     parts.append("### Where hybrid is slower\n\n" + (markdown(head, lost) if lost else "Nowhere."))
     failed = [(one["cell"], one["system"], one["error"].replace("|", "/")) for one in more["failed"]]
     parts.append("### What failed\n\n" + (markdown(("cell", "system", "error"), failed) if failed else "Nothing."))
@@ -119,21 +122,31 @@ def accuracy_rows(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def _conditions(lines: Sequence[Line]) -> str:
     """Says on what, with what and how all this was measured."""
-    last = [line for line in lines if "machine_rates" in line][-1]  # of epochs: time to accuracy needs no floor
+    of_epochs = [line for line in lines if "machine_rates" in line]  # time to accuracy needs no floor
+    last = of_epochs[-1]
     machine, versions, settings = last["machine"], last["versions"], last["settings"]
     loads = sorted({line["load_before"] for line in lines if "load_before" in line})
+    starts = sorted({line["settings"].get("starts", 1) for line in lines if "load_before" in line})
     variables = " ".join(f"{name}={value}" for name, value in last["allocator_variables"].items()) or "none"
     commits = sorted({line["git_sha"] + ("+" if line["dirty"] else "") for line in lines})
-    rates = last["machine_rates"]
+    systems = sorted({line["machine"]["system"] for line in of_epochs})
+    copied, flops = (
+        _range([line["machine_rates"][name] / 1e9 for line in of_epochs]) for name in ("copy_bytes_per_s", "flops")
+    )
     return (
-        f"Machine: {machine['cores']} cores ({machine['arch']}), {machine['system']}, {machine['libc']}; one thread "
-        f"copies {rates['copy_bytes_per_s'] / 1e9:.1f} GB/s and multiplies at {rates['flops'] / 1e9:.0f} GFLOP/s. "
+        f"Machine: {machine['cores']} cores ({machine['arch']}), {' or '.join(systems)}, {machine['libc']}; one thread "
+        f"copies {copied} GB/s and multiplies at {flops} GFLOP/s, differently from run to run. "
         f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
         f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
         f"{settings['rounds']} turns of each start of a system after {settings['warmup']} epochs of warm-up "
-        f"and the check; {settings.get('starts', 1)} starts of each of ours. "
+        f"and the check; {' or '.join(map(str, starts))} starts of each of ours. "
         f"Load average before a cell: {loads[0]} to {loads[-1]}."
     )
+
+
+def _range(values: Sequence[float]) -> str:
+    least, most = f"{min(values):.0f}", f"{max(values):.0f}"
+    return least if least == most else f"{least} to {most}"
 
 
 def draw_all(lines: Sequence[Line], folder: Path) -> list[Path]:
@@ -184,8 +197,11 @@ def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> li
         axes.barh(places, values, height * 0.9, xerr=errors, color=COLOURS[bar], label=bar, error_kw={"lw": 0.8})
     axes.set_yticks(range(len(keys)), [" ".join(key.split("/")[1:3]) + " ranks" for key in keys], fontsize=8)
     axes.invert_yaxis()
-    axes.set_xscale("log")
-    axes.set_xlabel("seconds per epoch (median, 20 to 80 per cent), logarithmic")
+    times = [line["p50"] for found in shown.values() for line in found.values()]
+    is_wide = max(times) > LINEAR_UP_TO * min(times)
+    if is_wide:
+        axes.set_xscale("log")
+    axes.set_xlabel("seconds per epoch (median, 20 to 80 per cent)" + (", logarithmic" if is_wide else ""))
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     files = [file.with_name(file.name + ending) for ending in (".png", ".svg")]

@@ -395,6 +395,20 @@ class Communicator:
     # ---------------------------------------------------------------- peers that do not come
 
     @contextlib.contextmanager
+    def lent(self, what: str) -> Iterator[Transport | None]:
+        """Lends the transport itself to who measures it; None in a world of one rank. Collective.
+
+        Args:
+            what: It is lent for, to be named where a peer does not take part.
+
+        Raises:
+            ExchangeError: As of an exchange, if an operation of the transport fails.
+        """
+        self.settle()
+        with self._named(what):
+            yield self.transport
+
+    @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
         try:
             yield

@@ -71,7 +71,7 @@ NUM_LINES_SHOWN = 20
 
 _LOST_PEER = re.compile(
     r"gloo|NCCL|tensorpipe|socket_communicator|Connection (closed|reset|refused)|Broken pipe"
-    r"|Dist(Connect|Network)Error|EOFError",
+    r"|Dist(Connect|Network)Error|EOFError|ExchangeError: .* did not complete on rank",
     re.IGNORECASE,
 )
 _NOISE_AT_END = re.compile(

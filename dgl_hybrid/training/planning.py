@@ -215,7 +215,8 @@ class PlanMaker:
         if self._given_topology is not None:
             return self._given_topology
         if g.topology is None:
-            measured = probe(communicator.transport, aggregate=InEdgeSum())
+            with communicator.lent("the probe of this cluster") as links:
+                measured = probe(links, aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 

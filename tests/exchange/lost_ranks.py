@@ -19,6 +19,7 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange import host_links
 from dgl_hybrid.exchange.communicator import create_communicator
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
+from dgl_hybrid.planner.probe import probe
 
 WORLD_SIZE, LOST_AT = 3, 5
 
@@ -28,6 +29,11 @@ def exchange_until_somebody_is_lost(rank: int, folder: Path, way: str) -> str:
     transport = communicator.transport
     assert isinstance(transport, SharedMemoryTransport)
     counts = [1000] * WORLD_SIZE
+    if way == "amid the probe":
+        with communicator.lent("the probe") as links:
+            if rank == 1:
+                transport.all_to_all = lambda *_: end(folder)  # type: ignore[method-assign]
+            probe(links)
     for number in range(1, LOST_AT + 3):
         if rank == 1 and number == LOST_AT:
             lose(transport, folder, way)

@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
+from dgl_hybrid.launch.controller import _LOST_PEER
 from dgl_hybrid.launch.job import RankError
 from dgl_hybrid.launch.local import explain_failure
 
@@ -50,6 +53,17 @@ def test_a_killed_rank_is_named_before_what_followed() -> None:
 def test_ranks_ended_by_the_launcher_are_not_blamed() -> None:
     failure = explain_failure([error(1, "ExchangeError", "late")], {0: -signal.SIGTERM, 1: 1}, 2)
     assert str(failure) == "rank 1 of 2: late"
+
+
+@pytest.mark.parametrize("operation", ["exchange 5 (layer 2, forward)", "the probe of this cluster", "gather"])
+def test_the_last_words_of_a_trainer_that_lost_its_peer_through_memory(operation: str) -> None:
+    """Neither gloo nor a socket comes up in them."""
+    words = (
+        f"dgl_hybrid.errors.ExchangeError: {operation} did not complete on rank 0 of 2: rank 1 did not take part. "
+        f"(the process of rank 1 has ended, or let go of its communicator)"
+    )
+    assert _LOST_PEER.search(f"Traceback (most recent call last):\n{words}")
+    assert not _LOST_PEER.search(words.replace("did not complete on", "is refused by"))
 
 
 def test_nothing_known() -> None:

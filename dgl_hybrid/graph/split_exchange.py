@@ -218,7 +218,7 @@ def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor]) -> Non
                 # Of columns beside others it would be several times as slow as the copy.
                 total_CF.index_add_(0, part.send_index, grads_SF.contiguous())
             else:
-                total_CF += sum_rows(part.pack.out_edges, grads_SF)
+                total_CF += sum_rows(part.pack.out_neighbours, grads_SF)
 
 
 def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -228,7 +228,11 @@ def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None) -> Ten
     return summed if x_F.dim() == 3 else summed.squeeze(1)
 
 
-def by_source(part: RowsPart) -> Adjacency:
-    """The edges of a part by received row, with the layer's rows as neighbours; edge ids are the part's entries."""
-    out = part.edges.out_edges
+def by_source(part: RowsPart, *, of_edges: bool) -> Adjacency:
+    """The edges of a part by received row, with the layer's rows as neighbours; edge ids are the part's entries.
+
+    Args:
+        of_edges: Sums have weights of edges; else these need no ids.
+    """
+    out = part.edges.out_edges if of_edges else part.edges.out_neighbours
     return Adjacency(out.indptr, part.dst_rows.to(out.indices.dtype)[out.indices.long()], out.edge_ids)

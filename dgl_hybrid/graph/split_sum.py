@@ -20,6 +20,7 @@ from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded
 from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
 from dgl_hybrid.ops.operands import plan_weighted
+from dgl_hybrid.ops.sparse_graph import Adjacency
 
 
 class SplitSum:
@@ -43,7 +44,8 @@ class SplitSum:
     ) -> None:
         self.layer, self._codec = layer, codec
         self.exchange = SplitExchange(layer, communicator, number=number, seed=seed)
-        self._by_source: list[Any] = [None] * len(layer.parts)
+        self._by_source: dict[tuple[int, bool], Adjacency] = {}
+        """Of each message, with and without the edge of each entry, once a backward needs it."""
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sums sources, times constant weights of edges, over the in-edges of each destination. Collective.
@@ -100,13 +102,16 @@ class SplitSum:
         grad_NHD = grad_NHD.contiguous()
 
         def make(position: int) -> list[Tensor]:
-            if self._by_source[position] is None:
-                self._by_source[position] = by_source(self.layer.parts[position])
             weights = _weights_of(self.layer.parts[position], weights_EH)
-            return [sum_rows(self._by_source[position], grad_NHD, weights).flatten(1)]
+            key = position, weights is not None
+            if key not in self._by_source:
+                self._by_source[key] = by_source(self.layer.parts[position], of_edges=weights is not None)
+            return [sum_rows(self._by_source[key], grad_NHD, weights).flatten(1)]
 
         def held() -> list[Tensor]:
-            return [sum_rows(self.layer.held.out_edges, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)]
+            held = self.layer.held
+            rows = held.out_neighbours if weights_EH is None else held.out_edges
+            return [sum_rows(rows, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)]
 
         (total,) = self.exchange.backward(make, held, codec)
         return total.view(len(total), *grad_NHD.shape[1:])

@@ -165,11 +165,15 @@ class _SplitMode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+_STRUCTURE_OPS = ("out_edges", "out_neighbours")
+"""Put edges in order by source, once, whatever runs over them."""
+
+
 def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
     """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
     layers = [num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in num_edges]
-    if func.namespace != "dgl_hybrid" or func._opname == "out_edges" or not layers:
-        return  # edges by source are put in order once, whatever runs over them
+    if func.namespace != "dgl_hybrid" or func._opname in _STRUCTURE_OPS or not layers:
+        return
     is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
     can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))

@@ -52,18 +52,20 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     loader, plan = make_loader(job, g, build(job, g))
     outcome = loader.outcome
     assert outcome is not None
+    assert outcome.basis is not None
+    problem, costs = outcome.basis.problem, outcome.basis.costs
     if payload["out"] is not None:
         with communicator.agreed():
             save_plan(replace(plan, partition_fingerprint=partition_fingerprint(job.part_config)), payload["out"])
-    rows = [asdict(row) for row in report(outcome.problem, outcome.costs, [plan])]
+    rows = [asdict(row) for row in report(problem, costs, [plan])]
     counts = count_dependencies(loader)
     explanations: list[str] = []
     if payload["explain"] is not None:
         vertex = find_vertex(g, int(payload["explain"]), is_global=payload["explain_is_global"])
         text = None
-        if bool((outcome.problem.halo_global == vertex).any()):
+        if bool((problem.halo_global == vertex).any()):
             with communicator.agreed():
-                text = explain_vertex(outcome.problem, outcome.costs, plan, vertex)
+                text = explain_vertex(problem, costs, plan, vertex)
         else:
             with communicator.agreed():
                 pass

@@ -301,7 +301,7 @@ def _divided(total: Tensor, indptr: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _spmm(graph: SparseGraph, x: Tensor | None, w: Tensor | None, reduce: Reduction) -> Tensor:
     out: Tensor
-    rows, out_rows = graph.in_edges.tensors(), _out_edges_for(graph, x)
+    rows, out_rows = graph.in_edges.tensors(), _out_edges_for(graph, x, of_edges=w is not None or reduce != "sum")
     if reduce == "sum":
         out = torch.ops.dgl_hybrid.spmm_sum(rows, out_rows, x, w)
     else:
@@ -319,10 +319,16 @@ def _sddmm(
     return out
 
 
-def _out_edges_for(graph: SparseGraph, *operands: Tensor | None) -> list[Tensor]:
-    """The edges by source if a gradient of these operands, which it sums over them, will be asked for; else none."""
+def _out_edges_for(graph: SparseGraph, *operands: Tensor | None, of_edges: bool = True) -> list[Tensor]:
+    """The edges by source if a gradient of these operands, which it sums over them, will be asked for; else none.
+
+    Args:
+        of_edges: The gradient has a term or a choice of each edge, so it must know which is which.
+    """
     needed = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
-    return graph.out_edges.tensors() if needed else []
+    if not needed:
+        return []
+    return (graph.out_edges if of_edges else graph.out_neighbours).tensors()
 
 
 def _dropout_for(graph: SparseGraph, dropout: EdgeDropout | None) -> tuple[float, Tensor | None, Tensor | None]:

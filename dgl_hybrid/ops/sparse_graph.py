@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +52,14 @@ class SparseGraph:
     The ops keep the order of entries within a row: sums are taken in a fixed order, and of equal largest (smallest)
     values the first entry wins. The rows by source are built when a gradient first needs them, and kept.
 
-    Not modified by any op; safe to share between threads once `out_edges` is built.
+    Not modified by any op; safe to share between threads once `out_edges` (or `out_neighbours`) is built.
     """
 
     def __init__(self, in_edges: Adjacency, *, num_src: int, out_edges: Adjacency | None = None) -> None:
         self.in_edges = in_edges
         self.num_src = num_src
         self._out_edges = out_edges
+        self._out_neighbours: Adjacency | None = None
 
     @classmethod
     def from_csc(
@@ -140,18 +142,34 @@ class SparseGraph:
     def out_edges(self) -> Adjacency:
         """The edges by source, entries in the order of the in-edges; built at the first access."""
         if self._out_edges is None:
-            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-                built = torch.ops.dgl_hybrid.out_edges(self.in_edges.tensors(), self.num_src)
-            else:
-                with torch.inference_mode(False):
-                    built = torch.ops.dgl_hybrid.out_edges(self.in_edges.tensors(), self.num_src)
-            self._out_edges = Adjacency(*built)
+            self._out_edges = Adjacency(*self._build("out_edges"))
+            self._out_neighbours = None
         return self._out_edges
 
     @property
+    def out_neighbours(self) -> Adjacency:
+        """`out_edges` for sums that read nothing of edges: those if they are built, else rows without `edge_ids`.
+
+        A third of the memory less. Entry k is not edge k here, whatever `edge_ids` being None says elsewhere.
+        """
+        if self._out_edges is not None:
+            return self._out_edges
+        if self._out_neighbours is None:
+            indptr, indices = self._build("out_neighbours")
+            self._out_neighbours = Adjacency(indptr, indices, None)
+        return self._out_neighbours
+
+    def _build(self, op: str) -> tuple[Tensor, ...]:
+        build = getattr(torch.ops.dgl_hybrid, op)
+        is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
+        with torch.inference_mode(False) if is_inference else contextlib.nullcontext():  # kept for trained steps, too
+            built: tuple[Tensor, ...] = build(self.in_edges.tensors(), self.num_src)
+            return built
+
+    @property
     def has_out_edges(self) -> bool:
-        """Tells whether the rows by source are there already."""
-        return self._out_edges is not None
+        """Tells whether the rows by source are there already, with or without the edge of each entry."""
+        return self._out_edges is not None or self._out_neighbours is not None
 
     def reverse(self) -> SparseGraph:
         """The graph with every edge turned round: sources are destinations; edge tensors keep their rows."""
@@ -218,24 +236,36 @@ def build_out_edges(in_edges: Adjacency, num_src: int) -> Adjacency:
     edge_ids = in_edges.edge_ids
     if edge_ids is None:
         edge_ids = torch.arange(in_edges.num_edges, device=in_edges.indptr.device, dtype=in_edges.indptr.dtype)
-    build = _by_counting if edge_ids.device.type == "cpu" else _by_sorting
-    return build(in_edges, edge_ids, num_src)
+    return Adjacency(*_by_source(in_edges, edge_ids, num_src))
 
 
-def _by_counting(in_edges: Adjacency, edge_ids: Tensor, num_src: int) -> Adjacency:
+def build_out_neighbours(in_edges: Adjacency, num_src: int) -> tuple[Tensor, Tensor]:
+    """`indptr` and `indices` of what `build_out_edges` returns, made without its third tensor."""
+    carried = torch.empty(in_edges.num_edges, device=in_edges.indptr.device, dtype=torch.int8)
+    indptr, indices, _ = _by_source(in_edges, carried, num_src)
+    return indptr, indices
+
+
+def _by_source(in_edges: Adjacency, carried: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Row starts, neighbours, and what each entry carries, by source."""
+    order = _by_counting if carried.device.type == "cpu" else _by_sorting
+    return order(in_edges, carried, num_src)
+
+
+def _by_counting(in_edges: Adjacency, carried: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
     """A tenth of the time of a stable sort for a mini-batch of 100,000 edges."""
     if num_src == 0 or in_edges.num_rows == 0:  # no shape of a matrix for SciPy
-        return _by_sorting(in_edges, edge_ids, num_src)
-    compressed = (edge_ids.numpy(), in_edges.indices.numpy(), in_edges.indptr.numpy())
+        return _by_sorting(in_edges, carried, num_src)
+    compressed = (carried.numpy(), in_edges.indices.numpy(), in_edges.indptr.numpy())
     by_source = scipy.sparse.csr_array(compressed, shape=(in_edges.num_rows, num_src)).tocsc()
-    parts = (by_source.indptr, by_source.indices, by_source.data)
-    return Adjacency(*(torch.from_numpy(part).to(edge_ids.dtype) for part in parts))
+    starts, rows, carried = map(torch.from_numpy, (by_source.indptr, by_source.indices, by_source.data))
+    return starts.to(in_edges.indptr.dtype), rows.to(in_edges.indptr.dtype), carried
 
 
-def _by_sorting(in_edges: Adjacency, edge_ids: Tensor, num_src: int) -> Adjacency:
+def _by_sorting(in_edges: Adjacency, carried: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.argsort(in_edges.indices, stable=True)
-    starts, rows = _row_starts(in_edges.indices, num_src), entry_rows(in_edges)
-    return Adjacency(starts.to(edge_ids.dtype), rows[order].to(edge_ids.dtype), edge_ids[order])
+    starts, rows = _row_starts(in_edges.indices, num_src), entry_rows(in_edges)[order]
+    return starts.to(in_edges.indptr.dtype), rows.to(in_edges.indptr.dtype), carried[order]
 
 
 def _by_edge(adjacency: Adjacency, by_entry: Tensor) -> Tensor:

@@ -380,9 +380,8 @@ class FullGraphLoader:
         self._prefetch.fill(self.graph, self.blocks)
         if self.outcome is None and not (self.forced and self._is_checked):
             self._use_first_call()
-        if self.is_settled and self.graph.in_edges.num_fetched_edges:
-            self.graph.in_edges.forget_fetched()  # only plans ask for them, and none is made before epochs slow down
-            self._give_back_memory()
+        if self.is_settled:
+            self._forget_how_it_was_planned()
         step = Step(
             communicator=self.communicator,
             sets=self.sets,
@@ -412,6 +411,14 @@ class FullGraphLoader:
         if is_first:
             self._give_back_memory()  # fetching features and making what is kept took more than stays
             give_back_compiler()
+
+    def _forget_how_it_was_planned(self) -> None:
+        """Drops the structure of the halo, of which only plans ask, and none is made before epochs slow down."""
+        if self.outcome is not None and self.outcome.basis is not None:
+            self.outcome = replace(self.outcome, basis=None)
+        if self.graph.in_edges.num_fetched_edges:
+            self.graph.in_edges.forget_fetched()
+            self._give_back_memory()
 
     def _now_ns(self) -> int:
         if self.device.type == "cuda" and not self.is_settled:

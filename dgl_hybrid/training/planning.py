@@ -48,6 +48,14 @@ class TraceError(PlanError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanBasis:
+    """What a rank's plan can be explained by."""
+
+    problem: PlanProblem
+    costs: ItemCosts
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOutcome:
     """A rank's plan with what it was made from."""
 
@@ -55,8 +63,8 @@ class PlanOutcome:
     candidates: tuple[DependencyPlan, ...]
     """What is worth trying in real epochs, in the same order on every rank: `plan`, hybrids of another choice, and the
     pure plans, unless they are over the memory budget. Of a strategy other than "hybrid" `plan` alone."""
-    problem: PlanProblem
-    costs: ItemCosts
+    basis: PlanBasis | None
+    """What it was made from; a loader lets go of it once epochs run by a plan that stays."""
     dense_below: int
 
     @property
@@ -264,7 +272,10 @@ class PlanMaker:
         if self._config.strategy == "hybrid":
             _logger.info("chose %s of %d candidates", plans[0].strategy, len(candidates))
         return PlanOutcome(
-            plan=plans[0], candidates=tuple(plans), problem=problem, costs=costs, dense_below=dense_below
+            plan=plans[0],
+            candidates=tuple(plans),
+            basis=PlanBasis(problem=problem, costs=costs),
+            dense_below=dense_below,
         )
 
     def _chunk_rows(self, trace: ModelTrace, by_rank: list[list[RankEstimate]]) -> int | None:

@@ -122,7 +122,10 @@ def test_every_op_goes_to_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) ->
     assert called == ["spmm", "spmm", "sddmm"]
 
 
-def test_a_backend_sees_the_same_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_a_backend_sees_the_same_index_tensors_in_every_call(
+    is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Backends keep what they derive of a structure (cuts of its rows) by the identity of its `indptr`."""
     offer(monkeypatch, "cpu", "Kernels")
     seen: list[torch.Tensor] = []
@@ -135,8 +138,9 @@ def test_a_backend_sees_the_same_index_tensors_in_every_call(monkeypatch: pytest
     monkeypatch.setattr(Kernels, "spmm", spmm_and_note, raising=False)
     graph = SparseGraph.from_coo(torch.tensor([0, 1]), torch.tensor([0, 0]), 2, 1)
     for _ in range(2):
-        spmm(graph, torch.randn(2, 3, requires_grad=True)).sum().backward()
-    expected = [graph.in_edges.indptr, graph.out_edges.indptr] * 2
+        spmm(graph, torch.randn(2, 3, requires_grad=True), torch.ones(2, 1) if is_weighted else None).sum().backward()
+    by_source = graph.out_edges if is_weighted else graph.out_neighbours
+    expected = [graph.in_edges.indptr, by_source.indptr] * 2
     assert len(seen) == 4
     assert all(a is b for a, b in zip(seen, expected, strict=True))
 

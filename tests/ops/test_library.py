@@ -66,6 +66,7 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
     sparse = (by_row, by_column, values, values)
     table: dict[str, list[tuple[object, ...]]] = {
         "out_edges": [(rows, 4), (in_order, 4)],
+        "out_neighbours": [(rows, 4), (in_order, 4)],
         "spmm_sum": [(rows, out_rows, x, w), (rows, [], x, None), (in_order, [], None, w)],
         "spmm_select": [(rows, out_rows, x, w, "max"), (rows, [], x, None, "min"), (in_order, [], None, w, "max")],
         "spmm_take": [(rows, out_rows, x, w, arg), (rows, [], x, None, arg)],

@@ -76,7 +76,7 @@ def test_both_ways_to_order_by_source_agree(dtype: torch.dtype) -> None:
     in_edges = Adjacency.from_tensors([ids.to(dtype) for ids in graph.in_edges.tensors()])
     assert in_edges.edge_ids is not None
     counted, compared = (build(in_edges, in_edges.edge_ids, 50) for build in (_by_counting, _by_sorting))
-    for ours, other in zip(counted.tensors(), compared.tensors(), strict=True):
+    for ours, other in zip(counted, compared, strict=True):
         assert ours.dtype == other.dtype == dtype
         assert torch.equal(ours, other)
 
@@ -142,6 +142,40 @@ def test_inference_never_builds_rows_by_source() -> None:
         assert not graph.has_out_edges, "only gradients of sources need them"
         spmm(graph, x.detach().requires_grad_()).sum().backward()
     assert graph.has_out_edges
+
+
+def test_sums_that_read_nothing_of_edges_keep_no_ids_of_them() -> None:
+    graph, other = hand(), hand()
+    x, w = torch.randn(4, 3), torch.randn(4, 1)
+    with use_backend("cpu"):
+        for step in (lambda: spmm(graph, x.requires_grad_()), lambda: spmm(graph, x.requires_grad_(), None, "mean")):
+            step().sum().backward()
+            assert graph.has_out_edges
+            lean = graph.out_neighbours
+            assert lean.edge_ids is None
+        assert graph.to("meta").out_neighbours.edge_ids is None
+        wanted, x.grad = x.grad, None
+        for needs_ids in (
+            lambda: spmm(graph, x, w),
+            lambda: spmm(graph, x, None, "max"),
+            lambda: gat(graph, x.view(4, 1, 3), torch.zeros(4, 1), torch.zeros(3, 1)),
+        ):
+            needs_ids().sum().backward()
+            assert graph.out_neighbours is graph.out_edges, "once they are there they serve both"
+        x.grad = None
+        spmm(graph, x).sum().backward()
+        spmm(graph, x, None, "mean").sum().backward()
+    assert torch.equal(x.grad, wanted)
+    full = other.out_edges
+    assert [torch.equal(a, b) for a, b in zip(lean.tensors(), full.tensors(), strict=False)] == [True, True]
+    assert [ids.dtype for ids in lean.tensors()] == [torch.int32] * 2
+
+
+@pytest.mark.parametrize("num_src", [0, 3])
+def test_lean_rows_by_source_of_graphs_without_edges(num_src: int) -> None:
+    graph = SparseGraph.from_csc(torch.zeros(1, dtype=torch.int64), torch.zeros(0, dtype=torch.int64), num_src=num_src)
+    assert graph.out_neighbours.indptr.tolist() == [0] * (num_src + 1)
+    assert graph.out_neighbours.num_edges == 0
 
 
 def _broken(graph: SparseGraph, **changes: Tensor) -> SparseGraph:

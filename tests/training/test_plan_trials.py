@@ -163,6 +163,7 @@ class Tuned:
     cached: list[int]
     candidates: list[str]
     fetched: list[int]
+    has_basis: list[bool]
 
 
 def train_tuned(
@@ -185,7 +186,7 @@ def train_tuned(
     seeds = g.owned_nodes("train_mask")
     loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [])
+    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
     made_up_ns = 0
     real_clock = loader_module.time.perf_counter_ns
     loader_module.time.perf_counter_ns = lambda: made_up_ns
@@ -197,6 +198,7 @@ def train_tuned(
                 tuned.settled.append(loader.is_settled)
                 tuned.cached.append(loader.sets.num_recomputed(1))
                 tuned.fetched.append(g.in_edges.num_fetched_edges)
+                tuned.has_basis.append(loader.outcome.basis is not None)
                 loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids])
                 optimizer.zero_grad()
                 loss.backward()
@@ -261,6 +263,7 @@ def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_do
         assert "depcache" not in run.strategies[changes[2] :]
         assert not any(count for count, is_settled in zip(run.fetched, run.settled, strict=True) if is_settled)
         assert all(run.fetched[: changes[0]])
+        assert run.has_basis == [epoch < changes[0] for epoch in range(epochs)]
         assert any(run.fetched[changes[1] : changes[2]]), "plans that are tried anew ask for them again"
     total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert total == pytest.approx(reference_curve(epochs), rel=1e-9)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import threading
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +63,35 @@ def give_back_compiler() -> None:
 
 
 def _compile(assembly: str) -> Kernel:
-    machine = new_target_machine()
+    linker = _linker()
     module = llvm.parse_assembly(assembly)
-    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    module.triple, module.data_layout = linker.machine.triple, str(linker.machine.target_data)
     module.verify()
-    _optimise(module, machine)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    kernel = _SIGNATURE(engine.get_function_address("kernel"))
-    engine.detach()  # the code stays for the life of the process; nothing frees it while the interpreter shuts down
+    _optimise(module, linker.machine)
+    # One engine has all kernels: a name must be new to it.
+    name = module.get_function("kernel").name = f"kernel{len(_kernels)}"
+    linker.engine.add_module(module)
+    linker.engine.finalize_object()
+    kernel = _SIGNATURE(linker.engine.get_function_address(name))
+    linker.engine.remove_module(module)  # the code stays, what it was made from need not
+    module.close()
     return kernel
+
+
+@dataclass(frozen=True)
+class _Linker:
+    """What makes and holds the code of all kernels, for the life of the process."""
+
+    machine: Any
+    engine: Any
+
+
+@functools.cache
+def _linker() -> _Linker:
+    machine = new_target_machine()
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    engine._owned = True  # by nobody: its code must outlive this object while the interpreter shuts down
+    return _Linker(machine, engine)
 
 
 def _optimise(module: Any, machine: Any) -> None:

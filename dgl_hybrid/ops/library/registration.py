@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.sparse_graph import Adjacency, build_out_edges
+from dgl_hybrid.ops.sparse_graph import Adjacency, build_out_edges, build_out_neighbours
 
 _LIBRARY = torch.library.Library("dgl_hybrid", "DEF")
 
@@ -144,6 +144,17 @@ def _out_edges_meta(rows: list[Tensor], num_src: int) -> tuple[Tensor, Tensor, T
 
 
 register("out_edges(Tensor[] rows, SymInt num_src) -> (Tensor, Tensor, Tensor)", _out_edges, _out_edges_meta)
+
+
+def _out_neighbours(rows: list[Tensor], num_src: int) -> tuple[Tensor, Tensor]:
+    return build_out_neighbours(read_rows(rows), num_src)
+
+
+def _out_neighbours_meta(rows: list[Tensor], num_src: int) -> tuple[Tensor, Tensor]:
+    return rows[0].new_empty(num_src + 1), torch.empty_like(rows[1])
+
+
+register("out_neighbours(Tensor[] rows, SymInt num_src) -> (Tensor, Tensor)", _out_neighbours, _out_neighbours_meta)
 
 
 def by_source(rows: Sequence[Tensor], out_rows: Sequence[Tensor], num_src: Any) -> list[Tensor]:

@@ -75,6 +75,44 @@ print(freed, held - (before - freed))
     assert more < 15e6, "and again after the next kernel"
 
 
+def test_kernels_leave_their_code_alone() -> None:
+    """Not what they were made from: a training compiles a dozen or two of them."""
+    code = """
+import ctypes, torch
+import dgl_hybrid
+from dgl_hybrid.ops import SparseGraph, spmm
+from dgl_hybrid.ops.cpu import compiler
+
+class Information(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "arena a b c d e f used g h".split()]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Information
+graph = SparseGraph.from_csc(torch.tensor([0, 1, 3]), torch.tensor([1, 0, 1]), num_src=2)
+
+def total(width):
+    x = torch.arange(2.0 * width).reshape(2, width)
+    assert torch.equal(spmm(graph, x), torch.stack([x[1], x[0] + x[1]]))
+
+for width in range(16, 20):
+    total(width)
+before, num_before = libc.mallinfo2().used, compiler.num_compiled_kernels()
+for width in range(20, 40):
+    total(width)
+grown = libc.mallinfo2().used - before
+for width in range(16, 40):
+    total(width)
+print(grown, compiler.num_compiled_kernels() - num_before)
+"""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        pytest.skip("glibc 2.33 or later tells what the heap holds")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    grown, num_kernels = (int(word) for word in done.stdout.split())
+    assert num_kernels == 20
+    assert grown < 100e3 * num_kernels, "their modules and machines would be 700 kB each"
+
+
 def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
     file = tmp_path / "code"
     file.write_bytes(b"a" * 4 * mmap.PAGESIZE)

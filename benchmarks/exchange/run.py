@@ -34,7 +34,8 @@ from torch import Tensor
 
 import dgl_hybrid
 from benchmarks.exchange import fresh_rows
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows

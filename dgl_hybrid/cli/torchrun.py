@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.launch.local import LOOPBACK, threads_per_rank
 from dgl_hybrid.launch.tasks import progress_bar
 from dgl_hybrid.launch.workspace import PreparedGraph, prepare_partition

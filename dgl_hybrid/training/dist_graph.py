@@ -22,7 +22,8 @@ from dgl.distributed import DistGraph, DistTensor, role
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, PartitionError
-from dgl_hybrid.exchange.communicator import DEFAULT_TIMEOUT_S, Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange import host_links
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.planner.probe import probe
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dgl_hybrid.exchange.clock import MOST_EVENTS, ExchangeClock, ExchangeEvent
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from tests.helpers.world import run_ranks
 
 SPIN_S = 0.02

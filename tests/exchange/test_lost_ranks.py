@@ -69,7 +69,7 @@ def test_peers_of_a_killed_rank_are_told_at_once(way: str, tmp_path: Path) -> No
 
 CHOOSE = """
 import sys, torch.distributed as dist
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=int(sys.argv[1]), world_size=2)
 communicator = create_communicator()
 received = communicator.exchange_counts([int(sys.argv[1]) * 2, int(sys.argv[1]) * 2 + 1])

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.closure import LayerStructure
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.partial_sums import (
     Order,
     PartialSums,

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid.exchange import buffers
 from dgl_hybrid.exchange.buffers import BufferPool
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.exchange.test_rows import NUM_ROWS, make_plans

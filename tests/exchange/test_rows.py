@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.helpers.world import run_ranks

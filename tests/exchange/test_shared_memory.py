@@ -20,7 +20,8 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange import host_links, shared_memory_transport
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.host_links import PeerLink
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from dgl_hybrid.errors import ExchangeError
-from dgl_hybrid.exchange.communicator import Communicator, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from tests.helpers.world import run_ranks
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid import ops
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import SparseGraph

@@ -21,7 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from dgl_hybrid.exchange import buffers
 from dgl_hybrid.exchange.closure import LayerStructure
-from dgl_hybrid.exchange.communicator import Communicator, RankTransport, create_communicator
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
 from dgl_hybrid.graph.split_block import SplitBlock

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.approximate import ApproximateRows, Approximation
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.parts import whole_message
 from dgl_hybrid.exchange.row_codecs import Int8Codec
 from dgl_hybrid.exchange.rows import extend_rows

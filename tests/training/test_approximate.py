@@ -19,7 +19,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.datasets.powerlaw import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS, ApproximateRows, Approximation
-from dgl_hybrid.exchange.communicator import RankTransport, create_communicator
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.training import batch_norm
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from tests.helpers.world import run_ranks, run_ranks_expect_errors

@@ -16,7 +16,7 @@ from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import ExchangeError, PartitionError
-from dgl_hybrid.exchange.communicator import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.partition import SharedLists, SharedStructure
 from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure

@@ -12,7 +12,7 @@ from dgl import function as fn
 from torch import Tensor
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
-from dgl_hybrid.exchange.communicator import RankTransport, create_communicator
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.partial_sums import cover_reads
 from dgl_hybrid.graph.optimize import optimize
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, step_on

@@ -386,19 +386,14 @@ class Communicator:
 
     # ---------------------------------------------------------------- peers that do not come
 
-    @contextlib.contextmanager
-    def lent(self, what: str) -> Iterator[Transport | None]:
-        """Lends the transport itself to who measures it; None in a world of one rank. Collective.
+    def lend(self, what: str) -> LentTransport | None:
+        """Lends the transport to who measures it; None in a world of one rank. Collective.
 
         Args:
             what: It is lent for, to be named where a peer does not take part.
-
-        Raises:
-            ExchangeError: As of an exchange, if an operation of the transport fails.
         """
         self.settle()
-        with self._named(what):
-            yield self.transport
+        return None if self.transport is None else LentTransport(self, self.transport, what)
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -466,6 +461,34 @@ class PendingRows:
             )
         )
         return rows
+
+
+class LentTransport:
+    """Plain operations of a communicator's transport, whose failures are explained as those of exchanges are."""
+
+    def __init__(self, communicator: Communicator, transport: Transport, what: str) -> None:
+        self.rank, self.world_size = transport.rank, transport.world_size
+        self._communicator, self._transport, self._what = communicator, transport, what
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors lie that it moves as they are."""
+        return self._transport.device
+
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        """`Transport.all_to_all`. Collective."""
+        with self._communicator._named(self._what):
+            self._transport.all_to_all(received, send, recv_counts, send_counts)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """`Transport.all_reduce`. Collective."""
+        with self._communicator._named(self._what):
+            self._transport.all_reduce(tensor)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """`Transport.all_gather`. Collective."""
+        with self._communicator._named(self._what):
+            return self._transport.all_gather(tensor)
 
 
 def _read_as(borrow: Callable[[], list[Tensor]], send: Tensor, recv_counts: Sequence[int]) -> list[Tensor]:

@@ -28,7 +28,7 @@ Aggregate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Links(Protocol):
-    """What ranks exchange tensors over: an `exchange.transport.Transport`, or the default process group."""
+    """What ranks exchange tensors over: what `Communicator.lend` returns, or the default process group."""
 
     rank: int
     world_size: int

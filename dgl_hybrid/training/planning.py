@@ -223,8 +223,7 @@ class PlanMaker:
         if self._given_topology is not None:
             return self._given_topology
         if g.topology is None:
-            with communicator.lent("the probe of this cluster") as links:
-                measured = probe(links, aggregate=InEdgeSum())
+            measured = probe(communicator.lend("the probe of this cluster"), aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 

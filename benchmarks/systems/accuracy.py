@@ -59,7 +59,8 @@ class Trial:
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"batch_size": self.batch_size, "fanouts": list(self.fanouts)} if self.fanouts else {}
+        # Ours as a user has it: trials of plans take their time like anything else.
+        return {"batch_size": self.batch_size, "fanouts": list(self.fanouts)} if self.fanouts else {"autotune": True}
 
 
 def trials(cell: Cell, num_train: int) -> list[Trial]:

@@ -12,9 +12,9 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.exchange.locality import OrderedRows, RowOrder, order_rows
-from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow
+from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow_dtype
 from dgl_hybrid.exchange.plan import ExchangePlan
-from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, union
+from dgl_hybrid.exchange.segments import are_many, difference, find_sorted, indptr_of, place_of, union, unique
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,10 @@ def settle_seeds(communicator: Communicator, ownership: Ownership, seeds_global:
                 f"shape {tuple(seeds_global.shape)})"
             )
         ownership.check_range(seeds_global, "seeds")
-    unique = torch.unique(seeds_global.to(torch.int64))
-    mine = ownership.is_owned(unique)
-    routing = request_ids(communicator, ownership, unique[~mine])
-    seeds = union(unique[mine], routing.send_local + ownership.start)
+    given = unique(seeds_global.to(torch.int64), ownership.total)
+    mine = ownership.is_owned(given)
+    routing = request_ids(communicator, ownership, given[~mine])
+    seeds = union(given[mine], routing.send_local + ownership.start)
     first = communicator.gather_ints([int(seeds[0]) if len(seeds) else -1])
     lenders = [row[0] for row in first if row[0] >= 0]
     if not lenders:
@@ -128,7 +128,7 @@ def close_levels(
     Returns:
         The sets, structures and exchange plans of all layers.
     """
-    num_layers = len(cached)
+    num_layers, num_ids = len(cached), ownership.total
     computed: list[Tensor] = [seeds] * (num_layers + 1)
     received: list[Tensor] = [seeds[:0]] * num_layers
     routings: list[Routing | None] = [None] * num_layers
@@ -137,24 +137,26 @@ def close_levels(
         above = computed[layer]
         in_edges.ensure(above)
         _, src_global, _ = in_edges.lookup(above)
-        needed = torch.unique(src_global)
+        needed = unique(src_global, num_ids)
         is_owned = ownership.is_owned(needed)
         foreign = needed[~is_owned]
-        is_cached, _ = find_sorted(cached[level], foreign)
-        remote = difference(foreign[~is_cached], above)
+        is_cached, _ = find_sorted(cached[level], foreign, num_ids)
+        remote = difference(foreign[~is_cached], above, num_ids)
         routing = request_ids(communicator, ownership, remote)
         owned_here = ownership.owned() if level < dense_below else needed[is_owned]
-        computed[level] = union(above, owned_here, foreign[is_cached], routing.send_local + ownership.start)
+        asked = routing.send_local + ownership.start
+        computed[level] = union(above, owned_here, foreign[is_cached], asked, num_ids=num_ids)
         received[level] = remote
         routings[level] = routing
 
-    classes = [seeds] + [difference(computed[k], computed[k + 1]) for k in range(num_layers - 1, -1, -1)]
+    classes = [seeds]
+    classes += [difference(computed[k], computed[k + 1], num_ids) for k in range(num_layers - 1, -1, -1)]
     rows_global = torch.cat(classes)
     ordered: OrderedRows | None = None
     if row_order != "id":
         # Layer 1 has all edges that any layer has.
         counts, src_global, _ = in_edges.lookup(rows_global[: len(computed[1])])
-        indices, _ = _find_sources(rows_global, received[0], src_global)
+        indices, _ = _find_sources(rows_global, received[0], src_global, num_ids)
         ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
         rows_global = rows_global if ordered.order is None else rows_global[ordered.order]
     order = torch.argsort(rows_global)
@@ -175,12 +177,12 @@ def close_levels(
             indices = layers[-1].indices[:num_edges]
             is_remote = torch.zeros(num_edges, dtype=torch.bool)
         else:
-            indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges])
+            indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
         num_remote = indptr_of(is_remote.to(torch.int64))
         starts = indptr[: num_dst + 1]
         routing_of = routings[level]
         assert routing_of is not None
-        _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start)
+        _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start, num_ids)
         exchange = ExchangePlan(
             rank=ownership.rank,
             world_size=ownership.world_size,
@@ -217,17 +219,25 @@ def close_levels(
     )
 
 
-def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tensor) -> tuple[Tensor, Tensor]:
+def _find_sources(
+    held_global: Tensor, received_global: Tensor, src_global: Tensor, num_ids: int
+) -> tuple[Tensor, Tensor]:
     """Returns `(indices, is_received)`: (E,) source positions, received ones from len(held_global) on, and (E,) bool.
 
     Positions are int32 if they, and the numbers of the edges, all fit.
 
     Args:
         held_global: In any order; a source that is not among the received ones is among these.
-        received_global: Sorted.
+        received_global: Sorted, none of them held.
+        num_ids: All ids are below it.
     """
+    num_held, num_sources = len(held_global), len(held_global) + len(received_global)
+    dtype = narrow_dtype(max(num_sources, len(src_global) + 1))
+    if are_many(src_global, num_ids):
+        indices = place_of(torch.cat([held_global, received_global]), num_ids, dtype).index_select(0, src_global)
+        return indices, indices >= num_held
     is_received, received_position = find_sorted(received_global, src_global)
     order = torch.argsort(held_global)
     _, position = find_sorted(held_global[order], src_global)
-    indices = torch.where(is_received, received_position + len(held_global), order[position])
-    return narrow(indices, max(len(held_global) + len(received_global), len(src_global) + 1)), is_received
+    indices = torch.where(is_received, received_position + num_held, order[position])
+    return indices.to(dtype), is_received

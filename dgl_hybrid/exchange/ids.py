@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.segments import indptr_of
+from dgl_hybrid.exchange.segments import find_sorted, indptr_of, unique
 from dgl_hybrid.partition import EdgeLists
 
 
@@ -91,18 +91,19 @@ def fetch_rows(communicator: Communicator, ownership: Ownership, rows: Tensor, i
     Returns:
         (n, ...) rows in the order asked.
     """
-    unique, inverse = torch.unique(ids_global, return_inverse=True)
-    mine = ownership.is_owned(unique)
-    routing = request_ids(communicator, ownership, unique[~mine])
+    distinct = unique(ids_global, ownership.total)
+    mine = ownership.is_owned(distinct)
+    routing = request_ids(communicator, ownership, distinct[~mine])
     received = communicator.exchange(
         rows.index_select(0, routing.send_local.to(rows.device)), routing.send_counts, routing.recv_counts
     )
     if bool(mine.all()):
         return rows.index_select(0, (ids_global - ownership.start).to(rows.device))
-    table = rows.new_empty((len(unique), *rows.shape[1:]))
-    table[mine] = rows.index_select(0, (unique[mine] - ownership.start).to(rows.device))
+    table = rows.new_empty((len(distinct), *rows.shape[1:]))
+    table[mine] = rows.index_select(0, (distinct[mine] - ownership.start).to(rows.device))
     table[~mine] = received
-    return table.index_select(0, inverse.to(rows.device))
+    _, position = find_sorted(distinct, ids_global, ownership.total)
+    return table.index_select(0, position.to(rows.device))
 
 
 def fetch_lists(

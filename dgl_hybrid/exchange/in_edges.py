@@ -9,7 +9,7 @@ from torch import Tensor
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_lists
-from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of
+from dgl_hybrid.exchange.segments import difference, find_sorted, indptr_of, unique
 from dgl_hybrid.partition import EdgeLists, RankPart, StoredLists
 from dgl_hybrid.partition.split import expand_ranges
 
@@ -46,7 +46,8 @@ class InEdges:
     def ensure(self, ids_global: Tensor) -> None:
         """Makes the lists of these halo nodes known. Collective: every rank calls it, with ids or none."""
         foreign = ids_global[~self._ownership.is_owned(ids_global)]
-        missing = torch.unique(difference(difference(foreign, self._halo), self._fetched))
+        total = self._ownership.total
+        missing = unique(difference(difference(foreign, self._halo, total), self._fetched, total), total)
         counts, src, eid = fetch_lists(self._communicator, self._ownership, self._owned, missing)
         if len(missing) == 0:
             return
@@ -74,8 +75,8 @@ class InEdges:
         mine = self._ownership.is_owned(ids_global)
         if bool(mine.all()):
             return self._owned.gather(ids_global - self._ownership.start)
-        in_halo, halo_row = find_sorted(self._halo, ids_global)
-        is_fetched, fetched_row = find_sorted(self._fetched, ids_global)
+        in_halo, halo_row = find_sorted(self._halo, ids_global, self._ownership.total)
+        is_fetched, fetched_row = find_sorted(self._fetched, ids_global, self._ownership.total)
         known = mine | in_halo | is_fetched
         if not bool(known.all()):
             unknown = ids_global[~known]

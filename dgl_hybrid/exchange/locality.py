@@ -44,6 +44,9 @@ RowOrder = Literal["auto", "id", "locality"]
 _WINDOW = 4096
 """Reads in a row that are expected to share a cache: 1 MiB for 64 floats."""
 
+_MOST_WINDOWS = 256
+"""That are counted in: sorting five million reads takes longer than finding a new order for them."""
+
 _MIN_EDGES = 50_000
 """Below this everything is in cache in any order."""
 
@@ -129,12 +132,15 @@ def find_local_order(num_rows: int, indptr: Tensor, indices: Tensor) -> Tensor:
 def count_reads(sources: Tensor) -> float:
     """Returns the share of distinct ids in windows of consecutive reads, a stand-in for the misses of a cache.
 
+    Of many windows some, at even distances.
+
     Args:
         sources: (E,) integers in the order they are read.
     """
     if len(sources) == 0:
         return 0.0
     window = min(_WINDOW, len(sources))
-    windows = sources[: len(sources) // window * window].view(-1, window).sort(dim=1).values
+    windows = sources[: len(sources) // window * window].view(-1, window)
+    windows = windows[:: -(-len(windows) // _MOST_WINDOWS)].sort(dim=1).values
     num_distinct = int((windows.diff(dim=1) != 0).sum()) + len(windows)
     return num_distinct / windows.numel()

@@ -9,6 +9,11 @@ from torch import Tensor
 _LIMIT = 2**31
 
 
+def narrow_dtype(bound: int) -> torch.dtype:
+    """Returns the dtype of ids in [0, bound): int32 where that suffices."""
+    return torch.int32 if bound <= _LIMIT else torch.int64
+
+
 def narrow(ids: Tensor, bound: int) -> Tensor:
     """Returns (n,) ids, which lie in [0, bound), as int32 where that suffices; else as they are."""
     return ids.to(torch.int32) if bound <= _LIMIT else ids

@@ -11,7 +11,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.exchange.segments import find_sorted, indptr_of, union
+from dgl_hybrid.exchange.segments import count_unique, find_sorted, indptr_of, union, unique
 from dgl_hybrid.planner import PlanProblem
 
 
@@ -54,7 +54,7 @@ def build_plan_problem(
             if level >= lowest:
                 in_edges.ensure(above)
                 _, src_global, _ = in_edges.lookup(above)
-                sources = torch.unique(src_global)
+                sources = unique(src_global, ownership.total)
                 needed[level] = union(needed[level], sources[~ownership.is_owned(sources)])
     halo = union(*needed)
     expandable = torch.zeros(len(halo), dtype=torch.bool)
@@ -63,7 +63,7 @@ def build_plan_problem(
     listed = union(seeds[:0], *needed[lowest + 1 :])
     counts, src_global, _ = in_edges.lookup(listed)
     reader = torch.repeat_interleave(torch.searchsorted(halo, listed), counts)
-    is_halo, position = find_sorted(halo, src_global)
+    is_halo, position = find_sorted(halo, src_global, ownership.total)
     reader, position = reader[is_halo], position[is_halo]
     owned_reads = torch.zeros(num_layers, len(halo), dtype=torch.int32)
     reach = torch.zeros(num_layers, len(halo), dtype=torch.bool)
@@ -119,9 +119,9 @@ def _find_reach(
     for level in range(num_layers - 1, -1, -1):
         in_edges.ensure(above)
         _, src_global, _ = in_edges.lookup(above)
-        sources, num_reads = torch.unique(src_global, return_counts=True)
+        sources, num_reads = count_unique(src_global, ownership.total)
         mine = ownership.is_owned(sources)
-        is_borrowed, _ = find_sorted(above[~ownership.is_owned(above)], sources)
+        is_borrowed, _ = find_sorted(above[~ownership.is_owned(above)], sources, ownership.total)
         is_demanded = ~mine & ~is_borrowed
         routing = request_ids(communicator, ownership, sources[is_demanded])
         own = ownership.owned() if level < dense_below else sources[mine]

@@ -41,7 +41,7 @@ from dgl_hybrid.training.loader_arguments import (
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
 from dgl_hybrid.training.memory import give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
-from dgl_hybrid.training.plan_trials import PlanTrials
+from dgl_hybrid.training.plan_trials import SHARE, PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.prefetch import Prefetch
 from dgl_hybrid.training.step import Step
@@ -80,11 +80,13 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
-        autotune: With strategy "hybrid": the pure plans, up to three hybrids and NeutronStar's each run four epochs,
-            those near the fastest five or ten more, and the one that measured fastest stays: 24 to 84 epochs with six
-            candidates. `is_settled` says when they are over; trials begin anew when epochs drift. The id tensors that
-            are yielded change with the plan, so read by them in every epoch. False takes what is predicted fastest:
-            for short runs.
+        autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
+            more hybrids and NeutronStar's then take turns of four epochs, those near the fastest of five or ten more,
+            and the one that measured fastest stays. Changing a plan takes as long as many epochs, so True lets trials
+            take a tenth of the time trained so far; a number is another share, `math.inf` has them all at once, for
+            benchmarks (24 to 84 epochs with six candidates), False none. `is_settled` says when they are over; trials
+            begin anew when epochs drift. The id tensors that are yielded change with the plan, so read by them in
+            every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
             gains nothing.
@@ -126,7 +128,7 @@ class FullGraphLoader:
         loss_denominator: float | None = None,
         seed: int | None = None,
         row_order: RowOrder = "auto",
-        autotune: bool = True,
+        autotune: bool | float = True,
         keep_static: bool = True,
         approximate: str | None = None,
         overlap: bool = True,
@@ -152,11 +154,14 @@ class FullGraphLoader:
             self._row_order = check_row_order(row_order)
             if chunk_rows is not None and chunk_rows < 1:
                 raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
+            if not autotune >= 0.0:
+                raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune})")
         self.approximation = agree_on_approximation(approximate, self.communicator)
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
         if self.approximation is not None and self.communicator.rank == 0:
             _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
-        self._keep_static, self._autotune, self._overlap = keep_static, autotune, overlap
+        self._keep_static, self._overlap = keep_static, overlap
+        self._trial_share = (SHARE if autotune else 0.0) if isinstance(autotune, bool) else autotune
         self._chunk_rows = chunk_rows
         through_memory = self.communicator.backend == "shared_memory"
         self._partial_sums = not through_memory if partial_sums is None else partial_sums
@@ -166,7 +171,7 @@ class FullGraphLoader:
                 "plan given": forced is not None,
                 "model given": model is not None,
                 "keep_static": keep_static,
-                "autotune": autotune,
+                "autotune, in millionths": round(1e6 * min(self._trial_share, 1e6)),
                 "overlap": overlap,
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
@@ -208,7 +213,7 @@ class FullGraphLoader:
         self._steps_done = 0
         self._is_warned = False
         self._is_new = True
-        self._epoch_ns = 0
+        self._epoch_ns = self._change_ns = 0
         self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
         """The plan that runs, and why; None until there is one."""
@@ -242,19 +247,27 @@ class FullGraphLoader:
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
         plan = outcome.plan
+        start_ns = time.perf_counter_ns()
         self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, sums_first_of(plan, self.num_layers))
-        if self._trials is None and self._autotune and len(outcome.candidates) > 1:
+        self._change_ns = time.perf_counter_ns() - start_ns
+        if self._trials is None and self._trial_share > 0.0 and len(outcome.candidates) > 1:
             pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
-            self._trials = PlanTrials(len(outcome.candidates), pure)
+            self._trials = PlanTrials(len(outcome.candidates), pure, self._trial_share)
 
     @property
     def is_settled(self) -> bool:
-        """Whether the plan stays from now on: it is made, and no trials are under way."""
+        """Whether the plan stays from now on: it is made, and trials are over."""
         return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
+        return (self.outcome is None and not self.forced) or (self._trials is not None and self._trials.is_trying)
 
     def _build(
         self, cached: list[Tensor], dense_below: int, chunk_rows: int | None = None, sums_first: Sequence[bool] = ()
     ) -> None:
+        is_first = "blocks" not in self.__dict__
         self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
@@ -301,7 +314,7 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._prefetch.fill(g, self.blocks)
-        self._give_back_memory()
+        self._give_back_memory(collect=is_first)  # planning leaves cycles; those of an earlier plan are gone
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
@@ -316,11 +329,11 @@ class FullGraphLoader:
         self.communicator.drop_free_memory()
         give_back_memory()
 
-    def _give_back_memory(self) -> None:
+    def _give_back_memory(self, *, collect: bool) -> None:
         """Ends what lies ready for exchanges like the last ones; where it is worth the time, trims the heap too."""
         self.communicator.drop_free_memory()
         if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
-            give_back_memory()
+            give_back_memory(collect=collect)
 
     def _find_keys(self, sets: LevelSets) -> tuple[Tensor, NarrowIds]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
@@ -409,7 +422,8 @@ class FullGraphLoader:
         self.communicator.settle()  # stale rows of this epoch travelled until here
         self._note_epoch(step, start_ns)
         if is_first:
-            self._give_back_memory()  # fetching features and making what is kept took more than stays
+            # Fetching features and making what is kept took more than stays.
+            self._give_back_memory(collect=False)
             give_back_compiler()
 
     def _forget_how_it_was_planned(self) -> None:
@@ -418,7 +432,7 @@ class FullGraphLoader:
             self.outcome = replace(self.outcome, basis=None)
         if self.graph.in_edges.num_fetched_edges:
             self.graph.in_edges.forget_fetched()
-            self._give_back_memory()
+            self._give_back_memory(collect=True)
 
     def _now_ns(self) -> int:
         if self.device.type == "cuda" and not self.is_settled:
@@ -439,14 +453,14 @@ class FullGraphLoader:
         has_drawn = step is not None and step.num_random_calls > 0
         if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
             self._say_untimed()
-        told = self.communicator.gather_ints([self._epoch_ns, int(was_changed), int(has_drawn)])
+        told = self.communicator.gather_ints([self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns])
         self._epoch_ns = 0
         # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
         self._steps_done += any(row[2] for row in told)
         if any(row[1] for row in told):
             for results in kept:
                 results.clear()
-        self._continue_trials([row[0] for row in told])
+        self._continue_trials([row[0] for row in told], max(row[3] for row in told))
 
     def _say_untimed(self) -> None:
         if self._trials is not None and not self._is_warned and self.communicator.rank == 0:
@@ -456,13 +470,14 @@ class FullGraphLoader:
                 "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
             )
 
-    def _continue_trials(self, elapsed_ns: list[int]) -> None:
+    def _continue_trials(self, elapsed_ns: list[int], change_ns: int) -> None:
         """Takes the last epoch's times to the trials, and changes the plan if another one has its turn. Collective."""
         trials, outcome = self._trials, self.outcome
         if trials is None or outcome is None or min(elapsed_ns) == 0:
             return
         before, was_settled = trials.current, trials.is_settled
-        trials.record(max(elapsed_ns) / 1e9)
+        trials.record(max(elapsed_ns) / 1e9, change_ns / 1e9)
+        self._change_ns = 0
         if trials.is_settled and not was_settled and self.communicator.rank == 0:
             measured = ", ".join(
                 f"{plan.strategy} {1e3 * (epoch_s or 0.0):.3g} ms"

@@ -28,15 +28,19 @@ def peak_rss_bytes() -> int:
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
 
-def give_back_memory() -> None:
+def give_back_memory(*, collect: bool = True) -> None:
     """Ends what only cycles of references keep alive, and hands free memory back to the system.
 
     Planning and building take several times what stays of them. A C library that is told to keep freed memory (which
     saves the page faults of every epoch, see `exchange/buffers.py`) would hold all of that for good, and scatter what
     epochs need over it. The code of libraries that only planning runs leaves resident memory, too. Costs a few tenths
     of a second, and the next epoch the faults of what it really uses.
+
+    Args:
+        collect: Look for cycles, among all objects of the process: most of that time.
     """
-    gc.collect()  # blocks and steps refer to each other
+    if collect:
+        gc.collect()  # blocks and steps refer to each other
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc
         trim(0)

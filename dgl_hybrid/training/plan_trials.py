@@ -2,10 +2,18 @@
 """Which plan is fastest is measured, not only predicted: candidates take turns in real epochs, and the fastest stays.
 
 Pure: the loader tells the time of the slowest rank after each epoch, which is the same number on every rank.
+
+[Note: what trials may take]
+A turn of another candidate costs more than its epochs: blocks are built anew, and its first epoch fetches features and
+makes what is kept; often as long as ten or twenty epochs. Predictions are seldom off by more than a fifth, so a run of
+a hundred epochs would lose by trials what one of ten thousand gains. How long a run will be is not known, so trials
+take a share of what was trained so far, as one that rents before it buys: a turn begins once there is enough for it and
+for the way back, and until then epochs run by the fastest plan found so far.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Collection
 
@@ -21,6 +29,8 @@ FINAL_EPOCHS = 3
 """Timed epochs of each of those, each time."""
 TIE = 1.02
 """Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
+SHARE = 0.1
+"""Of the time trained so far that trials may take, if nothing else is asked for."""
 DRIFT_WINDOW = 16
 """Epochs whose lower quartile is watched once the choice is made."""
 DRIFT_FACTOR = 1.5
@@ -35,17 +45,22 @@ class PlanTrials:
         num_candidates: In the order of what is predicted, fastest first.
         favourites: Positions of those that stay unless another one is clearly faster: the pure plans, so that noise
             never makes a hybrid of theirs that is slower.
+        share: Of the time trained so far that trials may take; infinity: they follow each other at once.
 
     Attributes:
-        current: Position of the candidate whose turn it is, or of the one that was chosen.
+        current: Position of the candidate whose turn it is, or of the one that runs until the next turn, or of the one
+            that was chosen.
+        is_waiting: The next turn is not begun yet, for what it would take.
         measured_s: Fastest epoch of each candidate so far; None before its first timed one.
     """
 
-    def __init__(self, num_candidates: int, favourites: Collection[int] = ()) -> None:
+    def __init__(self, num_candidates: int, favourites: Collection[int] = (), share: float = math.inf) -> None:
         if num_candidates < 1:
             raise ValueError(f"there must be at least one candidate (got {num_candidates})")
         self._num_candidates = num_candidates
-        self._favourites = frozenset(favourites)
+        self._favourites, self._share = frozenset(favourites), share
+        self._trained_s = self._spent_s = self._dearest_turn_s = 0.0
+        self._is_first_turn = True
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
         self._begin()
@@ -53,25 +68,50 @@ class PlanTrials:
 
     def _begin(self) -> None:
         self.measured_s: list[float | None] = [None] * self._num_candidates
-        self.current, self.is_settled = 0, False
+        self.current, self.is_settled, self.is_waiting = 0, False, False
         self._waiting = list(range(1, self._num_candidates))
         self._finals = 0
-        self._epochs_of_current = 0
+        self._turn: list[float] = []
+        self._change_s = 0.0
 
-    def record(self, epoch_s: float) -> None:
-        """Takes the time of an epoch under the current candidate and decides which one the next epoch runs."""
-        if self.is_settled:
-            self._watch(epoch_s)
+    @property
+    def is_trying(self) -> bool:
+        """Whether the current candidate runs to be measured, not because it is the best one known."""
+        return not self.is_settled and not self.is_waiting
+
+    def record(self, epoch_s: float, change_s: float = 0.0) -> None:
+        """Takes the time of an epoch under the current candidate and decides which one the next epoch runs.
+
+        Args:
+            change_s: What it took before that epoch to change to its plan; 0 if it was that of the epoch before.
+        """
+        self._trained_s += epoch_s
+        self._change_s += change_s
+        if not self.is_trying:
+            if change_s > 0.0:  # back to the best one
+                self._spent_s += self._change_s + max(epoch_s - self._time_of(self.current), 0.0)
+            self._change_s = 0.0
+            if self.is_settled:
+                self._watch(epoch_s)
+            elif self._can_afford_a_turn():
+                self.is_waiting = False
+                self._begin_turn()
             return
-        self._epochs_of_current += 1
-        if self._epochs_of_current > WARM_UP_EPOCHS:
+        self._turn.append(epoch_s)
+        if len(self._turn) > WARM_UP_EPOCHS:
             best = self.measured_s[self.current]
             self.measured_s[self.current] = epoch_s if best is None else min(best, epoch_s)
-        if self._epochs_of_current == WARM_UP_EPOCHS + (FINAL_EPOCHS if self._finals else TIMED_EPOCHS):
-            self._next()
+        if len(self._turn) == WARM_UP_EPOCHS + (FINAL_EPOCHS if self._finals else TIMED_EPOCHS):
+            self._end_turn()
 
-    def _next(self) -> None:
-        self._epochs_of_current = 0
+    def _end_turn(self) -> None:
+        least_s = min(map(self._time_of, range(self._num_candidates)))
+        cost_s = self._change_s + sum(self._turn) - len(self._turn) * least_s
+        self._dearest_turn_s = max(self._dearest_turn_s, cost_s)
+        if not self._is_first_turn:  # that one would have been paid without any trials
+            self._spent_s += cost_s
+        self._is_first_turn = False
+        self._turn, self._change_s = [], 0.0
         while not self._waiting and self._finals < len(CLOSE):
             close = self._within(CLOSE[self._finals])
             self._finals += 1
@@ -79,7 +119,12 @@ class PlanTrials:
                 # There and back: the one whose turn it was may go on, and nobody always comes last.
                 self._waiting = close if close[0] == self.current else close[::-1]
         if self._waiting:
-            self.current = self._waiting.pop(0)
+            if self._can_afford_a_turn():
+                self._begin_turn()
+            else:
+                self.is_waiting = True
+                as_fast = self._within(TIE)
+                self.current = self.current if self.current in as_fast else min(as_fast, key=self._time_of)
             return
         as_fast = self._within(TIE)
         favourites = [index for index in as_fast if index in self._favourites]
@@ -87,6 +132,13 @@ class PlanTrials:
         self.current = min(favourites, key=self._time_of) if favourites else as_fast[0]
         self._chosen_s = self._time_of(self.current)
         self.is_settled = True
+
+    def _begin_turn(self) -> None:
+        self.current = self._waiting.pop(0)
+
+    def _can_afford_a_turn(self) -> bool:
+        """See [Note: what trials may take]."""
+        return self._spent_s + 2 * self._dearest_turn_s <= self._share * self._trained_s
 
     def _time_of(self, index: int) -> float:
         time_s = self.measured_s[index]
@@ -102,6 +154,7 @@ class PlanTrials:
         self._recent.append(epoch_s)
         if self._num_candidates == 1 or len(self._recent) < DRIFT_WINDOW:
             return
-        if sorted(self._recent)[DRIFT_WINDOW // 4] > DRIFT_FACTOR * self._chosen_s:
+        is_slower = sorted(self._recent)[DRIFT_WINDOW // 4] > DRIFT_FACTOR * self._chosen_s
+        if is_slower and self._can_afford_a_turn():
             self._recent.clear()
             self._begin()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -130,7 +131,11 @@ class PlanMaker:
         communicator = self._graph.communicator
         traced: TraceResult | None = None
         with communicator.agreed(), session.paused():
-            if communicator.rank == 0:
+            if communicator.rank != 0:
+                # The first optimizer or disabled function imports it, a second of work that rank 0 does here, too: the
+                # others would begin with it when that is done.
+                importlib.import_module("torch._dynamo")
+            else:
                 try:
                     traced = trace_model(
                         model, template, self._num_layers, dropout=_example_dropout, keep_static=self._keep_static

@@ -85,7 +85,7 @@ class TrainReport:
     chosen_plan: str
     """Which candidate was taken: "hybrid@1", "depcomm", …"""
     trial_epochs: int = 0
-    """The last epoch in which candidate plans took turns to be measured; 0 if none did."""
+    """The last epoch whose plan ran to be measured, not as the best one known; 0 if none did."""
     rows_by_locality: tuple[bool, ...] = ()
     """By rank: whether its rows are ordered by common in-neighbours, not by id."""
     approximate: str | None = None

@@ -64,7 +64,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         clock.start()
         loss = _step(g, loader, wrapped, optimizer)
         times = clock.stop()
-        if not loader.is_settled:
+        if loader.is_trying:
             trial_epochs = epoch
         epochs.append(_epoch_report(g, loss, times))
         last = epoch == config.epochs

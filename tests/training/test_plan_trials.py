@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
 
+AT_ONCE = math.inf
 FIRST, FINAL = WARM_UP_EPOCHS + TIMED_EPOCHS, WARM_UP_EPOCHS + FINAL_EPOCHS
 MOST_EPOCHS = 6 * (FIRST + len(CLOSE) * FINAL) + 1
 """Enough for trials to end, whatever they measure."""
@@ -146,6 +148,84 @@ def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:
     assert trials.current == 1
 
 
+@dataclass
+class Within:
+    """Epochs of made-up times where changing the plan, and its first epoch, take time, too."""
+
+    trials: PlanTrials
+    seconds: list[float]
+    change_s: float
+    warm_up_s: float
+    ran: list[int] = field(default_factory=list)
+    trained_s: float = 0.0
+    spent_s: float = 0.0
+    """What a run by the fastest plan that was found until then would not have taken."""
+
+    def epoch(self) -> None:
+        current = self.trials.current
+        is_new = not self.ran or self.ran[-1] != current
+        epoch_s = self.seconds[current] + (self.warm_up_s if is_new else 0.0)
+        if self.ran:
+            self.spent_s += self.change_s if is_new else 0.0
+            self.spent_s += epoch_s - min(self.seconds[index] for index in {*self.ran, current})
+        self.trained_s += epoch_s
+        self.ran.append(current)
+        self.trials.record(epoch_s, self.change_s if is_new else 0.0)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2])
+def test_trials_take_no_more_than_their_share(share: float) -> None:
+    trials = PlanTrials(4, share=share)
+    run = Within(trials, [1.3, 2.0, 1.0, 1.2], change_s=20.0, warm_up_s=5.0)
+    starts: dict[int, int] = {}
+    for number in range(100_000):
+        if trials.is_trying:
+            starts.setdefault(trials.current, number)
+        run.epoch()
+        slower_s = FINAL * (2.0 - 1.0)  # how slow a plan is shows in its turn
+        assert run.spent_s <= share * run.trained_s + slower_s
+        if trials.is_settled:
+            break
+    assert trials.is_settled
+    assert trials.current == 2
+    assert list(starts) == [0, 1, 2, 3]
+    assert run.ran[: starts[1]] == [0] * starts[1]
+    # Two changes and warm-ups have to be earned: no sooner, and not much later.
+    assert 2 * 25.0 / share <= 1.3 * starts[1] + 25.0 <= 2 * 25.0 / share + 30.0
+
+
+def test_until_the_next_turn_epochs_run_by_the_best_plan_so_far() -> None:
+    trials = PlanTrials(3, share=0.1)
+    run = Within(trials, [1.0, 3.0, 0.5], change_s=10.0, warm_up_s=1.0)
+    waited: list[int] = []
+    while not trials.is_settled:
+        assert trials.is_trying != trials.is_waiting
+        if trials.is_waiting:
+            waited.append(trials.current)
+        run.epoch()
+    assert set(waited) == {0}, "back from the slow one; the last one needs no wait, as it stays"
+    assert run.ran[-1] == 2
+    assert not trials.is_waiting
+    assert not trials.is_trying
+
+
+def test_drift_waits_for_its_share_too() -> None:
+    trials = PlanTrials(2, share=0.1)
+    run = Within(trials, [1.0, 2.0], change_s=10.0, warm_up_s=1.0)
+    while not trials.is_settled:
+        run.epoch()
+    ended_at = len(run.ran)
+    run.seconds = [4.0, 2.0]
+    while trials.is_settled and len(run.ran) < 10_000:
+        run.epoch()
+    waited = len(run.ran) - ended_at
+    assert DRIFT_WINDOW < waited < 10_000
+    assert (run.spent_s + 20.0) / run.trained_s < 0.5, "spent counts the slow plan itself, which nothing was known of"
+    while not trials.is_settled:
+        run.epoch()
+    assert trials.current == 1
+
+
 def test_a_lone_candidate_is_settled_whatever_its_epochs_cost() -> None:
     trials = PlanTrials(1)
     for _ in range(2 * DRIFT_WINDOW):
@@ -160,6 +240,7 @@ class Tuned:
     losses: list[float]
     strategies: list[str]
     settled: list[bool]
+    trying: list[bool]
     cached: list[int]
     candidates: list[str]
     fetched: list[int]
@@ -172,30 +253,39 @@ def train_tuned(
     part_config: str,
     epochs: int,
     fast: str,
-    autotune: bool,
+    autotune: bool | float,
     slows_at: int | None = None,
+    build_ns: int = 0,
 ) -> Tuned:
     """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
 
-    From the epoch `slows_at` on the fast plan is the slow one.
+    From the epoch `slows_at` on the fast plan is the slow one. Building a plan's blocks takes `build_ns` on rank 0.
     """
     g = PartitionedGraph.open(part_config)
     model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
     ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
     topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
     seeds = g.owned_nodes("train_mask")
-    loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    tuned = Tuned([], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
     made_up_ns = 0
-    real_clock = loader_module.time.perf_counter_ns
+    real_clock, real_build = loader_module.time.perf_counter_ns, FullGraphLoader._build
+
+    def build(self: FullGraphLoader, *args: Any) -> None:
+        nonlocal made_up_ns
+        made_up_ns += build_ns if rank == 0 else 0
+        real_build(self, *args)
+
     loader_module.time.perf_counter_ns = lambda: made_up_ns
+    FullGraphLoader._build = build
     try:
+        loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        tuned = Tuned([], [], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
         for epoch in range(epochs):
             for input_nodes, ids, blocks in loader:
                 strategy = loader.outcome.plan.strategy
                 tuned.strategies.append(strategy)
                 tuned.settled.append(loader.is_settled)
+                tuned.trying.append(loader.is_trying)
                 tuned.cached.append(loader.sets.num_recomputed(1))
                 tuned.fetched.append(g.in_edges.num_fetched_edges)
                 tuned.has_basis.append(loader.outcome.basis is not None)
@@ -212,6 +302,7 @@ def train_tuned(
             tuned.losses.append(loss.item() * loader.loss_weight / world_size)
     finally:
         loader_module.time.perf_counter_ns = real_clock
+        FullGraphLoader._build = real_build
     return tuned
 
 
@@ -233,7 +324,7 @@ def reference_curve(epochs: int) -> list[float]:
 @pytest.mark.parametrize("fast", ["depcomm", "depcache"])
 def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: PartitionStore) -> None:
     epochs = 5 * (FIRST + FINAL) + 2
-    runs = run_ranks(3, train_tuned, partitions.get("power_law", power_law(), 3), epochs, fast, True)
+    runs = run_ranks(3, train_tuned, partitions.get("power_law", power_law(), 3), epochs, fast, AT_ONCE)
     candidates = runs[0].candidates
     assert {"depcache", "depcomm"} < set(candidates)
     assert 3 <= len(candidates) <= 5, "up to three hybrids and the pure plans"
@@ -255,7 +346,7 @@ def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_do
     num_turns = 5 * (FIRST + FINAL)
     epochs = 2 * num_turns + DRIFT_WINDOW
     part_config = partitions.get("power_law", power_law(), 3)
-    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", True, num_turns)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns)
     for run in runs:
         changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]
         assert len(changes) == 3, "settled, tried anew, settled"
@@ -273,9 +364,36 @@ def test_it_can_be_switched_off_and_one_rank_has_nothing_to_try(partitions: Part
     (run, *_) = run_ranks(3, train_tuned, partitions.get("power_law", power_law(), 3), 4, "depcomm", False)
     assert run.strategies == [run.candidates[0]] * 4
     assert all(run.settled)
-    (alone,) = run_ranks(1, train_tuned, partitions.get("power_law", power_law(), 1), 3, "depcomm", True)
+    (alone,) = run_ranks(1, train_tuned, partitions.get("power_law", power_law(), 1), 3, "depcomm", AT_ONCE)
     assert len(alone.candidates) == 1
     assert all(alone.settled)
+
+
+def test_the_first_plan_stays_until_changing_it_is_earned(partitions: PartitionStore) -> None:
+    epochs, build_ns, share = 40, 1000, 0.25
+    part_config = partitions.get("power_law", power_law(), 3)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "no plan is fast", share, None, build_ns)
+    first = runs[0].candidates[0]
+    begun = runs[0].strategies.index(next(name for name in runs[0].strategies if name != first))
+    epoch_ns = 300  # of the slowest rank
+    assert begun == math.ceil(2 * build_ns / (share * epoch_ns)), "the way there and back"
+    assert begun > FIRST
+    for run in runs:
+        assert run.strategies == runs[0].strategies
+        assert run.trying == runs[0].trying
+        assert run.trying[:FIRST] == [True] * FIRST
+        assert run.trying[FIRST:begun] == [False] * (begun - FIRST)
+        assert run.trying[begun]
+        assert not any(run.settled[: begun + 1])
+    total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
+    assert total == pytest.approx(reference_curve(epochs), rel=1e-9)
+
+
+@pytest.mark.parametrize("share", [-0.1, math.nan])
+def test_a_share_that_is_none(share: float, partitions: PartitionStore) -> None:
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    with pytest.raises(ValueError, match="autotune must be a bool or a share of at least 0"):
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, autotune=share)
 
 
 def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) -> list[set[str]]:
@@ -283,7 +401,9 @@ def watch_what_stays(rank: int, world_size: int, part_config: str, epochs: int) 
     g = PartitionedGraph.open(part_config)
     model = optimize(Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1]))
     topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5, autotune=AT_ONCE
+    )
     watched: dict[str, weakref.ref[object]] = {}
     left: list[set[str]] = []
 
@@ -327,7 +447,9 @@ def train_and_leave(rank: int, world_size: int, part_config: str, way: str, epoc
     g = PartitionedGraph.open(part_config)
     model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
     topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=topology, seed=5)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, model=model, topology=topology, seed=5, autotune=AT_ONCE
+    )
     assert not loader.is_settled, "there is nothing to try"
     warnings = _Records()
     logging.getLogger("dgl_hybrid").addHandler(warnings)
@@ -403,7 +525,7 @@ def hold_batches(rank: int, world_size: int, part_config: str, is_tuned: bool) -
         model=model if is_tuned else None,
         topology=uniform_topology(world_size, bandwidth_bytes_per_s=4e8),
         seed=5,
-        autotune=is_tuned,
+        autotune=AT_ONCE if is_tuned else False,
     )
     batches: list[tuple[torch.Tensor, torch.Tensor, list[Any]]] = []
     watched: list[dict[str, weakref.ref[object]]] = []

@@ -53,6 +53,7 @@ class Ours(System):
                 model=self.model,
                 planner=self._planner,
                 seed=job.seed,
+                autotune=job.options.get("autotune", math.inf),  # epochs are timed once trials are over
                 **self._options,
             )
         communicator = self.g.communicator

@@ -177,6 +177,7 @@ def accuracy_summaries(lines: Iterable[Line]) -> Iterable[dict[str, Any]]:
             "cell": cell,
             "target": next(iter(systems.values())).get("target"),
             "seconds": {name: line["p50"] for name, line in systems.items()},
+            "ready_s": {name: line.get("ready_s") for name, line in systems.items()},
             "best": {name: line.get("best_accuracy") for name, line in systems.items()},
             "failed": {name: line["error"] for name, line in systems.items() if line["status"] == FAILED},
             "vs_distdgl_sampled": ratio(systems, "distdgl_sampled"),

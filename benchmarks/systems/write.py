@@ -99,7 +99,15 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     return "\n\n".join(parts)
 
 
-ACCURACY_HEAD = ("cell", "accuracy that both reach", "hybrid", "DistDGL, sampled", "ratio", "best of hybrid, DistDGL")
+ACCURACY_HEAD = (
+    "cell",
+    "accuracy that both reach",
+    "hybrid",
+    "DistDGL, sampled",
+    "ratio",
+    "before training: hybrid, DistDGL",
+    "best of hybrid, DistDGL",
+)
 
 
 def accuracy_rows(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
@@ -114,6 +122,9 @@ def accuracy_rows(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             text(cell["target"], ".3f"),
             *(text(cell["seconds"].get(name), ".3g") + " s" for name in ("hybrid", "distdgl_sampled")),
             text(cell["vs_distdgl_sampled"], ".2f"),
+            ", ".join(text(cell["ready_s"].get(name), ".3g") + " s" for name in ("hybrid", "distdgl_sampled"))
+            if all(cell["ready_s"].values())
+            else "",
             ", ".join(text(cell["best"].get(name), ".3f") for name in ("hybrid", "distdgl_sampled")),
         )
         for cell in cells

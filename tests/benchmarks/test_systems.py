@@ -417,11 +417,16 @@ def test_bars_are_as_long_as_times_unless_those_are_far_apart(
 def test_time_to_accuracy_may_be_what_was_measured_last(lines: list[dict[str, Any]], tmp_path: Path) -> None:
     last = {key: value for key, value in lines[-1].items() if key not in ("machine_rates", "load_before")}
     last |= {"metric": "time_to_accuracy", "cell": "accuracy/some", "target": 0.5, "best_accuracy": 0.6, "status": "ok"}
-    both = [last | {"variant": name, "p50": seconds} for name, seconds in (("hybrid", 2.0), ("distdgl_sampled", 3.0))]
+    both = [
+        last | {"variant": name, "p50": seconds, "ready_s": 10 * seconds}
+        for name, seconds in (("hybrid", 2.0), ("distdgl_sampled", 3.0))
+    ]
     readme = tmp_path / "README.md"
     readme.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     write([*lines, *both], readme=readme, pictures=tmp_path)
-    assert "| accuracy/some | 0.500 | 2 s | 3 s | 1.50 | 0.600, 0.600 |" in readme.read_text(encoding="utf-8")
+    assert "| accuracy/some | 0.500 | 2 s | 3 s | 1.50 | 20 s, 30 s | 0.600, 0.600 |" in readme.read_text(
+        encoding="utf-8"
+    )
 
 
 def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:

@@ -178,8 +178,8 @@ def close_levels(
             is_remote = torch.zeros(num_edges, dtype=torch.bool)
         else:
             indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
-        num_remote = indptr_of(is_remote.to(torch.int64))
         starts = indptr[: num_dst + 1]
+        remote_before = torch.searchsorted(is_remote.nonzero().squeeze(1), starts)
         routing_of = routings[level]
         assert routing_of is not None
         _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start, num_ids)
@@ -202,7 +202,7 @@ def close_levels(
                 indptr=starts,
                 indices=indices,
                 exchange=exchange,
-                interior=num_remote[starts[1:]] == num_remote[starts[:-1]],
+                interior=remote_before[1:] == remote_before[:-1],
             )
         )
     with communicator.agreed():

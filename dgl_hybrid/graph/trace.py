@@ -167,12 +167,14 @@ class _SplitMode(TorchDispatchMode):
 
 _STRUCTURE_OPS = ("out_edges", "out_neighbours")
 """Put edges in order by source, once, whatever runs over them."""
+_ROW_OPS = ("drop_rows",)
+"""Work on rows, which may be those of edges, one by one."""
 
 
 def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
     """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
     layers = [num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in num_edges]
-    if func.namespace != "dgl_hybrid" or func._opname in _STRUCTURE_OPS or not layers:
+    if func.namespace != "dgl_hybrid" or func._opname in (*_STRUCTURE_OPS, *_ROW_OPS) or not layers:
         return
     is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
@@ -182,7 +184,8 @@ def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[An
 
 def _is_message_passing(func: Any) -> bool:
     """Whether this is an op of ours that gathers rows along edges, which the observer charges."""
-    return func.namespace == "dgl_hybrid" and not func._opname.startswith("edge_softmax")
+    is_of_rows = func._opname.startswith("edge_softmax") or func._opname in _ROW_OPS
+    return func.namespace == "dgl_hybrid" and not is_of_rows
 
 
 class _QuietMode(TorchFunctionMode):

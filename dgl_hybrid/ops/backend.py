@@ -137,6 +137,9 @@ class Backend(Protocol):
     def segment_reduce(self, offsets: Tensor, x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         """(N + 1,) offsets and (M, F) to (N, F), and for max and min arg (N, F): the winning row of x."""
 
+    def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
+        """(N, F) times the mask that (N,) int64 ids, on its device, and two unsigned 64-bit keys give, and 1/(1-p)."""
+
 
 _CLASSES: dict[BackendName, tuple[str, str]] = {
     "naive": ("dgl_hybrid.ops.naive", "NaiveBackend"),

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency, edge_neighbours, edge_rows, entry_rows
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -151,6 +152,9 @@ class NaiveBackend:
             return _sum_rows(offsets, _wide(x)).to(x.dtype), None
         out, row = _select_rows(offsets, x, reduce)
         return out, row.to(offsets.dtype)
+
+    def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
+        return multiply_by_mask(x, ids, keys, p)
 
     @staticmethod
     def _attend(

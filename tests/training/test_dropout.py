@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.training import dropout
+from dgl_hybrid.ops import row_mask
+from dgl_hybrid.ops.backend import BackendName, use_backend
 from dgl_hybrid.training.dropout import replicated_dropout
 
 SIGMAS = 5.0
@@ -89,8 +90,9 @@ def test_row_order_and_replication_do_not_matter() -> None:
 def test_chunking_does_not_matter(monkeypatch: pytest.MonkeyPatch, chunk_elements: int) -> None:
     ids = torch.arange(101)
     whole = keep_mask(ids, 7)
-    monkeypatch.setattr(dropout, "_CHUNK_ELEMENTS_PER_THREAD", chunk_elements)
-    assert torch.equal(keep_mask(ids, 7), whole)
+    monkeypatch.setattr(row_mask, "_CHUNK_ELEMENTS_PER_THREAD", chunk_elements)
+    with use_backend("naive"):
+        assert torch.equal(keep_mask(ids, 7), whole)
 
 
 def test_columns_do_not_depend_on_the_width() -> None:
@@ -234,3 +236,35 @@ def test_mistakes_are_named() -> None:
         replicated_dropout(x, 0.5, ids.int(), seed=0, step=0, call_index=0)
     with pytest.raises(ValueError, match=r"one key per row: x \(3, 2\), keys \(2,\)"):
         replicated_dropout(x, 0.5, ids[:2], seed=0, step=0, call_index=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (300, 128), (65, 70), (40, 601), (9, 1100), (5, 2, 3), (6,)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_kernels_drop_what_the_reference_drops_to_the_bit(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(*shape, generator=generator).to(dtype)
+    x.view(-1)[0] = float("-inf")
+    ids = torch.randint(0, 2**62, shape[:1], generator=generator)
+    found = []
+    for backend in ("naive", "cpu"):
+        with use_backend(backend):
+            y = x.clone().requires_grad_()
+            out = replicated_dropout(y, 0.3, ids, seed=2, step=5, call_index=1)
+            (dx,) = torch.autograd.grad(out, y, x)
+            found.append((out.detach(), dx))
+    for reference, kernel in zip(*found, strict=True):
+        assert torch.equal(reference.isnan(), kernel.isnan())
+        assert torch.equal(reference.nan_to_num(7.0), kernel.nan_to_num(7.0))
+        assert torch.equal(reference.signbit(), kernel.signbit())
+    assert torch.equal(found[1][0].isnan(), found[1][1].isnan()), "the gradient is dropped as the rows are"
+
+
+@pytest.mark.parametrize("backend", ["naive", "cpu"])
+def test_strided_rows(backend: BackendName) -> None:
+    rows = torch.arange(1.0, 61.0).view(6, 10)
+    ids = torch.arange(20)[::2]
+    with use_backend(backend):
+        out = replicated_dropout(rows.t(), 0.5, ids, seed=0, step=0, call_index=0)
+        assert torch.equal(
+            out, replicated_dropout(rows.t().contiguous(), 0.5, ids.clone(), seed=0, step=0, call_index=0)
+        )

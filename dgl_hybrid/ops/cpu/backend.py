@@ -17,10 +17,13 @@ from dgl_hybrid.ops.cpu.edge_kernels import (
     emit_sddmm,
 )
 from dgl_hybrid.ops.cpu.lanes import accumulator_elements, column_blocks
-from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, address, run
+from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, address, dropout_arguments, run
 from dgl_hybrid.ops.cpu.memory import new_tensor
 from dgl_hybrid.ops.cpu.reductions import Operand
+from dgl_hybrid.ops.cpu.row_kernels import RowDropoutSpec, emit_row_dropout
+from dgl_hybrid.ops.cpu.tasks import cut_evenly
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
 _MAX_DOT_ELEMENTS = 512
@@ -191,6 +194,18 @@ class CpuBackend:
             return reductions.sum_rows(plan, operand).squeeze(1).to(x.dtype), None
         out, arg = reductions.select_rows(plan, operand, least=reduce == "min")
         return out.squeeze(1).to(x.dtype), arg.squeeze(1)
+
+    def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
+        if x.dtype not in (torch.float32, torch.float64) or p == 1.0 or x.numel() == 0:
+            return multiply_by_mask(x, ids, keys, p)
+        out = new_tensor(tuple(x.shape), x.dtype)
+        num_columns = x.shape[1]
+        dropout = EdgeDropout(p, keys, ids)
+        for column, block in column_blocks(1, num_columns, _MAX_DOT_ELEMENTS):
+            packed, _keep = dropout_arguments(dropout, num_columns, column)
+            arguments: list[int | float] = [address(x, column), address(out, column), num_columns, *packed]
+            run(emit_row_dropout, (RowDropoutSpec(KINDS[x.dtype], block),), cut_evenly(len(x)), arguments)
+        return out
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -59,9 +59,10 @@ def leaky_relu_slope(x: Value, slope: Value) -> Value:
 
 @dataclass(frozen=True)
 class DropoutArguments:
-    """Attention dropout as a kernel sees it; see "the mask function" in `ops/random_words.py`.
+    """Dropout as a kernel sees it, of attention or rows; see "the mask function" in `ops/random_words.py`.
 
     `edge_keys` holds a key per edge row, or its address is 0: the edge row is the key. `columns` are the heads' words.
+    Of rows: a key per row, and the columns' words.
     """
 
     kind: Kind
@@ -81,17 +82,24 @@ class DropoutArguments:
 
     def factors(self, edge: Value, heads: int) -> Value:
         """What the attention of that edge is multiplied by, per head: `scale` or 0."""
+        return self.factors_of(self.words_of(edge), 0, heads)
+
+    def words_of(self, edge: Value) -> tuple[Value, Value]:
+        """The two halves of the word of that edge, or row."""
         key = edge if self.edge_keys is None else self.edge_keys.load(edge)
         word = _splitmix64(key * _signed64(0x9E3779B97F4A7C15) + self.keys[0])
         word = _splitmix64(word ^ self.keys[1])
-        low = word.convert("i32")
-        high = (word >> 32).convert("i32")
-        words = self.columns.load(0, heads) + low
+        return word.convert("i32"), (word >> 32).convert("i32")
+
+    def factors_of(self, halves: tuple[Value, Value], first: int, lanes: int) -> Value:
+        """What that edge's, or row's, columns `first` to `first + lanes` are multiplied by."""
+        low, high = halves
+        words = self.columns.load(first, lanes) + low
         words = (words ^ (words >> 16)) * 0x7FEB352D
         words = (words ^ (words >> 15)) * (0x846CA68B - 2**32)
         words = words ^ high
         words = (words ^ (words >> 16)) * 0x7FEB352D
-        return words.compare("sge", self.threshold).select(self.scale, edge.builder.constant(self.kind, 0, heads))
+        return words.compare("sge", self.threshold).select(self.scale, low.builder.constant(self.kind, 0, lanes))
 
 
 def _splitmix64(word: Value) -> Value:

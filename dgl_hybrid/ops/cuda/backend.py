@@ -28,6 +28,7 @@ from dgl_hybrid.ops.cuda.layout import (
 from dgl_hybrid.ops.cuda.tasks import TaskList, TaskLists
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.random_words import keep_threshold
+from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
 Weight = Literal["NONE", "HEAD", "COLUMN"]
@@ -272,6 +273,9 @@ class CudaBackend:
     def segment_reduce(self, offsets: Tensor, x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         out, arg = self._reduce_rows(offsets, None, None, x.unsqueeze(-1), None, reduce)
         return out.squeeze(-1), None if arg is None else arg.squeeze(-1)
+
+    def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
+        return multiply_by_mask(x, ids, keys, p)
 
     def _reduce_rows(
         self,

@@ -314,7 +314,7 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._prefetch.fill(g, self.blocks)
-        self._give_back_memory(collect=is_first)  # planning leaves cycles; those of an earlier plan are gone
+        self._give_back_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
@@ -329,11 +329,11 @@ class FullGraphLoader:
         self.communicator.drop_free_memory()
         give_back_memory()
 
-    def _give_back_memory(self, *, collect: bool) -> None:
+    def _give_back_memory(self, *, thoroughly: bool) -> None:
         """Ends what lies ready for exchanges like the last ones; where it is worth the time, trims the heap too."""
         self.communicator.drop_free_memory()
         if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
-            give_back_memory(collect=collect)
+            give_back_memory(thoroughly=thoroughly)
 
     def _find_keys(self, sets: LevelSets) -> tuple[Tensor, NarrowIds]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
@@ -423,7 +423,7 @@ class FullGraphLoader:
         self._note_epoch(step, start_ns)
         if is_first:
             # Fetching features and making what is kept took more than stays.
-            self._give_back_memory(collect=False)
+            self._give_back_memory(thoroughly=False)
             give_back_compiler()
 
     def _forget_how_it_was_planned(self) -> None:
@@ -432,7 +432,7 @@ class FullGraphLoader:
             self.outcome = replace(self.outcome, basis=None)
         if self.graph.in_edges.num_fetched_edges:
             self.graph.in_edges.forget_fetched()
-            self._give_back_memory(collect=True)
+            self._give_back_memory(thoroughly=True)
 
     def _now_ns(self) -> int:
         if self.device.type == "cuda" and not self.is_settled:

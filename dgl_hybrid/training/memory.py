@@ -28,23 +28,23 @@ def peak_rss_bytes() -> int:
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
 
-def give_back_memory(*, collect: bool = True) -> None:
-    """Ends what only cycles of references keep alive, and hands free memory back to the system.
+def give_back_memory(*, thoroughly: bool = True) -> None:
+    """Hands free memory back to the system.
 
     Planning and building take several times what stays of them. A C library that is told to keep freed memory (which
     saves the page faults of every epoch, see `exchange/buffers.py`) would hold all of that for good, and scatter what
-    epochs need over it. The code of libraries that only planning runs leaves resident memory, too. Costs a few tenths
-    of a second, and the next epoch the faults of what it really uses.
+    epochs need over it. Costs a few tenths of a second, and the next epoch the faults of what it really uses.
 
     Args:
-        collect: Look for cycles, among all objects of the process: most of that time.
+        thoroughly: End what only cycles of references keep alive, and take the code of libraries that only planning
+            runs out of memory, too: most of that time.
     """
-    if collect:
+    if thoroughly:
         gc.collect()  # blocks and steps refer to each other
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc
         trim(0)
     ask_for_huge_heap()
-    for name in _PLANNING_LIBRARIES:
+    for name in _PLANNING_LIBRARIES if thoroughly else ():
         if (path := getattr(sys.modules.get(name), "__file__", None)) is not None:
             unmap_code_in(Path(path).parent)

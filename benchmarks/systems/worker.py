@@ -64,7 +64,8 @@ class Orders:
         return self._system.facts()
 
     def forget_peak(self) -> None:
-        """Begins to measure anew how much memory is held at most."""
+        """Begins to measure anew how much memory is held at most: that of long training."""
+        self._system.give_back_memory()
         with contextlib.suppress(OSError):  # a kernel without it: then the peak is that of the whole run
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 

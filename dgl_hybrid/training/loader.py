@@ -39,7 +39,7 @@ from dgl_hybrid.training.loader_arguments import (
     sums_first_of,
 )
 from dgl_hybrid.training.loss import Reduction, find_loss_weight
-from dgl_hybrid.training.memory import give_back_memory
+from dgl_hybrid.training.memory import FreeMemory, give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 from dgl_hybrid.training.plan_trials import SHARE, PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
@@ -213,7 +213,8 @@ class FullGraphLoader:
         self._steps_done = 0
         self._is_warned = False
         self._is_new = True
-        self._epoch_ns = self._change_ns = 0
+        self._epoch_ns = self._change_ns = self._trained_ns = 0
+        self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
         self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
         """The plan that runs, and why; None until there is one."""
@@ -314,7 +315,7 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._prefetch.fill(g, self.blocks)
-        self._give_back_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
+        self._leave_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
@@ -329,11 +330,19 @@ class FullGraphLoader:
         self.communicator.drop_free_memory()
         give_back_memory()
 
-    def _give_back_memory(self, *, thoroughly: bool) -> None:
-        """Ends what lies ready for exchanges like the last ones; where it is worth the time, trims the heap too."""
+    def _leave_memory(self, *, thoroughly: bool) -> None:
+        """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too."""
         self.communicator.drop_free_memory()
         if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
-            give_back_memory(thoroughly=thoroughly)
+            self._free_memory.leave(thoroughly=thoroughly)
+
+    def give_back_memory(self) -> None:
+        """Hands memory that planning, building and first epochs have freed back to the system now.
+
+        The loader does so by itself: at once where the planner has a memory budget, else when what it costs (the next
+        epoch faults in anew what it takes) is a twentieth of the time trained.
+        """
+        self._free_memory.give_back()
 
     def _find_keys(self, sets: LevelSets) -> tuple[Tensor, NarrowIds]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
@@ -395,6 +404,7 @@ class FullGraphLoader:
             self._use_first_call()
         if self.is_settled:
             self._forget_how_it_was_planned()
+        self._free_memory.give_back_if_cheap(self._trained_ns / 1e9)
         step = Step(
             communicator=self.communicator,
             sets=self.sets,
@@ -423,7 +433,7 @@ class FullGraphLoader:
         self._note_epoch(step, start_ns)
         if is_first:
             # Fetching features and making what is kept took more than stays.
-            self._give_back_memory(thoroughly=False)
+            self._leave_memory(thoroughly=False)
             give_back_compiler()
 
     def _forget_how_it_was_planned(self) -> None:
@@ -432,7 +442,7 @@ class FullGraphLoader:
             self.outcome = replace(self.outcome, basis=None)
         if self.graph.in_edges.num_fetched_edges:
             self.graph.in_edges.forget_fetched()
-            self._give_back_memory(thoroughly=True)
+            self._leave_memory(thoroughly=True)
 
     def _now_ns(self) -> int:
         if self.device.type == "cuda" and not self.is_settled:
@@ -442,6 +452,7 @@ class FullGraphLoader:
     def _note_epoch(self, step: Step, start_ns: int) -> None:
         if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
             self._epoch_ns = self._now_ns() - start_ns
+            self._trained_ns += self._epoch_ns
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks how long the last epoch took, whether what is kept of it is still right and whether it drew

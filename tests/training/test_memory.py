@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `give_back_memory` takes out of resident memory."""
+"""What `give_back_memory` takes out of resident memory, and when that is done."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.ops.cpu.memory import _mappings_in
-from dgl_hybrid.training.memory import give_back_memory
+from dgl_hybrid.planner import PlannerConfig
+from dgl_hybrid.training import loader as loader_module
+from dgl_hybrid.training import memory
+from dgl_hybrid.training.memory import FreeMemory, current_rss_bytes, give_back_memory
+from tests.helpers.exactness import Case
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
 
 
 def solve() -> int:
@@ -35,3 +43,67 @@ def test_the_code_of_planning_leaves_and_can_be_called_again() -> None:
     give_back_memory()
     assert resident() < before / 4
     assert solve() == 7
+
+
+@pytest.fixture
+def given_back(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    calls: list[bool] = []
+    monkeypatch.setattr(memory, "give_back_memory", lambda *, thoroughly: calls.append(thoroughly))
+    return calls
+
+
+def test_free_memory_waits_until_faults_are_cheap(given_back: list[bool]) -> None:
+    free = FreeMemory(at_once=False)
+    free.leave(thoroughly=True)
+    free.leave(thoroughly=False)
+    faults_s = current_rss_bytes() / 1e9
+    free.give_back_if_cheap(10 * faults_s)
+    assert not given_back, "they would take a tenth of the time trained"
+    free.give_back_if_cheap(40 * faults_s)
+    assert given_back == [True], "once, as thoroughly as any of what waits needs"
+    free.give_back_if_cheap(1e6)
+    free.give_back()
+    assert given_back == [True], "nothing has been freed since"
+    free.leave(thoroughly=False)
+    free.give_back()
+    assert given_back == [True, False]
+
+
+def test_with_a_budget_free_memory_does_not_wait(given_back: list[bool]) -> None:
+    free = FreeMemory(at_once=True)
+    free.leave(thoroughly=False)
+    free.leave(thoroughly=True)
+    assert given_back == [False, True]
+
+
+def train(g: PartitionedGraph, loader: FullGraphLoader, model: torch.nn.Module) -> None:
+    for input_nodes, _, blocks in loader:
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 34])
+def test_a_loader_gives_back_what_planning_left_after_long_training(
+    budget: int | None, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, partitions: PartitionStore
+) -> None:
+    monkeypatch.setattr(loader_module, "_MANY_EDGES", 1)
+    now_ns = 0
+    monkeypatch.setattr(loader_module.time, "perf_counter_ns", lambda: now_ns)
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    config = PlannerConfig(memory_budget_bytes=budget)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=config)
+    train(g, loader, model)
+    if budget is not None:
+        assert len(given_back) > 1, "memory is scarcer than time"
+        return
+    assert not given_back
+    train(g, loader, model)
+    assert not given_back, "no time has passed"
+    for input_nodes, _, blocks in loader:
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+        now_ns += int(1e12)
+    assert not given_back
+    train(g, loader, model)
+    assert given_back == [True], "a thousand seconds were trained"
+    loader.give_back_memory()
+    assert given_back == [True], "nothing has been freed since"

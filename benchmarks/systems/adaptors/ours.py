@@ -110,6 +110,9 @@ class Ours(System):
             sent_bytes=sent if self.rank == 0 else 0,  # of all ranks together
         )
 
+    def give_back_memory(self) -> None:
+        self.loader.give_back_memory()
+
     def train_curve(self, folder: Path, count: int, every: int) -> list[dict[str, Any]]:
         self.model.train()
         torch.manual_seed(self.job.seed)

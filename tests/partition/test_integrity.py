@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 
 import dgl
@@ -236,6 +237,33 @@ def test_plain_halo_lists_need_the_owner_as_witness(plain: Path) -> None:
     alone = load_partition(config, 0)
     assert bool((alone.halo_global < int(part.node_offsets[2])).all())
     assert 0 < alone.halo_global.numel() < part.halo_global.numel()
+
+
+@pytest.mark.parametrize("what", ["edges", "edges by their ids alone", "vertices"])
+def test_plain_folder_in_another_order(what: str, plain: Path) -> None:
+    expected = load_partition(plain / "g.json", 1)
+    path = plain / "part1" / "graph.dgl"
+    graph = dgl.load_graphs(str(path))[0][0]
+    nodes, edges = torch.arange(graph.num_nodes()), torch.arange(graph.num_edges())
+    if what == "vertices":
+        nodes = torch.randperm(len(nodes), generator=torch.Generator().manual_seed(0))
+    elif what == "edges":
+        edges = torch.randperm(len(edges), generator=torch.Generator().manual_seed(0))
+    else:
+        edges = torch.argsort(graph.edata[dgl.EID])  # those of the halo among the owned ones
+    new_id = torch.empty_like(nodes)
+    new_id[nodes] = torch.arange(len(nodes))
+    src, dst = (new_id[ends.long()][edges] for ends in graph.edges(order="eid"))
+    other = dgl.graph((src, dst), num_nodes=len(nodes))
+    other.ndata.update({name: value[nodes] for name, value in graph.ndata.items()})
+    other.edata.update({name: value[edges] for name, value in graph.edata.items()})
+    dgl.save_graphs(str(path), [other])
+    part = load_partition(plain / "g.json", 1)
+    for name in (field.name for field in fields(part)):
+        before, after = getattr(expected, name), getattr(part, name)
+        if isinstance(before, torch.Tensor):
+            assert torch.equal(before, after), name
+    assert len(part.halo_src_global), "lists of the halo are compared, too"
 
 
 def test_plain_folder_of_one_hop_claims_nothing(tmp_path: Path) -> None:

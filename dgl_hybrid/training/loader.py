@@ -213,7 +213,7 @@ class FullGraphLoader:
         self._steps_done = 0
         self._is_warned = False
         self._is_new = True
-        self._epoch_ns = self._change_ns = self._trained_ns = 0
+        self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
         self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
@@ -340,7 +340,7 @@ class FullGraphLoader:
         """Hands memory that planning, building and first epochs have freed back to the system now.
 
         The loader does so by itself: at once where the planner has a memory budget, else when what it costs (the next
-        epoch faults in anew what it takes) is a twentieth of the time trained.
+        epoch faults in anew what it takes) is a twentieth of the time since then.
         """
         self._free_memory.give_back()
 
@@ -404,7 +404,7 @@ class FullGraphLoader:
             self._use_first_call()
         if self.is_settled:
             self._forget_how_it_was_planned()
-        self._free_memory.give_back_if_cheap(self._trained_ns / 1e9)
+        self._free_memory.give_back_if_cheap()
         step = Step(
             communicator=self.communicator,
             sets=self.sets,
@@ -452,7 +452,6 @@ class FullGraphLoader:
     def _note_epoch(self, step: Step, start_ns: int) -> None:
         if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
             self._epoch_ns = self._now_ns() - start_ns
-            self._trained_ns += self._epoch_ns
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks how long the last epoch took, whether what is kept of it is still right and whether it drew

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import resource
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,7 @@ _FAULT_RATE = 1e9
 """Resident bytes a second that come back after they were given back: 0.7 GB took 0.6 s (a virtual machine of two
 cores, whose host takes what the guest frees, too)."""
 _FAULT_SHARE = 0.05
-"""Of the time trained so far that this may take."""
+"""Of the time since memory was freed that this may take."""
 
 
 def current_rss_bytes() -> int:
@@ -35,7 +36,7 @@ def peak_rss_bytes() -> int:
 
 
 class FreeMemory:
-    """Free memory that is to go back to the system: once that costs little of the time trained, or at once.
+    """Free memory that is to go back to the system: at once, or when so long has passed that it costs little.
 
     What planning and building have freed is what the first epoch takes. Given back between them, the first epoch of a
     products-like graph took 1.0 s, six times that of the others, instead of 0.4.
@@ -46,25 +47,29 @@ class FreeMemory:
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
-        self._is_waiting = self._is_thorough = False
+        self._is_thorough = False
+        self._waits_since: float | None = None
 
     def leave(self, *, thoroughly: bool) -> None:
         """Notes that more was freed than will be taken; `thoroughly` is that of `give_back_memory`."""
-        self._is_waiting = True
+        if self._waits_since is None:
+            self._waits_since = time.monotonic()
         self._is_thorough = self._is_thorough or thoroughly
         if self._at_once:
             self.give_back()
 
-    def give_back_if_cheap(self, trained_s: float) -> None:
-        """Gives back what waits, after so many seconds of training."""
-        if self._is_waiting and current_rss_bytes() / _FAULT_RATE <= _FAULT_SHARE * trained_s:
-            self.give_back()
+    def give_back_if_cheap(self) -> None:
+        """Gives back what has waited long enough."""
+        if self._waits_since is not None:
+            passed_s = time.monotonic() - self._waits_since
+            if current_rss_bytes() / _FAULT_RATE <= _FAULT_SHARE * passed_s:
+                self.give_back()
 
     def give_back(self) -> None:
         """Gives back what waits, if anything does."""
-        if self._is_waiting:
+        if self._waits_since is not None:
             give_back_memory(thoroughly=self._is_thorough)
-        self._is_waiting = self._is_thorough = False
+        self._waits_since, self._is_thorough = None, False
 
 
 def give_back_memory(*, thoroughly: bool = True) -> None:

@@ -25,6 +25,7 @@ weights, so layers with weights keep their plain rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -159,12 +160,37 @@ def build_partial_sums(
     return PartialSums(part=part, rows_plain=rows_plain, rows_sent=rows_sent)
 
 
+def count_least_rows(structure: LayerStructure) -> list[int]:
+    """Returns how many rows and sums would do from each owner, (P,); pure. As many as `cover_reads` orders.
+
+    Finds the maximum matching alone: by König's theorem it is as large as the cover.
+    """
+    plan, offsets = structure.exchange, structure.exchange.recv_offsets
+    dst, received = _reads(structure)
+    counts = []
+    for owner in range(plan.world_size):
+        chosen = (received >= offsets[owner]) & (received < offsets[owner + 1])
+        edges = _bipartite(
+            dst[chosen].numpy(),
+            (received[chosen] - offsets[owner]).numpy(),
+            plan.recv_counts[owner],
+            structure.num_dst,
+        )
+        counts.append(int((maximum_bipartite_matching(edges, perm_type="row") >= 0).sum()) if edges.nnz else 0)
+    return counts
+
+
+def _reads(structure: LayerStructure) -> tuple[Tensor, Tensor]:
+    """Returns the ends of edges from received rows, (e,) int64 each: destinations, ascending, and what they read."""
+    positions = torch.nonzero(structure.indices >= structure.num_held).squeeze(1)
+    received = structure.indices[positions].to(torch.int64) - structure.num_held
+    return torch.searchsorted(structure.indptr, positions, right=True) - 1, received
+
+
 def cover_reads(structure: LayerStructure) -> CoveredReads:
     """Covers, for each owner, the edges over which this rank reads its rows; pure, without communication."""
     plan, offsets = structure.exchange, structure.exchange.recv_offsets
-    positions = torch.nonzero(structure.indices >= structure.num_held).squeeze(1)
-    received = structure.indices[positions].to(torch.int64) - structure.num_held
-    dst = torch.searchsorted(structure.indptr, positions, right=True) - 1
+    dst, received = _reads(structure)
     orders, all_dst, all_wire = [], [], []
     num_wire_rows = 0
     for owner in range(plan.world_size):
@@ -227,10 +253,7 @@ def minimum_vertex_cover(
     is_sum = np.zeros(num_dst, dtype=np.bool_)
     if len(dst) == 0:
         return np.zeros(num_sources, dtype=np.bool_), is_sum
-    edges = scipy.sparse.csr_array(
-        (np.ones(len(dst), dtype=np.bool_), (source.astype(np.int32), dst.astype(np.int32))),
-        shape=(num_sources, num_dst),
-    )
+    edges = _bipartite(dst, source, num_sources, num_dst)
     has_edge = np.diff(edges.indptr) > 0
     matched_source = maximum_bipartite_matching(edges, perm_type="row")  # (num_dst,), -1 where there is none
     is_matched = np.zeros(num_sources, dtype=np.bool_)
@@ -253,6 +276,12 @@ def minimum_vertex_cover(
     is_reached[breadth_first_order(hops, num_sources, return_predecessors=False)] = True
     is_sum[dst[is_reached[source]]] = True
     return has_edge & ~is_reached[:num_sources], is_sum
+
+
+def _bipartite(dst: _Ints, source: _Ints, num_sources: int, num_dst: int) -> Any:
+    """The graph of sources and destinations as a SciPy matrix, (num_sources, num_dst)."""
+    ends = (source.astype(np.int32), dst.astype(np.int32))
+    return scipy.sparse.csr_array((np.ones(len(dst), dtype=np.bool_), ends), shape=(num_sources, num_dst))
 
 
 def pack_ordered(plan: ExchangePlan, orders: list[Order]) -> SparseGraph:

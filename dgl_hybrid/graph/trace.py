@@ -50,6 +50,8 @@ class _Record:
     """Layers that keep what they aggregate."""
     summed: set[int] = field(default_factory=set)
     """Layers that do something along edges which can be split by source."""
+    attended: set[int] = field(default_factory=set)
+    """Those of them whose every edge counts by itself."""
     unsplit: set[int] = field(default_factory=set)
     """Layers that do something along edges which cannot."""
     batch_norm_levels: set[int] = field(default_factory=set)
@@ -180,6 +182,8 @@ def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[An
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
     can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))
     (record.summed if can_be_split else record.unsplit).add(layers[0])
+    if not is_plain_sum:
+        record.attended.add(layers[0])
 
 
 def _is_message_passing(func: Any) -> bool:
@@ -345,6 +349,7 @@ def _summarise(
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
             sums_first=sums_first[index],
             can_split=index + 1 in record.summed - record.unsplit,
+            can_sum_apart=index + 1 in record.summed - record.unsplit - record.attended,
             keeps_result=index + 1 in record.kept - record.exchanged,
             mixes_rows=index in record.batch_norm_levels,
             edge_held_bytes=record.edge_held[index] / edges,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import PlanError
@@ -93,7 +94,13 @@ class ItemCosts:
         return len(self.receive_s[0])
 
 
-def cost_model(trace: ModelTrace, topology: Topology, rank: int, times: ModelTimes | None = None) -> ItemCosts:
+def cost_model(
+    trace: ModelTrace,
+    topology: Topology,
+    rank: int,
+    times: ModelTimes | None = None,
+    sent_shares: Sequence[Sequence[float]] | None = None,
+) -> ItemCosts:
     """Turns a model's trace and a cluster's rates into prices for the items of one rank. Pure.
 
     Args:
@@ -101,6 +108,8 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int, times: ModelTim
         topology: measured or assumed.
         rank: the receiving rank.
         times: of the model on this rank, if it was timed; None: from the trace's counts and the topology's rates.
+        sent_shares: (L, P) by layer and owner, how many rows travel for each that is received: fewer than one where
+            sums travel in place of more rows. None: 1.
 
     Raises:
         PlanError: `rank` is not one of the topology's ranks, or the times are of another number of layers.
@@ -133,8 +142,11 @@ def cost_model(trace: ModelTrace, topology: Topology, rank: int, times: ModelTim
             tuple(
                 0.0
                 if owner == rank
-                else fwd / topology.bandwidth_bytes_per_s[owner][rank]
-                + bwd / topology.bandwidth_bytes_per_s[rank][owner]
+                else (1.0 if sent_shares is None else sent_shares[index][owner])
+                * (
+                    fwd / topology.bandwidth_bytes_per_s[owner][rank]
+                    + bwd / topology.bandwidth_bytes_per_s[rank][owner]
+                )
                 + pack
                 for owner in range(topology.world_size)
             )

@@ -51,6 +51,8 @@ class LayerTrace:
     """Bytes one in-edge keeps alive until backward (attention scores), structure not counted."""
     can_split: bool = False
     """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
+    can_sum_apart: bool = False
+    """A sum without weights: owners can add up what a reader needs, and send sums in place of more rows."""
     sums_first: bool = False
     """The layer sums before it multiplies although products make rows narrower: see `order.py`."""
     keeps_result: bool = False
@@ -169,6 +171,7 @@ def synthetic_trace(dims: Sequence[int], dtype: str = "float32") -> ModelTrace:
                 operand_width=width,
                 static_operand=not grad,
                 can_split=True,
+                can_sum_apart=True,
             )
         )
     return ModelTrace(

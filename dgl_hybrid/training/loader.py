@@ -206,6 +206,9 @@ class FullGraphLoader:
             keep_static=keep_static,
             row_order=self._row_order,
             overlap=overlap,
+            partial_sums=self._partial_sums
+            and chunk_rows is None
+            and not (self.approximation is not None and self.approximation.is_stale),
         )
         self._template: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import HybridError, PlanError
 from dgl_hybrid.exchange.closure import LevelSets, close_levels
 from dgl_hybrid.exchange.locality import RowOrder
+from dgl_hybrid.exchange.partial_sums import MIN_SAVING, count_least_rows
 from dgl_hybrid.exchange.problem import build_plan_problem
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.model_timing import time_model
@@ -88,6 +89,7 @@ class PlanMaker:
         keep_static: Whether blocks keep what they make of static tensors.
         row_order: Of the rows of the blocks that are built later.
         overlap: Whether blocks will split layers by source, where that can be done.
+        partial_sums: Whether sums may then travel instead of their sources.
     """
 
     def __init__(
@@ -102,10 +104,11 @@ class PlanMaker:
         keep_static: bool = True,
         row_order: RowOrder = "id",
         overlap: bool = True,
+        partial_sums: bool = False,
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
-        self._keep_static, self._overlap = keep_static, overlap
+        self._keep_static, self._overlap, self._partial_sums = keep_static, overlap, partial_sums
         self._given_topology = topology
 
     def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
@@ -117,9 +120,10 @@ class PlanMaker:
         """
         trace, dense_below = self.trace(model, template)
         sets = self._sets_of_depcomm(dense_below)
-        trace = self._order_products(model, template, trace, sets)
+        shares = self._sent_shares(trace, sets)
+        trace = self._order_products(model, template, trace, sets, shares)
         times = self.time(model, template, trace, sets) if self._given_topology is None else None
-        return self.make_from_trace(trace, dense_below=dense_below, times=times)
+        return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
         """Traces the model on rank 0: its costs, and below which level every vertex is needed. Collective.
@@ -152,15 +156,45 @@ class PlanMaker:
         )
         return ModelTrace.from_json(shared["trace"]), int(shared["dense_below"])
 
+    def _sent_shares(self, trace: ModelTrace, sets: LevelSets) -> list[list[float]]:
+        """Finds how many rows travel for each row received, with everything communicated. Collective.
+
+        Plans that cache some rows communicate others, and which sums save most depends on those: this is the price of
+        an average row.
+
+        Returns:
+            (L, P) by layer and owner; 1 where rows travel as they are.
+        """
+        communicator = self._graph.communicator
+        shares = [[1.0] * communicator.world_size for _ in sets.layers]
+        for index, (layer, structure) in enumerate(zip(trace.layers, sets.layers, strict=True)):
+            is_trained = layer.operand_bytes_bwd > 0 and not layer.keeps_result
+            if not (self._partial_sums and self._overlap and layer.can_sum_apart and is_trained):
+                continue
+            with communicator.agreed():
+                least, plain = count_least_rows(structure), structure.exchange.recv_counts
+            told = communicator.gather_ints([sum(least), sum(plain)])
+            if sum(row[0] for row in told) <= (1.0 - MIN_SAVING) * sum(row[1] for row in told):
+                shares[index] = [few / many if many else 1.0 for few, many in zip(least, plain, strict=True)]
+        return shares
+
     def _order_products(
-        self, model: nn.Module, template: CallTemplate, trace: ModelTrace, sets: LevelSets
+        self,
+        model: nn.Module,
+        template: CallTemplate,
+        trace: ModelTrace,
+        sets: LevelSets,
+        sent_shares: Sequence[Sequence[float]],
     ) -> ModelTrace:
         """Lets layers sum before they multiply where that is cheaper, as rank 0 finds it. Collective."""
         communicator, num_layers = self._graph.communicator, self._num_layers
         topology = self._topology()
         owned = [int(sets.owned[:size].sum()) for size in sets.sizes]
         edges = [layer.num_edges for layer in sets.layers]
-        received = [layer.exchange.num_received for layer in sets.layers]
+        received = [
+            round(sum(share * count for share, count in zip(shares, layer.exchange.recv_counts, strict=True)))
+            for shares, layer in zip(sent_shares, sets.layers, strict=True)
+        ]
         by_rank = communicator.gather_ints([*owned, *edges, *received])
         totals = [sum(column) for column in zip(*by_rank, strict=True)]
         counts = WorkCounts(
@@ -232,8 +266,15 @@ class PlanMaker:
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 
-    def make_from_trace(self, trace: ModelTrace, *, dense_below: int, times: ModelTimes | None = None) -> PlanOutcome:
-        """Plans for a trace that all ranks hold, and for what each of them timed. Collective."""
+    def make_from_trace(
+        self,
+        trace: ModelTrace,
+        *,
+        dense_below: int,
+        times: ModelTimes | None = None,
+        sent_shares: Sequence[Sequence[float]] | None = None,
+    ) -> PlanOutcome:
+        """Plans for a trace that all ranks hold, and for what each of them timed and counted. Collective."""
         g, communicator = self._graph, self._graph.communicator
         if not self._overlap:
             trace = replace(trace, layers=tuple(replace(layer, can_split=False) for layer in trace.layers))
@@ -249,7 +290,7 @@ class PlanMaker:
             inputs_are_free=trace.layers[0].keeps_result and self._config.memory_budget_bytes is None,
         )
         with communicator.agreed():
-            costs = cost_model(trace, topology, communicator.rank, times)
+            costs = cost_model(trace, topology, communicator.rank, times, sent_shares)
             candidates = propose_plans(problem, costs, self._config)
         by_rank = [
             [_estimate_from_json(record) for record in records]
@@ -299,8 +340,8 @@ class PlanMaker:
 _BACKGROUND_BACKENDS = ("gloo", "nccl")
 """Whose transfers cost the computing thread next to nothing; elsewhere it copies or asks for the rows itself."""
 WIRE_FACTORS = (1.0, 0.5, 2.0)
-"""What the predicted time of rows on the wire may be off by: partial sums send fewer, other traffic slows them. The
-hybrid that is best under each is tried in real epochs, besides the pure plans."""
+"""What the predicted time of rows on the wire may be off by: which of them partial sums save depends on the plan, other
+traffic slows them. The hybrid that is best under each is tried in real epochs, besides the pure plans."""
 
 
 def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:

@@ -19,6 +19,7 @@ from dgl_hybrid.exchange.partial_sums import (
     Order,
     PartialSums,
     build_partial_sums,
+    count_least_rows,
     cover_reads,
     minimum_vertex_cover,
     pack_ordered,
@@ -215,6 +216,12 @@ def test_the_same_linear_map_and_its_adjoint(case: str) -> None:
     torch.testing.assert_close(results, world.matrix @ x, rtol=0, atol=1e-12)
     torch.testing.assert_close(gradient, world.matrix.T @ y, rtol=0, atol=1e-12)
     torch.testing.assert_close((results * y).sum(), (x * gradient).sum(), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_least_rows_are_counted_without_their_cover(case: str) -> None:
+    for structure in CASES[case]().structures:
+        assert count_least_rows(structure) == [order.num_wire_rows for order in cover_reads(structure).orders]
 
 
 def test_multiple_edges_count_in_sums_and_in_rows() -> None:

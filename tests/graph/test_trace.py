@@ -92,6 +92,15 @@ def test_sums_and_fused_attention_can_be_split_by_source() -> None:
     assert [layer.can_split for layer in layers] == [True, False]
 
 
+def test_only_plain_sums_can_be_summed_apart() -> None:
+    def can_sum_apart(*layers: nn.Module) -> list[bool]:
+        return [layer.can_sum_apart for layer in trace(optimize(Stack(*layers))).trace.layers]
+
+    assert can_sum_apart(dglnn.GraphConv(IN, HIDDEN), dglnn.SAGEConv(HIDDEN, OUT, "mean")) == [True, True]
+    assert can_sum_apart(dglnn.GATConv(IN, HIDDEN // 3, 3), dglnn.GATv2Conv(HIDDEN, OUT, 1)) == [False, False]
+    assert can_sum_apart(dglnn.GraphConv(IN, HIDDEN), dglnn.SAGEConv(HIDDEN, OUT, "pool")) == [True, False]
+
+
 def test_raw_features_cost_nothing_to_hold() -> None:
     levels = trace(Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))).trace.levels
     assert levels[0].row_flops == 0

@@ -90,6 +90,16 @@ def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:
     assert ModelTrace.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
+def test_sums_in_place_of_rows_make_the_wire_cheaper_and_nothing_else() -> None:
+    trace, topology = synthetic_trace([16, 32, 8]), uniform_topology(3, bandwidth_bytes_per_s=1e8)
+    plain = cost_model(trace, topology, 1)
+    shared = cost_model(trace, topology, 1, sent_shares=[[1.0, 1.0, 1.0], [0.25, 1.0, 0.5]])
+    assert shared.receive_s[0] == plain.receive_s[0]
+    wire = plain.receive_s[1][0] - plain.pack_s[1]
+    assert shared.receive_s[1] == pytest.approx((plain.pack_s[1] + wire / 4, 0.0, plain.pack_s[1] + wire / 2))
+    assert dataclasses.replace(shared, receive_s=plain.receive_s) == plain
+
+
 def test_dear_links_make_dear_rows() -> None:
     trace = synthetic_trace([64, 32, 32, 8])
     slow, fast = (cost_model(trace, uniform_topology(3, bandwidth_bytes_per_s=b), 1) for b in (1e8, 1e9))

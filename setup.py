@@ -50,7 +50,7 @@ setup(
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    python_requires=">=3.11,<3.13",
     # Said although it is the default: an editable install is then a line in a .pth file, not an import hook.
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),

@@ -32,7 +32,7 @@ class RunConfig:
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Adds what every command understands."""
+    """Adds what demo, partition, plan and train understand."""
     group = parser.add_argument_group("general")
     group.add_argument("--config", metavar="FILE", help="read options from a .toml or .json file")
     group.add_argument("--print-config", action="store_true", help="print the resolved options and stop")

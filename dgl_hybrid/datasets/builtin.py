@@ -98,11 +98,9 @@ def load_ogb(name: str, *, root: str | Path | None = None) -> GraphDataset:
             f"{', '.join('ogb:' + known for known in OGB_NAMES)}"
         )
     try:
-        from ogb.nodeproppred import NodePropPredDataset, dataset  # an extra: pip install dgl_hybrid[ogb]
+        from ogb.nodeproppred import NodePropPredDataset, dataset  # the extra [ogb]
     except ImportError as error:
-        raise DatasetError(
-            f"ogb:{name} needs the 'ogb' package ({error}). Install it with: pip install dgl_hybrid[ogb]"
-        ) from error
+        raise DatasetError(f"ogb:{name} needs the 'ogb' package ({error}). Install it with: pip install ogb") from error
     folder = str(root if root is not None else os.environ.get("OGB_ROOT", "dataset"))
     try:
         with contextlib.redirect_stdout(sys.stderr), _unattended(dataset):

@@ -41,9 +41,18 @@ def cell_rows(cells: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
             else:
                 words.append(seconds_text(cell["seconds"].get(system)))
         words += [ratio_text(cell[name]) for name in RATIOS]
-        words += ["" if cell[name] is None else f"{cell[name]:.0%}" for name in ("ratio_error", "predicted_error")]
+        words.append("" if cell["ratio_error"] is None else f"{cell['ratio_error']:.0%}")
+        words.append(_errors_text(cell["predicted_error"], cell["predicted_error_worst"]))
         rows.append(tuple(words))
     return rows
+
+
+def _errors_text(median: float | None, worst: float | None) -> str:
+    """Returns the median of starts and the worst of them, if that is another figure."""
+    if median is None or worst is None:
+        return ""
+    figures = (f"{median:.0%}", f"{worst:.0%}")
+    return figures[0] if figures[0] == figures[1] else f"{figures[0]}, worst {figures[1]}"
 
 
 def line_rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:

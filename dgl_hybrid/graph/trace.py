@@ -174,13 +174,16 @@ _ROW_OPS = ("drop_rows",)
 
 
 def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[Any, ...], inputs: list[Tensor]) -> None:
-    """Notes whether a layer that an op of ours works on can be split: plain sums of rows can, fused attention."""
+    """Notes whether a layer that an op of ours works on can be split: sums of rows can, of rows times constants, and
+    fused attention. Sums without weights alone can travel in place of their sources.
+    """
     layers = [num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in num_edges]
     if func.namespace != "dgl_hybrid" or func._opname in (*_STRUCTURE_OPS, *_ROW_OPS) or not layers:
         return
-    is_plain_sum = func._opname == "spmm_sum" and args[2] is not None and args[3] is None
+    is_sum = func._opname == "spmm_sum" and args[2] is not None and (args[3] is None or not args[3].requires_grad)
+    is_plain_sum = is_sum and args[3] is None
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
-    can_be_split = is_wide and (is_plain_sum or func._opname in ("gat", "gatv2"))
+    can_be_split = is_wide and (is_sum or func._opname in ("gat", "gatv2"))
     (record.summed if can_be_split else record.unsplit).add(layers[0])
     if not is_plain_sum:
         record.attended.add(layers[0])

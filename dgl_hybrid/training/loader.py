@@ -205,6 +205,7 @@ class FullGraphLoader:
             num_borrowed=num_borrowed,
             keep_static=keep_static,
             row_order=self._row_order,
+            device=self.device,
             overlap=overlap,
             partial_sums=self._partial_sums
             and chunk_rows is None
@@ -245,8 +246,18 @@ class FullGraphLoader:
     # ---------------------------------------------------------------- plan and build
 
     def _plan(self, model: nn.Module, template: CallTemplate) -> None:
-        self._trials = None
-        self._follow(self._maker.make(model, template))
+        outcome, planning_s = self._make_plan(model, template)
+        self._follow(outcome)
+        count, share = len(outcome.candidates), self._trial_share
+        has_choice = share > 0.0 and count > 1
+        self._trials = PlanTrials(count, _pure(outcome), share, planning_s=planning_s) if has_choice else None
+
+    def _make_plan(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
+        """Returns a plan and the seconds it took the slowest rank to find it. Collective."""
+        start_ns = time.perf_counter_ns()
+        outcome = self._maker.make(model, template)
+        took = self.communicator.gather_ints([time.perf_counter_ns() - start_ns])
+        return outcome, max(ns for (ns,) in took) / 1e9
 
     def _follow(self, outcome: PlanOutcome) -> None:
         self.outcome = outcome
@@ -254,9 +265,6 @@ class FullGraphLoader:
         start_ns = time.perf_counter_ns()
         self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, sums_first_of(plan, self.num_layers))
         self._change_ns = time.perf_counter_ns() - start_ns
-        if self._trials is None and self._trial_share > 0.0 and len(outcome.candidates) > 1:
-            pure = [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
-            self._trials = PlanTrials(len(outcome.candidates), pure, self._trial_share)
 
     @property
     def is_settled(self) -> bool:
@@ -497,15 +505,42 @@ class FullGraphLoader:
                 for plan, epoch_s in zip(outcome.candidates, trials.measured_s, strict=True)
             )
             _logger.info("measured %s: staying with %s", measured, outcome.candidates[trials.current].strategy)
-        if trials.current != before:
+        if trials.has_drifted:
+            self._plan_anew(trials, outcome)
+        elif trials.current != before:
             self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
 
-    def _use_first_call(self) -> None:
-        """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""
+    def _plan_anew(self, trials: PlanTrials, outcome: PlanOutcome) -> None:
+        """Costs have drifted: measures rates and the model again and tries what is best now. Collective.
+
+        Where rates were given, and where the model is gone, the candidates of before have another turn.
+        """
+        if self.communicator.rank == 0:
+            _logger.info("epochs no longer take what plans were chosen by: candidates are tried anew")
+        planning_s, seen = 0.0, self._seen_call() if self._maker.measures_rates else None
+        if seen is not None:
+            self.graph.topology = None
+            try:
+                outcome, planning_s = self._make_plan(*seen)
+            except TraceError as error:
+                _logger.warning("%s; the plans of before are tried again", error)
+        trials.begin_anew(len(outcome.candidates), _pure(outcome), planning_s=planning_s)
+        self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
+
+    def _seen_call(self) -> tuple[nn.Module, CallTemplate] | None:
+        """Returns the model and how it was called, if all ranks have seen it and it is still there. Collective."""
         model, template = None if self._model is None else self._model(), self._template
         ready = self.communicator.gather_ints([int(model is not None and template is not None)])
         if not all(row[0] for row in ready) or model is None or template is None:
+            return None
+        return model, template
+
+    def _use_first_call(self) -> None:
+        """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""
+        seen = self._seen_call()
+        if seen is None:
             return
+        model, template = seen
         try:
             if self.forced:
                 self._is_checked = True
@@ -522,3 +557,8 @@ class FullGraphLoader:
         if self._template is None:
             self._model = weakref.ref(module)
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
+
+
+def _pure(outcome: PlanOutcome) -> list[int]:
+    """Returns the positions of the pure plans among the candidates."""
+    return [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]

@@ -32,10 +32,11 @@ TIE = 1.02
 SHARE = 0.1
 """Of the time trained so far that trials may take, if nothing else is asked for."""
 DRIFT_WINDOW = 16
-"""Epochs whose lower quartile is watched once the choice is made."""
+"""Epochs whose quartiles are watched once the choice is made."""
 DRIFT_FACTOR = 1.5
-"""A lower quartile this many times the measured epoch starts the trials anew. That was the fastest of a few: medians
-of a machine that others share are half as long again without anything having changed for good."""
+"""A lower quartile this many times the measured epoch means that costs have drifted, and so does an upper one as many
+times below it. The measured one was the fastest of a few: medians of a machine that others share are half as long again
+without anything having changed for good."""
 
 
 class PlanTrials:
@@ -46,30 +47,51 @@ class PlanTrials:
         favourites: Positions of those that stay unless another one is clearly faster: the pure plans, so that noise
             never makes a hybrid of theirs that is slower.
         share: Of the time trained so far that trials may take; infinity: they follow each other at once.
+        planning_s: What it took to find the candidates, and will take again.
 
     Attributes:
         current: Position of the candidate whose turn it is, or of the one that runs until the next turn, or of the one
             that was chosen.
         is_waiting: The next turn is not begun yet, for what it would take.
         measured_s: Fastest epoch of each candidate so far; None before its first timed one.
+        has_drifted: Epochs have become clearly slower or faster than what the choice was made on, and trials could
+            begin anew within their share: `begin_anew` does so.
     """
 
-    def __init__(self, num_candidates: int, favourites: Collection[int] = (), share: float = math.inf) -> None:
-        if num_candidates < 1:
-            raise ValueError(f"there must be at least one candidate (got {num_candidates})")
-        self._num_candidates = num_candidates
-        self._favourites, self._share = frozenset(favourites), share
+    def __init__(
+        self,
+        num_candidates: int,
+        favourites: Collection[int] = (),
+        share: float = math.inf,
+        *,
+        planning_s: float = 0.0,
+    ) -> None:
+        self._share, self._planning_s = share, planning_s
         self._trained_s = self._spent_s = self._dearest_turn_s = 0.0
         self._is_first_turn = True
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
-        self._begin()
-        self.is_settled = num_candidates == 1
+        self._begin(num_candidates, favourites)
 
-    def _begin(self) -> None:
-        self.measured_s: list[float | None] = [None] * self._num_candidates
-        self.current, self.is_settled, self.is_waiting = 0, False, False
-        self._waiting = list(range(1, self._num_candidates))
+    def begin_anew(self, num_candidates: int, favourites: Collection[int] = (), *, planning_s: float = 0.0) -> None:
+        """Tries these candidates, whatever was measured before; what trials have taken so far still counts.
+
+        Args:
+            planning_s: What it took now to find them; 0 if they are those of before.
+        """
+        self._spent_s += planning_s
+        self._planning_s = max(planning_s, self._planning_s)
+        self._recent.clear()
+        self._begin(num_candidates, favourites)
+
+    def _begin(self, num_candidates: int, favourites: Collection[int]) -> None:
+        if num_candidates < 1:
+            raise ValueError(f"there must be at least one candidate (got {num_candidates})")
+        self._num_candidates, self._favourites = num_candidates, frozenset(favourites)
+        self.measured_s: list[float | None] = [None] * num_candidates
+        self.current, self.is_waiting, self.has_drifted = 0, False, False
+        self.is_settled = num_candidates == 1
+        self._waiting = list(range(1, num_candidates))
         self._finals = 0
         self._turn: list[float] = []
         self._change_s = 0.0
@@ -136,9 +158,9 @@ class PlanTrials:
     def _begin_turn(self) -> None:
         self.current = self._waiting.pop(0)
 
-    def _can_afford_a_turn(self) -> bool:
+    def _can_afford_a_turn(self, planning_s: float = 0.0) -> bool:
         """See [Note: what trials may take]."""
-        return self._spent_s + 2 * self._dearest_turn_s <= self._share * self._trained_s
+        return self._spent_s + planning_s + 2 * self._dearest_turn_s <= self._share * self._trained_s
 
     def _time_of(self, index: int) -> float:
         time_s = self.measured_s[index]
@@ -154,7 +176,7 @@ class PlanTrials:
         self._recent.append(epoch_s)
         if self._num_candidates == 1 or len(self._recent) < DRIFT_WINDOW:
             return
-        is_slower = sorted(self._recent)[DRIFT_WINDOW // 4] > DRIFT_FACTOR * self._chosen_s
-        if is_slower and self._can_afford_a_turn():
-            self._recent.clear()
-            self._begin()
+        in_order = sorted(self._recent)
+        is_slower = in_order[DRIFT_WINDOW // 4] > DRIFT_FACTOR * self._chosen_s
+        is_faster = in_order[-1 - DRIFT_WINDOW // 4] < self._chosen_s / DRIFT_FACTOR
+        self.has_drifted = (is_slower or is_faster) and self._can_afford_a_turn(self._planning_s)

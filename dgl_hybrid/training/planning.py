@@ -90,6 +90,7 @@ class PlanMaker:
         row_order: Of the rows of the blocks that are built later.
         overlap: Whether blocks will split layers by source, where that can be done.
         partial_sums: Whether sums may then travel instead of their sources.
+        device: Where the model runs, so where rates are measured.
     """
 
     def __init__(
@@ -105,11 +106,18 @@ class PlanMaker:
         row_order: RowOrder = "id",
         overlap: bool = True,
         partial_sums: bool = False,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
         self._keep_static, self._overlap, self._partial_sums = keep_static, overlap, partial_sums
         self._given_topology = topology
+        self._device = torch.device(device)
+
+    @property
+    def measures_rates(self) -> bool:
+        """Whether plans are made from rates measured here, which may change, and not from given ones."""
+        return self._given_topology is None
 
     def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
         """Traces the model on rank 0 and plans on every rank. Collective.
@@ -257,12 +265,13 @@ class PlanMaker:
         )
 
     def _topology(self) -> Topology:
-        """Probes the ranks unless that was done, or rates were given. Collective."""
+        """Probes the ranks unless that was done for such devices, or rates were given. Collective."""
         g, communicator = self._graph, self._graph.communicator
         if self._given_topology is not None:
             return self._given_topology
-        if g.topology is None:
-            measured = probe(communicator.lend("the probe of this cluster"), aggregate=InEdgeSum())
+        if g.topology is None or g.topology.device != self._device.type:
+            links = communicator.lend("the probe of this cluster")
+            measured = probe(links, device=self._device, aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 

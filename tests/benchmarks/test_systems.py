@@ -102,6 +102,16 @@ def lines() -> list[dict[str, Any]]:
     return [*two, *shaped, *one]
 
 
+def test_each_start_is_held_to_its_own_prediction(lines: list[dict[str, Any]]) -> None:
+    lines[0]["starts"] = [{"p50": p50, "predicted": told} for p50, told in ((1.0, 1.1), (2.0, 1.0), (1.0, None))]
+    result = summarise(lines, {})
+    assert result["cells"][0]["predicted_error"] == pytest.approx(0.3)
+    assert result["cells"][0]["predicted_error_worst"] == pytest.approx(0.5)
+    assert result["predicted_error_max"] == pytest.approx(0.5)
+    assert result["predicted_error_median"] == pytest.approx(0.2), "of cells: 0.3, and 2.2 against 2.0"
+    assert [row[-1] for row in cell_rows(result["cells"])] == ["30%, worst 50%", "10%", "", ""]
+
+
 def test_error_of_ratios_is_what_starts_have_not_in_common(lines: list[dict[str, Any]]) -> None:
     systems = {line["variant"]: line for line in lines if line["cell"] == TWO.key}
     assert ratio_error(systems) is None, "started once, so it is not known"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dgl.function as fn
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import trace as trace_module
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.graph.trace import TraceResult, trace_model
@@ -90,6 +92,30 @@ def test_sums_and_fused_attention_can_be_split_by_source() -> None:
     layers = [trace(Stack(layer, dglnn.GraphConv(HIDDEN, OUT))).trace.layers[0] for layer in kept]
     assert [layer.keeps_result for layer in layers] == [True, True]
     assert [layer.can_split for layer in layers] == [True, False]
+
+
+class WeightedSum(nn.Module):
+    """Sums rows times a weight of their edge, which is a constant or learnt."""
+
+    def __init__(self, out_feats: int, *, is_learnt: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(IN, out_feats)
+        self.weight = nn.Parameter(torch.ones(()), requires_grad=is_learnt)
+
+    def forward(self, block: LayerBlock, x: Tensor) -> Tensor:
+        with block.local_scope():
+            block.srcdata["h"] = self.linear(x)
+            block.edata["w"] = self.weight * torch.ones(block.num_edges(), 1)
+            block.update_all(fn.u_mul_e("h", "w", "m"), fn.sum("m", "h"))
+            return block.dstdata["h"]
+
+
+def test_sums_of_rows_times_constants_can_be_split_and_not_summed_apart() -> None:
+    for is_learnt in (False, True):
+        model = Stack(WeightedSum(HIDDEN, is_learnt=is_learnt), dglnn.GraphConv(HIDDEN, OUT))
+        layers = trace(model).trace.layers
+        assert [layer.can_split for layer in layers] == [not is_learnt, True]
+        assert [layer.can_sum_apart for layer in layers] == [False, True]
 
 
 def test_only_plain_sums_can_be_summed_apart() -> None:

@@ -17,7 +17,7 @@ from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.planner import RankEstimate, uniform_topology
+from dgl_hybrid.planner import RankEstimate, Topology, uniform_topology
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.plan_trials import CLOSE, DRIFT_WINDOW, FINAL_EPOCHS, TIMED_EPOCHS, WARM_UP_EPOCHS, PlanTrials
@@ -135,17 +135,49 @@ def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:
     run_trials(trials, [1.0, 2.0])
     for epoch in range(3 * DRIFT_WINDOW):
         trials.record(50.0 if epoch % 7 == 0 else 1.2)
-        assert trials.is_settled
+        assert not trials.has_drifted
     for epoch in range(3 * DRIFT_WINDOW):
         trials.record(1.1 if epoch % 3 == 0 else 1.8)
-        assert trials.is_settled, "two epochs of three are disturbed, the others are what they were"
+        assert not trials.has_drifted, "two epochs of three are disturbed, the others are what they were"
     for _ in range(DRIFT_WINDOW):
-        if trials.is_settled:
+        if not trials.has_drifted:
             trials.record(4.0)
-    assert not trials.is_settled
-    assert trials.measured_s == [None, None]
-    run_trials(trials, [4.0, 2.0])
+    assert trials.has_drifted
+    assert trials.is_settled, "until it is known what there is to try"
+    trials.begin_anew(3)
+    assert (trials.is_settled, trials.has_drifted, trials.measured_s) == (False, False, [None] * 3)
+    run_trials(trials, [4.0, 2.0, 3.0])
     assert trials.current == 1
+    trials.record(4.0)
+    assert not trials.has_drifted, "what was before is forgotten"
+
+
+def test_epochs_that_became_faster_are_drift_too() -> None:
+    trials = PlanTrials(2)
+    run_trials(trials, [1.0, 2.0])
+    for epoch in range(3 * DRIFT_WINDOW):
+        trials.record(0.5 if epoch % 2 else 0.9)
+        assert not trials.has_drifted
+    for _ in range(DRIFT_WINDOW):
+        trials.record(0.6)
+    assert trials.has_drifted
+
+
+def test_another_plan_is_paid_from_the_share() -> None:
+    trials = PlanTrials(2, share=0.1, planning_s=30.0)
+    while not trials.is_settled:
+        trials.record(1.0)
+    waited = 0
+    while not trials.has_drifted:
+        trials.record(2.0)
+        waited += 1
+    assert 2.0 * waited + 2 * MOST_EPOCHS >= 30.0 / 0.1
+    assert waited >= 100
+    trials.begin_anew(1, planning_s=50.0)
+    assert trials.is_settled
+    assert trials.current == 0, "a lone candidate needs no trials"
+    with pytest.raises(ValueError, match=r"at least one candidate \(got 0\)"):
+        trials.begin_anew(0)
 
 
 @dataclass
@@ -216,8 +248,9 @@ def test_drift_waits_for_its_share_too() -> None:
         run.epoch()
     ended_at = len(run.ran)
     run.seconds = [4.0, 2.0]
-    while trials.is_settled and len(run.ran) < 10_000:
+    while not trials.has_drifted and len(run.ran) < 10_000:
         run.epoch()
+    trials.begin_anew(2)
     waited = len(run.ran) - ended_at
     assert DRIFT_WINDOW < waited < 10_000
     assert (run.spent_s + 20.0) / run.trained_s < 0.5, "spent counts the slow plan itself, which nothing was known of"
@@ -245,6 +278,9 @@ class Tuned:
     candidates: list[str]
     fetched: list[int]
     has_basis: list[bool]
+    predicted_s: list[float] = field(default_factory=list)
+    probed: list[int] = field(default_factory=list)
+    """How often rates had been measured until each epoch."""
 
 
 def train_tuned(
@@ -256,18 +292,26 @@ def train_tuned(
     autotune: bool | float,
     slows_at: int | None = None,
     build_ns: int = 0,
+    bandwidths: tuple[float, ...] = (),
 ) -> Tuned:
     """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
 
     From the epoch `slows_at` on the fast plan is the slow one. Building a plan's blocks takes `build_ns` on rank 0.
+    With `bandwidths` rates are not given but measured, and these are found, one after the other.
     """
     g = PartitionedGraph.open(part_config)
     model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
     ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-    topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
+    topology = None if bandwidths else uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
     seeds = g.owned_nodes("train_mask")
-    made_up_ns = 0
+    made_up_ns = num_probes = 0
     real_clock, real_build = loader_module.time.perf_counter_ns, FullGraphLoader._build
+    real_probe = planning.probe
+
+    def probe(*args: Any, **options: Any) -> Topology:
+        nonlocal num_probes
+        num_probes += 1
+        return uniform_topology(world_size, bandwidth_bytes_per_s=bandwidths[num_probes - 1])
 
     def build(self: FullGraphLoader, *args: Any) -> None:
         nonlocal made_up_ns
@@ -276,6 +320,7 @@ def train_tuned(
 
     loader_module.time.perf_counter_ns = lambda: made_up_ns
     FullGraphLoader._build = build
+    planning.probe = probe
     try:
         loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -289,6 +334,8 @@ def train_tuned(
                 tuned.cached.append(loader.sets.num_recomputed(1))
                 tuned.fetched.append(g.in_edges.num_fetched_edges)
                 tuned.has_basis.append(loader.outcome.basis is not None)
+                tuned.predicted_s.append(loader.outcome.predicted_epoch_s)
+                tuned.probed.append(num_probes)
                 loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids])
                 optimizer.zero_grad()
                 loss.backward()
@@ -303,6 +350,7 @@ def train_tuned(
     finally:
         loader_module.time.perf_counter_ns = real_clock
         FullGraphLoader._build = real_build
+        planning.probe = real_probe
     return tuned
 
 
@@ -356,6 +404,26 @@ def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_do
         assert all(run.fetched[: changes[0]])
         assert run.has_basis == [epoch < changes[0] for epoch in range(epochs)]
         assert any(run.fetched[changes[1] : changes[2]]), "plans that are tried anew ask for them again"
+    total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
+    assert total == pytest.approx(reference_curve(epochs), rel=1e-9)
+
+
+def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStore) -> None:
+    num_turns = 6 * (FIRST + FINAL)
+    epochs = 2 * num_turns + DRIFT_WINDOW
+    part_config = partitions.get("power_law", power_law(), 3)
+    rates = (4e8, 1e4)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "depcomm", AT_ONCE, num_turns, 0, rates)
+    for run in runs:
+        changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]
+        assert len(changes) == 3, "settled, planned anew, settled"
+        assert run.probed == [1 if epoch < changes[1] else 2 for epoch in range(epochs)]
+        assert run.has_basis == [epoch < changes[0] or changes[1] <= epoch < changes[2] for epoch in range(epochs)]
+        assert run.strategies == runs[0].strategies
+        assert run.strategies[changes[1]] == "depcache", "what links of 10 KB/s make best comes first"
+        assert "depcomm" not in run.strategies[changes[2] :]
+        of_depcomm = [s for s, name in zip(run.predicted_s, run.strategies, strict=True) if name == "depcomm"]
+        assert max(of_depcomm) > 10 * of_depcomm[0]
     total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert total == pytest.approx(reference_curve(epochs), rel=1e-9)
 

@@ -181,6 +181,7 @@ def draw_all(lines: Sequence[Line], folder: Path) -> list[Path]:
 
 def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> list[Path]:
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     keys = list(cells)
     shown = {
@@ -212,6 +213,10 @@ def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> li
     is_wide = max(times) > LINEAR_UP_TO * min(times)
     if is_wide:
         axes.set_xscale("log")
+        # As plain numbers, and no more of them than fit: by default a short axis has none or too many.
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("seconds per epoch (median, 20 to 80 per cent)" + (", logarithmic" if is_wide else ""))
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))

@@ -16,7 +16,7 @@ from dgl_hybrid.datasets import check_features
 from dgl_hybrid.errors import DatasetError
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import MANIFEST_NAME
-from dgl_hybrid.planner import DependencyPlan, load_plan
+from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
 from dgl_hybrid.training.inference import evaluating
@@ -48,7 +48,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     g = open_graph(job)
     model = build(job, g)
     loader, plan = make_loader(job, g, model)
-    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=plan.chunk_rows)
+    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=_chunk_rows_of_evaluations(job, plan))
     config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
     if communicator.transport is not None:
@@ -226,6 +226,17 @@ class Evaluator:
         shares = (right / total).tolist()  # 0 / 0 is NaN: a split without nodes
         mean_loss = float(sums[-1] / total[SPLITS.index("val_mask")])
         return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2], val_loss=mean_loss)
+
+
+def _chunk_rows_of_evaluations(job: TrainJob, plan: DependencyPlan) -> int | None:
+    """Returns how many received rows at a time an evaluation may hold; the same on every rank.
+
+    A plan that fits the memory budget by caching says nothing of evaluations, which communicate everything.
+    """
+    budget = job.strategy.memory_budget
+    if plan.chunk_rows is not None or budget is None or plan.trace is None:
+        return plan.chunk_rows
+    return chunk_rows_within(plan.trace, budget)
 
 
 def _step(g: PartitionedGraph, loader: FullGraphLoader, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensor:

@@ -267,6 +267,15 @@ def test_evaluations_keep_to_the_chunks_of_a_saved_plan(tmp_path: Path, folder: 
     assert run_ranks(2, chunks_of_evaluations, job.to_json()) == [[7], [7]]
 
 
+@pytest.mark.parametrize("strategy", ["hybrid", "depcache"])
+def test_evaluations_keep_to_a_budget_that_the_plan_fits(strategy: str, folder: Path) -> None:
+    job = make_job(folder, 2, strategy=strategy)
+    within = replace(job, strategy=replace(job.strategy, memory_budget=1e6))
+    widest_bytes = 12 * 8
+    assert run_ranks(2, chunks_of_evaluations, within.to_json()) == [[int(1e6 / (8 * widest_bytes))]] * 2
+    assert run_ranks(2, chunks_of_evaluations, job.to_json()) == [[None], [None]]
+
+
 def test_the_best_evaluation_is_one_whose_loss_is_known() -> None:
     """One loss that was not a number, as of an epoch that diverged, made the last epoch the best."""
 

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training under `torch.autocast` is that of plain DGL under it, up to the rounding of half precision."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import dgl
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
+from dgl_hybrid.planner import uniform_topology
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+WORLD_SIZE, HIDDEN, CLASSES = 3, 16, 4
+EPOCHS = 3
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str, in_feats: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        heads = 2 if kind == "gat" else 1
+        make = {
+            "gcn": lambda a, b: dglnn.GraphConv(a, b, allow_zero_in_degree=True),
+            "sage": lambda a, b: dglnn.SAGEConv(a, b, "mean"),
+            "gat": lambda a, b: dglnn.GATConv(a, b // heads, heads, allow_zero_in_degree=True),
+        }[kind]
+        self.layers = nn.ModuleList([make(in_feats, HIDDEN), make(HIDDEN, CLASSES)])
+
+    def forward(self, blocks: list[dgl.DGLGraph], x: Tensor) -> Tensor:
+        for layer, block in zip(self.layers, blocks, strict=True):
+            x = F.elu(layer(block, x).flatten(1))
+        return x
+
+
+@dataclass
+class Trained:
+    losses: list[float]
+    gradients: list[Tensor]
+
+
+def casting(is_on: bool) -> contextlib.AbstractContextManager[object]:
+    return torch.autocast("cpu", dtype=torch.bfloat16) if is_on else contextlib.nullcontext()
+
+
+def train_ranks(rank: int, world_size: int, folder: str, kind: str, is_optimized: bool) -> Trained:
+    g = PartitionedGraph.open(folder)
+    g.ndata["feat"] = g.ndata["feat"].local.float()
+    model = Model(kind, g.ndata["feat"].shape[1])
+    if is_optimized:
+        optimize(model)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(world_size), autotune=False
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    for _ in range(EPOCHS):
+        for input_nodes, seeds, blocks in loader:
+            with casting(True):
+                loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]).float(), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            losses.append(loss.item() * loader.loss_weight / world_size)
+            optimizer.step()
+    return Trained(losses, [parameter.grad for parameter in model.parameters()])
+
+
+def train_alone(kind: str, *, is_cast: bool) -> Trained:
+    """Plain DGL in one process."""
+    graph = power_law()
+    features, mask = graph.ndata["feat"].float(), graph.ndata["train_mask"].bool()
+    model = Model(kind, features.shape[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for _ in range(EPOCHS):
+        with casting(is_cast):
+            loss = F.cross_entropy(model([graph] * 2, features)[mask].float(), graph.ndata["label"][mask])
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        optimizer.step()
+    return Trained(losses, [parameter.grad for parameter in model.parameters()])
+
+
+def distance(one: Trained, other: Trained) -> list[float]:
+    """Returns how far losses and each gradient are apart, relative to the largest element."""
+    losses = max(abs(a - b) / abs(b) for a, b in zip(one.losses, other.losses, strict=True))
+    pairs = zip(one.gradients, other.gradients, strict=True)
+    return [losses, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)]
+
+
+@pytest.mark.parametrize("is_optimized", [False, True], ids=["plain", "optimized"])
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+def test_ranks_train_as_one_process(kind: str, is_optimized: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), WORLD_SIZE)
+    runs = run_ranks(WORLD_SIZE, train_ranks, folder, kind, is_optimized)
+    total = Trained([sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)], runs[0].gradients)
+    exact, cast = train_alone(kind, is_cast=False), train_alone(kind, is_cast=True)
+    rounding = max(distance(cast, exact))
+    assert rounding > 1e-4, "half precision is at work"
+    assert rounding < 0.1
+    assert max(distance(total, exact)) < 3 * rounding

@@ -59,9 +59,17 @@ def train_nodes(job: Job) -> torch.Tensor:
     return nids
 
 
-def node_loader(job: Job, fanouts: list[int], batch_size: int = 16) -> Any:
+def node_loader(job: Job, fanouts: list[int], batch_size: int = 16, seeds: torch.Tensor | None = None) -> Any:
     sampler = dgl.dataloading.NeighborSampler(fanouts)
-    return dgl.dataloading.DistNodeDataLoader(job.g, train_nodes(job), sampler, batch_size=batch_size, shuffle=True)
+    nids = train_nodes(job) if seeds is None else seeds
+    return dgl.dataloading.DistNodeDataLoader(job.g, nids, sampler, batch_size=batch_size, shuffle=True)
+
+
+def seeds_of_others(job: Job, count: int) -> torch.Tensor:
+    """Some vertices that another machine owns; whether `train_nodes` has any is up to METIS."""
+    book = job.g.get_partition_book()
+    nids: torch.Tensor = book.partid2nids((book.partid + 1) % book.num_partitions())[:count]
+    return nids
 
 
 def read_batch(job: Job) -> Callable[[Any], None]:
@@ -187,7 +195,7 @@ def writes(job: Job) -> Any:
     """A push and a direct write are seen everywhere, by fields that were held a moment ago."""
     dgl_hybrid.enable(strategy="depcache")
     g, ids = job.g, torch.arange(job.g.num_nodes())
-    loader = node_loader(job, [3, 4])
+    loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
     outcome: dict[str, Any] = {}
     for batch in loader:
         for field in ("feat", "wide", "scratch"):

@@ -85,8 +85,8 @@ class FullGraphLoader:
             and the one that measured fastest stays. Changing a plan takes as long as many epochs, so True lets trials
             take a tenth of the time trained so far; a number is another share, `math.inf` has them all at once, for
             benchmarks (24 to 84 epochs with six candidates), False none. `is_settled` says when they are over; plans
-            are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so read by them in
-            every epoch.
+            are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so read by
+            them in every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
             gains nothing.

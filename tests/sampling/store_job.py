@@ -228,6 +228,7 @@ def writes(job: Job) -> Any:
         dgl_hybrid.reset_read_counts()
         g.ndata["label"][batch[1]]
         outcome["held_before_it_was_deleted"] += dgl_hybrid.read_counts()["held_rows"]
+    g.barrier()  # a deletion tells every machine to hold no more of that name
     key = g.ndata["label"].kvstore_key
     del g.ndata["label"]
     kvstore.get_kvstore().delete_data(key)

@@ -86,7 +86,7 @@ class Comparison:
                 results.append(self.compare(bench.measure(cell, graph, self.systems)))
         return results
 
-    def report(self, results: Sequence[Result], args: argparse.Namespace, **about: float) -> None:
+    def report(self, results: Sequence[Result], args: argparse.Namespace, **about: Any) -> None:
         """Prints the table, and does with it what the options of `make_parser` ask for.
 
         Args:
@@ -115,10 +115,10 @@ class Comparison:
         self.readme.write_text(before + MARK + "\n\n" + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def make_parser(prog: str) -> argparse.ArgumentParser:
+def make_parser(prog: str, graph: str = "powerlaw") -> argparse.ArgumentParser:
     """Returns the options that every such benchmark has."""
     parser = argparse.ArgumentParser(prog=prog)
-    parser.add_argument("--graph", action="append", help="may be given several times (powerlaw)")
+    parser.add_argument("--graph", action="append", help=f"may be given several times ({graph})")
     parser.add_argument("--scale", type=float, default=1.0, help="of the vertices of the generated graph")
     parser.add_argument("--cache", type=Path, default=Path.home() / ".cache" / "dgl_hybrid" / "systems")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")

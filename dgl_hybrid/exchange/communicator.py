@@ -493,9 +493,11 @@ class LentTransport:
 
 def _read_as(borrow: Callable[[], list[Tensor]], send: Tensor, recv_counts: Sequence[int]) -> list[Tensor]:
     """What was borrowed, in the dtype and shape of what was sent."""
+    shapes = [(count, *send.shape[1:]) for count in recv_counts]
     return [
-        part.view(-1).view(send.dtype).view(count, *send.shape[1:])
-        for part, count in zip(borrow(), recv_counts, strict=True)
+        # Rows of no elements may begin where their dtype may not.
+        part.view(-1).view(send.dtype).view(shape) if part.numel() else send.new_empty(shape)
+        for part, shape in zip(borrow(), shapes, strict=True)
     ]
 
 

@@ -30,8 +30,9 @@ def create_communicator(
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others.
         backend: "gloo" or "nccl"; None takes the default group's.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
-            that all ranks run on. "auto" does the latter where it can: not with NCCL, which does so itself, and not
-            where ranks were put into several network namespaces.
+            that all ranks run on. "auto" does the latter between ranks of one host, wherever there are two, and the
+            former between hosts; not with NCCL, which does so itself, and ranks that were put into several network
+            namespaces are on several hosts.
 
     Returns:
         A communicator; without an initialised default group, one for a world of one rank.
@@ -57,7 +58,7 @@ def create_communicator(
     collective = CollectiveTransport(group)
     if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
         return Communicator(collective)
-    joined = connect_through_memory(collective, timeout_s=timeout_s)
+    joined = connect_through_memory(collective, timeout_s=timeout_s, everybody=transport == "shared_memory")
     if not isinstance(joined, str):
         return Communicator(joined)
     if transport == "shared_memory":

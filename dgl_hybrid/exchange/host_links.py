@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out whether all ranks share a host, and joins each pair of them by a socket of that host.
+"""Finds out which ranks share a host, and joins each pair of them by a socket of that host.
 
     1. every rank listens at an address that only ranks learn, and describes its host    gather of the process group
-    2. each connects to the ranks below it, is accepted by them, and both exchange the
-       descriptors of their memory (SCM_RIGHTS) and see whose process the other end is
+    2. each connects to the ranks of its host below it, is accepted by them, and both exchange
+       the descriptors of their memory (SCM_RIGHTS) and see whose process the other end is
     3. all say whether that worked                                                       gather of the process group
 
 Addresses are abstract: no file stands for them, and they exist in one network namespace only. So ranks that were put
@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -56,15 +57,17 @@ class PeerLink:
         os.close(self.segment.descriptor)
 
 
-def meet_on_host(group: Transport, outbox: Outbox | None) -> list[PeerLink] | str:
-    """Joins this rank to all others if they share a host. Collective: two gathers; all get links or all a reason.
+def meet_on_host(group: Transport, outbox: Outbox | None, *, everybody: bool) -> list[PeerLink] | str:
+    """Joins this rank to the others on its host. Collective: two gathers; all get links or all a reason.
 
     Args:
         group: Of the same ranks.
         outbox: Whose descriptor peers get; None if this system has no such thing.
+        everybody: Whether nothing will do but all ranks on one host; else two of them are enough.
 
     Returns:
-        A link for each other rank, by rank; or why there are none, in words alike on every rank.
+        A link for each other rank of this host, by rank, none for a rank alone on its host; or why there are none for
+        anybody, in words alike on every rank.
     """
     secret = secrets.token_bytes(_SECRET_BYTES)
     listener = None if outbox is None else _listen(secret)
@@ -72,15 +75,18 @@ def meet_on_host(group: Transport, outbox: Outbox | None) -> list[PeerLink] | st
         digests = [_digest(value) for value in _describe_host(can_share=listener is not None)]
         mine = torch.frombuffer(bytearray(b"".join([secret, *digests])), dtype=torch.uint8)
         described = [bytes(row.tolist()) for row in group.all_gather(mine.to(group.device))]
+        hosts = _hosts(described)
         reason = _find_difference(described)
-        if reason is not None:
+        if reason is not None and (everybody or max(map(len, hosts)) < 2):
             return reason
+        (mates,) = (host for host in hosts if group.rank in host)
         links: list[PeerLink] = []
         failure = ""
         try:
-            assert listener is not None
-            assert outbox is not None
-            links = _join(listener, outbox, group.rank, [row[:_SECRET_BYTES] for row in described])
+            if len(mates) > 1:
+                assert listener is not None
+                assert outbox is not None
+                links = _join(listener, outbox, group.rank, {rank: described[rank][:_SECRET_BYTES] for rank in mates})
         except OSError as error:
             failure = str(error)
         joined = group.all_gather(torch.tensor([not failure], dtype=torch.uint8, device=group.device))
@@ -114,6 +120,17 @@ def _describe_host(*, can_share: bool) -> list[str]:
 
 def _digest(value: str) -> bytes:
     return hashlib.blake2b(value.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def _hosts(described: list[bytes]) -> list[list[int]]:
+    """Returns the ranks of each host, ascending; one that cannot share is alone."""
+    can_share, *values = _split(described)
+    hosts: dict[tuple[bytes, ...], list[int]] = {}
+    for rank, can in enumerate(can_share):
+        is_able = can == _digest(_CAN_SHARE)
+        host = tuple(value[rank] for value in values) if is_able else (_digest(f"alone: {rank}"),)
+        hosts.setdefault(host, []).append(rank)
+    return list(hosts.values())
 
 
 def _find_difference(described: list[bytes]) -> str | None:
@@ -168,24 +185,24 @@ def _listen(secret: bytes) -> socket.socket | None:
     return listener
 
 
-def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: list[bytes]) -> list[PeerLink]:
-    """Raises `OSError` if anybody does not come or is not who it should be."""
-    world_size = len(secrets_by_rank)
+def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: Mapping[int, bytes]) -> list[PeerLink]:
+    """Joins the ranks that there are secrets of; raises `OSError` if one does not come or is not who it should be."""
+    above = [peer for peer in secrets_by_rank if peer > rank]
     deadline = time.monotonic() + MEETING_TIMEOUT_S
     links: dict[int, PeerLink] = {}
     pending: dict[int, socket.socket] = {}
     try:
-        for peer in range(rank):
+        for peer in (peer for peer in secrets_by_rank if peer < rank):
             pending[peer] = channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             channel.settimeout(_remaining(deadline))
             channel.connect(_address(secrets_by_rank[peer]))
             socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[peer], rank)], [outbox.descriptor])
-        while len(links) < world_size - 1 - rank:
+        while len(links) < len(above):
             listener.settimeout(_remaining(deadline))
             channel, _ = listener.accept()
             try:
                 channel.settimeout(min(_HELLO_TIMEOUT_S, _remaining(deadline)))
-                link = _receive_hello(channel, secrets_by_rank[rank], range(rank + 1, world_size))
+                link = _receive_hello(channel, secrets_by_rank[rank], above)
             except OSError:  # Anybody may connect; only a rank knows the secret.
                 channel.close()
                 continue
@@ -194,7 +211,7 @@ def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: l
         while pending:
             peer, channel = next(iter(pending.items()))
             channel.settimeout(_remaining(deadline))
-            links[peer] = _receive_hello(channel, secrets_by_rank[rank], range(peer, peer + 1))
+            links[peer] = _receive_hello(channel, secrets_by_rank[rank], [peer])
             del pending[peer]
     except BaseException:
         for link in links.values():
@@ -207,7 +224,7 @@ def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: l
     return [links[peer] for peer in sorted(links)]
 
 
-def _receive_hello(channel: socket.socket, secret: bytes, expected: range) -> PeerLink:
+def _receive_hello(channel: socket.socket, secret: bytes, expected: Sequence[int]) -> PeerLink:
     pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"a rank must run as user {os.geteuid()} (got one of user {uid})")
@@ -218,7 +235,7 @@ def _receive_hello(channel: socket.socket, secret: bytes, expected: range) -> Pe
             raise ConnectionError("a rank left, or somebody else came")
         said, rank = _HELLO.unpack(hello)
         if not secrets.compare_digest(said, secret) or rank not in expected:
-            raise PermissionError(f"one of the ranks {expected.start}..{expected.stop - 1} was expected (got another)")
+            raise PermissionError(f"one of the ranks {list(expected)} was expected (got another)")
         segment = PeerSegment(opened[0])
         opened.append(os.pidfd_open(pid))
     except BaseException:

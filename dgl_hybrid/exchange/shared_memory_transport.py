@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transport for ranks of one host: rows go through memory that both sides map, words about them through sockets.
+"""Rows of ranks on one host go through memory that both sides map, words about them through sockets.
 
     rank 0                                  rank 1
     writes rows into its outbox
@@ -7,12 +7,14 @@
     ◀─ "round 7, layer 2: 298 rows at …" ──
     reads rank 1's outbox                   reads rank 0's outbox
 
-Every rank tells every other one in each round, rows or none. So each sees at once who is elsewhere in the program, and
-nobody needs to be told that rows were read: who begins round 7 has read those of round 6, and an outbox keeps the
-messages of two rounds apart (`Outbox`).
+Every rank tells every other one of its host in each round, rows or none. So each sees at once who is elsewhere in the
+program, and nobody needs to be told that rows were read: who begins round 7 has read those of round 6, and an outbox
+keeps the messages of two rounds apart (`Outbox`).
 
 A rank that waits sleeps in `poll`; it is woken by a message, by the end of a peer's process and by its deadline. What
 was written to memory before a message was sent is seen by who received it, on any processor: the kernel orders both.
+
+Where ranks are on several hosts, those of other hosts get their rows over the process group meanwhile (`far_rows.py`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.far_rows import FarRows
 from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
 from dgl_hybrid.exchange.shared_segments import Outbox
 from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row
@@ -104,21 +107,26 @@ class _Post:
 
 
 class SharedMemoryTransport(Transport):
-    """All-to-all through memory of the host; what is small and the same everywhere stays with the process group.
+    """All-to-all through memory of hosts; what is small and the same everywhere stays with the process group.
 
     Args:
-        group: Carries sums and gathers; of the same ranks.
+        group: Carries sums, gathers and the rows of far ranks; of the same ranks.
         outbox: Whose descriptor the peers have.
-        links: To every other rank, by rank.
+        links: To every other rank of this host, by rank.
+        is_everybody: Whether all ranks are on this host; alike on all of them.
         timeout_s: A peer that stays away longer than this ends an operation with an error.
     """
 
-    backend = "shared_memory"
     can_lend = True
 
-    def __init__(self, group: Transport, outbox: Outbox, links: Sequence[PeerLink], *, timeout_s: float) -> None:
+    def __init__(
+        self, group: Transport, outbox: Outbox, links: Sequence[PeerLink], *, is_everybody: bool, timeout_s: float
+    ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
+        self.backend = "shared_memory" if is_everybody else "mixed"
         self._group, self._outbox, self._links = group, outbox, tuple(links)
+        self._link_of = {link.rank: link for link in links}
+        self._far = FarRows(group, {self.rank, *self._link_of}) if not is_everybody else None
         self._timeout_s = timeout_s
         self._process = os.getpid()
         self._num_calls = 0
@@ -140,10 +148,13 @@ class SharedMemoryTransport(Transport):
         tag: ExchangeTag = NO_TAG,
     ) -> Callable[[], None]:
         with self._taking_part():
+            end_far = None if self._far is None else self._far.start(received, send, recv_counts, send_counts, tag)
             outgoing, incoming = _by_peer(send, send_counts), _by_peer(received, recv_counts)
             incoming[self.rank].copy_(outgoing[self.rank])
-            incoming[self.rank] = outgoing[self.rank] = outgoing[self.rank][:0]
-            share = ROUND_BYTES // max(1, self.world_size - 1)
+            for rank in range(self.world_size):
+                if rank not in self._link_of:
+                    incoming[rank] = outgoing[rank] = outgoing[rank][:0]
+            share = ROUND_BYTES // max(1, len(self._links))
             if self._outbox.holds(send):
                 pieces, offsets = outgoing, self._offsets_of(send, send_counts)
                 outgoing = [part[:0] for part in outgoing]
@@ -169,6 +180,8 @@ class SharedMemoryTransport(Transport):
                 missing = [rank for rank, part in enumerate(incoming) if len(part)]
                 if missing:
                     raise RuntimeError(f"rank {missing[0]} was to send {len(incoming[missing[0]])} bytes more")
+                if end_far is not None:
+                    end_far()
 
         return finish
 
@@ -188,38 +201,46 @@ class SharedMemoryTransport(Transport):
         self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
     ) -> Callable[[], list[Tensor]]:
         with self._taking_part():
+            start_far = None if self._far is None else self._far.start_borrowing
+            end_far = None if start_far is None else start_far(send, recv_counts, send_counts, tag)
             if not self._outbox.holds(send):
                 self._write([as_bytes(send)])
             row_bytes = bytes_of_row(send)
             offsets = self._offsets_of(send, send_counts)
             own = self._post(send, send_counts, offsets, [count * row_bytes for count in send_counts], False, tag)
             self._is_awaiting = True
-        return lambda: self._read_parts(own, send, recv_counts, send_counts, tag)
+
+        def finish() -> list[Tensor]:
+            with self._taking_part(continued=True):
+                parts = self._read_parts(own, send, recv_counts, tag)
+                begin = sum(send_counts[: self.rank])
+                parts[self.rank] = send[begin : begin + send_counts[self.rank]]
+                if end_far is not None:
+                    parts.update(end_far())
+                return [parts[rank] for rank in range(self.world_size)]
+
+        return finish
 
     def _read_parts(
-        self, own: list[_Post], send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag
-    ) -> list[Tensor]:
-        with self._taking_part(continued=True):
-            posts = self._collect(own, recv_counts, tag)
-            row_bytes = bytes_of_row(send)
-            parts: list[Tensor] = []
-            for rank in range(self.world_size):
-                if rank == self.rank:
-                    begin = sum(send_counts[:rank])
-                    parts.append(send[begin : begin + send_counts[rank]])
-                    continue
-                post = posts[rank - (rank > self.rank)]
-                expected = recv_counts[rank] * row_bytes
-                if post.num_bytes != expected:
-                    raise RuntimeError(f"rank {rank} was to send {expected} bytes, not {post.num_bytes}")
-                part = self._links[rank - (rank > self.rank)].segment.read(post.offset, post.num_bytes)
-                parts.append(part.view(send.dtype).view(recv_counts[rank], *send.shape[1:]))
-            return parts
+        self, own: list[_Post], send: Tensor, recv_counts: list[int], tag: ExchangeTag
+    ) -> dict[int, Tensor]:
+        """Returns the rows of every other rank of this host, where they lie."""
+        parts: dict[int, Tensor] = {}
+        row_bytes = bytes_of_row(send)
+        for link, post in zip(self._links, self._collect(own, recv_counts, tag), strict=True):
+            num_rows = recv_counts[link.rank]
+            if post.num_bytes != num_rows * row_bytes:
+                raise RuntimeError(f"rank {link.rank} was to send {num_rows * row_bytes} bytes, not {post.num_bytes}")
+            part = link.segment.read(post.offset, post.num_bytes)
+            parts[link.rank] = part.view(send.dtype).view(num_rows, *send.shape[1:])
+        return parts
 
     def drop_free(self) -> None:
         with self._lock:
             if not self._is_awaiting:  # else peers may still read the message before the last
                 self._outbox.drop_free()
+        if self._far is not None:
+            self._far.drop_free()
         self._group.drop_free()
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -230,7 +251,8 @@ class SharedMemoryTransport(Transport):
 
     def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
         """Those from which something was still to come when this one gave up; else whom the process group misses."""
-        return self._late if self._why_left else self._group.find_late_ranks(name, num_calls)
+        is_told = self._why_left and not (self._far is not None and self._far.has_failed)
+        return self._late if is_told else self._group.find_late_ranks(name, num_calls)
 
     # ---------------------------------------------------------------- rounds
 
@@ -280,15 +302,16 @@ class SharedMemoryTransport(Transport):
     def _collect(self, own: list[_Post], recv_counts: list[int], tag: ExchangeTag) -> list[_Post]:
         """Awaits what every peer tells and returns it, by link, checked."""
         posts = self._await_posts(time.monotonic() + self._timeout_s)
-        by_rank = [*posts[: self.rank], own[self.rank], *posts[self.rank :]]
-        for rank, post in enumerate(by_rank):
-            if post.call != self._num_calls or post.kind != by_rank[0].kind:
+        told = {self.rank: own[self.rank]} | {link.rank: post for link, post in zip(self._links, posts, strict=True)}
+        first = min(told)
+        for rank, post in sorted(told.items()):
+            if post.call != self._num_calls or post.kind != told[first].kind:
                 raise ExchangeError(
-                    f"ranks disagree about exchange {tag.call}: rank 0 of {self.world_size} exchanges "
-                    f"{by_rank[0].describe()}, rank {rank} exchanges {post.describe()}. Every rank must run the same "
+                    f"ranks disagree about exchange {tag.call}: rank {first} of {self.world_size} exchanges "
+                    f"{told[first].describe()}, rank {rank} exchanges {post.describe()}. Every rank must run the same "
                     f"layers on the same fields, with gradients or without, in the same order."
                 )
-        for rank, post in enumerate(by_rank):
+        for rank, post in sorted(told.items()):
             if rank != self.rank and post.num_rows != recv_counts[rank]:
                 raise ExchangeError(
                     f"recv_counts do not match: rank {self.rank} of {self.world_size} expects {recv_counts[rank]} rows "
@@ -391,23 +414,29 @@ class _PeerLeftError(RuntimeError):
     """Another rank gave up; in its words."""
 
 
-def connect_through_memory(group: Transport, *, timeout_s: float) -> SharedMemoryTransport | str:
-    """Joins the ranks of a group through the memory of their host. Collective.
+def connect_through_memory(group: Transport, *, timeout_s: float, everybody: bool = False) -> Transport | str:
+    """Joins the ranks of a group through the memory of their hosts. Collective.
+
+    Args:
+        everybody: Whether nothing will do but all ranks on one host; else two of them are enough.
 
     Returns:
-        The transport; or, on every rank, why there can be none.
+        The transport, for a rank alone on its host the group itself; or, on every rank, why there can be none.
     """
     outbox = _make_outbox()
     links: list[PeerLink] | str = ""
     try:
-        links = meet_on_host(group, outbox)
+        links = meet_on_host(group, outbox, everybody=everybody)
     finally:
-        if outbox is not None and isinstance(links, str):
+        is_everybody = len(links) == group.world_size - 1
+        if outbox is not None and (isinstance(links, str) or not (links or is_everybody)):
             os.close(outbox.descriptor)
     if isinstance(links, str):
         return links
+    if not (links or is_everybody):
+        return group
     assert outbox is not None
-    return SharedMemoryTransport(group, outbox, links, timeout_s=timeout_s)
+    return SharedMemoryTransport(group, outbox, links, is_everybody=is_everybody, timeout_s=timeout_s)
 
 
 def _make_outbox() -> Outbox | None:

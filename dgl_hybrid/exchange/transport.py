@@ -39,7 +39,8 @@ class Transport(ABC):
 
     Attributes:
         rank, world_size: This process and their number.
-        backend: "gloo", "nccl", "shared_memory" or "kvstore".
+        backend: "gloo", "nccl", "shared_memory" (all ranks are on one host), "mixed" (on several, this one and others
+            on this host) or "kvstore".
     """
 
     rank: int

@@ -1,19 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forwards of `GraphConv` and `SAGEConv` that aggregate before they transform, where the aggregate can be kept.
+"""Forwards of `GraphConv`, `SAGEConv` and `GINConv` that aggregate before they transform, where that can be kept.
 
 DGL's layers multiply by the weight first where that makes rows narrower, since fewer numbers are then gathered. On the
 first layer of a loader's blocks, what is gathered are raw features: their (normalised) sum is the same in every epoch.
 Aggregated first it is made once, and from then on the layer is one product: no exchange, no pass over the edges. Sums
 and means are linear, so the order makes no difference but in rounding.
 
-Every other layer of both, on a loader's block, does its products in fewer passes: in DGL's order or, where the plan
-says that this is cheaper (`planner/order.py`), after the sum.
+Every other layer, on a loader's block, does its products in fewer passes: first where they make rows narrower (DGL's
+order, but for `GINConv`, whose function is not known to begin with a product) or, where the plan says that this is
+cheaper (`planner/order.py`), after the sum.
 
 Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import dgl.nn as dglnn
@@ -35,6 +38,9 @@ from dgl_hybrid.graph.row_products import (
 )
 from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
 from dgl_hybrid.ops.op_counts import count
+
+_REDUCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"sum": fn.sum, "mean": fn.mean})
+"""Of `GINConv`, where the sum of products is the product of the sum."""
 
 
 def forward_graphconv(
@@ -101,15 +107,10 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
         # DGL scales the sums; their products are multiplied where they lie in the cache.
         is_scaled = self._norm in ("right", "both")
         return _multiply(self, rst, weight, _degree_factors(graph.in_degrees(), rst, self._norm) if is_scaled else None)
-    with graph.local_scope():
-        padding = vector_columns(num_columns, feat.device) - num_columns
-        padded = F.pad(weight, (0, padding)) if padding else weight
-        # DGL scales the wide rows, before the product.
-        is_scaled = self._norm in ("left", "both")
-        factors = _degree_factors(graph.out_degrees(), feat, self._norm) if is_scaled else None
-        graph.srcdata["h"] = product(feat, padded, None, factors=factors)
-        graph.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
-        rst = graph.dstdata["h"][:, :num_columns]
+    # DGL scales the wide rows, before the product.
+    is_scaled = self._norm in ("left", "both")
+    factors = _degree_factors(graph.out_degrees(), feat, self._norm) if is_scaled else None
+    rst = _sum(graph, _narrowed(feat, weight, factors), None)[:, :num_columns]
     if self._norm in ("right", "both"):
         rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
     count("graphconv", "ours: fewer passes")
@@ -126,13 +127,13 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     if self._aggre_type in ("mean", "gcn") and is_plain:
         operands = _static_operands(graph, feat, edge_weight)
     if not operands:
-        if _is_plain_mean(self, graph, feat, edge_weight):
-            return _forward_plain_mean(self, graph, feat)
+        if self._aggre_type in ("mean", "gcn") and _is_plain_sageconv(self, graph, feat, edge_weight):
+            forward = _forward_plain_mean if self._aggre_type == "mean" else _forward_plain_gcn
+            return forward(self, graph, feat)
         return dglnn.SAGEConv.forward(self, graph, feat, edge_weight)
     num_dst = graph.num_dst_nodes()
     is_mean = self._aggre_type == "mean"
-    layers = (self.fc_self, self.fc_neigh) if is_mean else (self.fc_neigh,)
-    are_products = self.fc_neigh.bias is None and are_plain(layers, feat)
+    are_products = _are_products(self, feat)
 
     def aggregate() -> Rows:
         summed = _sum(graph, feat, edge_weight)
@@ -155,16 +156,16 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     return _finish(self, rst)
 
 
-def _is_plain_mean(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
-    """Whether this is a mean layer on a loader's block that does nothing but sum and multiply."""
-    return (
-        self._aggre_type == "mean"
-        and isinstance(graph, LayerBlock)
-        and isinstance(feat, Tensor)
-        and edge_weight is None
-        and self.fc_neigh.bias is None
-        and are_plain((self.fc_self, self.fc_neigh), feat)
-    )
+def _are_products(self: Any, feat: Tensor) -> bool:
+    """Whether a `SAGEConv` multiplies these rows, or sums of them, by its weights and does nothing else to them."""
+    layers = (self.fc_self, self.fc_neigh) if self._aggre_type == "mean" else (self.fc_neigh,)
+    return self.fc_neigh.bias is None and are_plain(layers, feat)
+
+
+def _is_plain_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:
+    """Whether this is a layer on a loader's block that does nothing but sum and multiply."""
+    is_plain = isinstance(graph, LayerBlock) and isinstance(feat, Tensor) and edge_weight is None
+    return is_plain and _are_products(self, feat)
 
 
 def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
@@ -184,10 +185,88 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
         return _finish(self, own + graph.dstdata["neigh"][:, : self._out_feats])
 
 
+def _forward_plain_gcn(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
+    x, weight, num_dst = self.feat_drop(feat), self.fc_neigh.weight.t(), graph.num_dst_nodes()
+    factors = 1.0 / (graph.in_degrees().to(feat).reshape(-1, 1) + 1)
+    if graph.sums_first or self._in_src_feats <= self._out_feats:
+        relu = is_relu(self.activation)
+        count("sageconv", "ours: sum first")
+        rst = product(_sum(graph, x, None) + x[:num_dst], weight, self.bias, factors=factors, relu=relu)
+        return _finish(self, rst, is_activated=relu)
+    own, summed = _sum_of_narrowed(graph, x, weight)
+    count("sageconv", "ours: fewer passes")
+    rst = (summed + own) * factors
+    return _finish(self, rst if self.bias is None else rst + self.bias)
+
+
 def _finish(self: Any, rst: Tensor, *, is_activated: bool = False) -> Any:
     if self.activation is not None and not is_activated:
         rst = self.activation(rst)
     return self.norm(rst) if self.norm is not None else rst
+
+
+def forward_ginconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None = None) -> Any:
+    """`dgl.nn.GINConv.forward`: same arguments, same result."""
+    is_linear = self._aggregator_type in _REDUCES
+    operands = _static_operands(graph, feat, edge_weight) if is_linear else ()
+    first, rest = _first_product(self.apply_func)
+    first = first if first is not None and isinstance(feat, Tensor) and are_plain((first,), feat) else None
+    if operands:
+        return _forward_static_ginconv(self, graph, feat, edge_weight, operands, first, rest)
+    is_plain = is_linear and isinstance(graph, LayerBlock) and edge_weight is None
+    if not is_plain or first is None or graph.sums_first or first.in_features <= first.out_features:
+        return dglnn.GINConv.forward(self, graph, feat, edge_weight)
+    own, neigh = _sum_of_narrowed(graph, feat, first.weight.t(), _REDUCES[self._aggregator_type])
+    count("ginconv", "ours: fewer passes")
+    rst = (1 + self.eps) * own + neigh
+    return _finish_ginconv(self, rst if first.bias is None else rst + first.bias, rest)
+
+
+def _forward_static_ginconv(
+    self: Any,
+    graph: LayerBlock,
+    feat: Tensor,
+    edge_weight: Tensor | None,
+    operands: tuple[Tensor, ...],
+    first: nn.Linear | None,
+    rest: Sequence[nn.Module],
+) -> Any:
+    own = feat[: graph.num_dst_nodes()]
+    # What is learned has another value in every epoch.
+    eps = None if isinstance(self.eps, nn.Parameter) else self.eps.item()
+    is_sum_alone = eps is None
+
+    def aggregate() -> Rows:
+        neigh = _sum(graph, feat, edge_weight, _REDUCES[self._aggregator_type])
+        if is_sum_alone:
+            return neigh
+        x: Tensor = (1 + self.eps) * own + neigh
+        return x if first is None else sparse_or_dense(x)
+
+    key = ("ginconv", self._aggregator_type, edge_weight is not None, eps, first is not None)
+    rst: Any = graph.keep(key, operands, aggregate)
+    count("ginconv", "ours: kept aggregate")
+    rst = (1 + self.eps) * own + rst if is_sum_alone else rst
+    if first is None:
+        return _finish_ginconv(self, rst if self.apply_func is None else self.apply_func(rst), ())
+    relu = bool(rest) and is_relu(rest[0])
+    return _finish_ginconv(self, product(rst, first.weight.t(), first.bias, relu=relu), rest[1:] if relu else rest)
+
+
+def _first_product(apply_func: Any) -> tuple[nn.Linear | None, tuple[nn.Module, ...]]:
+    """Returns the product that a layer's function begins with, if it can be seen, and what comes after it."""
+    if type(apply_func) is nn.Linear:
+        return apply_func, ()
+    if type(apply_func) is nn.Sequential and not is_watched(apply_func) and len(apply_func):
+        first, *rest = apply_func
+        return (first if type(first) is nn.Linear else None), tuple(rest)
+    return None, ()
+
+
+def _finish_ginconv(self: Any, rst: Tensor, rest: Sequence[nn.Module]) -> Any:
+    for module in rest:
+        rst = module(rst)
+    return rst if self.activation is None else self.activation(rst)
 
 
 def _static_operands(graph: Any, feat: Any, edge_weight: Tensor | None) -> tuple[Tensor, ...]:
@@ -204,14 +283,29 @@ def _degree_factors(degrees: Tensor, x: Tensor, norm: str) -> Tensor:
     return factors.reshape(-1, *(1,) * (x.dim() - 1))
 
 
-def _sum(graph: LayerBlock, x: Tensor, edge_weight: Tensor | None) -> Tensor:
-    """(C, ...) to the sums over in-edges of the destinations. Collective."""
+def _narrowed(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
+    """Returns `factors * (x @ weight)`, (C, W >= O) with columns of zeros behind where that is faster."""
+    padding = vector_columns(weight.shape[1], x.device) - weight.shape[1]
+    return product(x, F.pad(weight, (0, padding)) if padding else weight, None, factors=factors)
+
+
+def _sum_of_narrowed(
+    graph: LayerBlock, x: Tensor, weight: Tensor, reduce: Callable[..., Any] = fn.sum
+) -> tuple[Tensor, Tensor]:
+    """Returns (N, O) of the destinations: their own products, and the sums of their in-neighbours'. Collective."""
+    num_columns = weight.shape[1]
+    rows = _narrowed(x, weight)
+    return rows[: graph.num_dst_nodes(), :num_columns], _sum(graph, rows, None, reduce)[:, :num_columns]
+
+
+def _sum(graph: LayerBlock, x: Tensor, edge_weight: Tensor | None, reduce: Callable[..., Any] = fn.sum) -> Tensor:
+    """(C, ...) to the sums (or means) over in-edges of the destinations. Collective."""
     with graph.local_scope():
         graph.srcdata["h"] = x
         message = fn.copy_u("h", "m")
         if edge_weight is not None:
             graph.edata["_edge_weight"] = edge_weight
             message = fn.u_mul_e("h", "_edge_weight", "m")
-        graph.update_all(message, fn.sum("m", "h"))
+        graph.update_all(message, reduce("m", "h"))
         summed: Tensor = graph.dstdata["h"]
     return summed

@@ -17,13 +17,14 @@ from typing import Any, ClassVar, TypeVar
 import dgl.nn as dglnn
 from torch import nn
 
-from dgl_hybrid.graph.aggregate_first import forward_graphconv, forward_sageconv
+from dgl_hybrid.graph.aggregate_first import forward_ginconv, forward_graphconv, forward_sageconv
 from dgl_hybrid.graph.fused_attention import forward_gat, forward_gatv2
 
 FORWARDS: Mapping[type[nn.Module], Callable[..., Any]] = MappingProxyType(
     {
         dglnn.GATConv: forward_gat,
         dglnn.GATv2Conv: forward_gatv2,
+        dglnn.GINConv: forward_ginconv,
         dglnn.GraphConv: forward_graphconv,
         dglnn.SAGEConv: forward_sageconv,
     }
@@ -35,7 +36,8 @@ ModelT = TypeVar("ModelT", bound=nn.Module)
 
 def optimize(model: ModelT) -> ModelT:
     """Lets the layers inside a model compute the same faster: `GATConv` and `GATv2Conv` as one fused operation,
-    `GraphConv` and `SAGEConv` (mean, gcn) aggregating raw features before they transform them, once for all epochs.
+    `GraphConv`, `SAGEConv` (mean, gcn) and `GINConv` (sum, mean) aggregating raw features before they transform them,
+    once for all epochs.
     Features that are mostly zeros, and sums of them, are multiplied by the entries they have; where a loader's plan
     says so, other layers sum first, too; and a ReLU given as a layer's `activation` goes along with its product.
 

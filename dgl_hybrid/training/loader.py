@@ -101,8 +101,8 @@ class FullGraphLoader:
         partial_sums: Sums and means without weights may travel instead of their sources, whichever are fewer (a minimum
             vertex cover, found when a layer first trains). None: where rows go over a network, not through memory.
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
-            script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter where it is
-            possible) or "kvstore" (DistDGL's servers); None means "auto".
+            script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter between
+            trainers of one host, the former between hosts) or "kvstore" (DistDGL's servers); None means "auto".
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 

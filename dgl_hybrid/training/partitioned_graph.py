@@ -104,7 +104,8 @@ class PartitionedGraph:
         Args:
             g: Of a homogeneous graph, on a machine whose server keeps it by destination (format csc, the default).
             transport: "collective" exchanges rows over `torch.distributed`, "shared_memory" through the memory of the
-                host that all trainers run on; "auto" (the default) chooses between these two (`create_communicator`).
+                host that all trainers run on; "auto" (the default) chooses between these two for every pair
+                (`create_communicator`).
                 "kvstore" goes over DistDGL's servers, slowly, where no backend of torch.distributed spans the hosts.
 
         Raises:

@@ -346,7 +346,7 @@ class PlanMaker:
         return least if least and not any(fitting) else None
 
 
-_BACKGROUND_BACKENDS = ("gloo", "nccl")
+_BACKGROUND_BACKENDS = ("gloo", "nccl", "mixed")
 """Whose transfers cost the computing thread next to nothing; elsewhere it copies or asks for the rows itself."""
 WIRE_FACTORS = (1.0, 0.5, 2.0)
 """What the predicted time of rows on the wire may be off by: which of them partial sums save depends on the plan, other

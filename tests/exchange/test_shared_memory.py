@@ -9,7 +9,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,13 +28,16 @@ from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.exchange.shared_segments import Outbox, PeerSegment
 from dgl_hybrid.exchange.transport import ExchangeTag
 from tests.exchange.test_rows import NUM_ROWS, make_plans
+from tests.helpers.hosts import on_hosts
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex128]
 
 
-def through_memory(timeout_s: float = 30.0) -> Communicator:
-    return create_communicator(transport="shared_memory", timeout_s=timeout_s)
+def through_memory(timeout_s: float = 30.0, rank: int = 0, hosts: Sequence[int] | None = None) -> Communicator:
+    """Of one host; or of those that ranks are to believe they are on."""
+    with on_hosts(rank, hosts):
+        return create_communicator(transport="shared_memory" if hosts is None else "auto", timeout_s=timeout_s)
 
 
 @contextlib.contextmanager
@@ -51,9 +54,9 @@ def small_rounds(num_bytes: int) -> Iterator[None]:
 # -------------------------------------------------------------------- the same bits as the collective transport
 
 
-def run_both(rank: int, world_size: int) -> list[tuple[str, Tensor, Tensor]]:
+def run_both(rank: int, world_size: int, hosts: Sequence[int] | None = None) -> list[tuple[str, Tensor, Tensor]]:
     """Returns what differs."""
-    ways, differing = (create_communicator(transport="collective"), through_memory()), []
+    ways, differing = (create_communicator(transport="collective"), through_memory(rank=rank, hosts=hosts)), []
     for seed, widths in enumerate([(3,), (1, 4), (0, 2, 5)]):
         plan = make_plans(world_size, seed)[rank]
         generator = torch.Generator().manual_seed(rank)
@@ -77,9 +80,9 @@ def test_rows_and_gradients_are_bitwise_those_of_the_collective_transport(world_
     assert run_ranks(world_size, run_both) == [[]] * world_size
 
 
-def run_raw(rank: int, world_size: int, round_bytes: int) -> list[str]:
+def run_raw(rank: int, world_size: int, round_bytes: int, hosts: Sequence[int] | None = None) -> list[str]:
     """Uneven and zero splits, rows for oneself among them, of any dtype, written here or where they are sent from."""
-    collective, memory = create_communicator(transport="collective"), through_memory()
+    collective, memory = create_communicator(transport="collective"), through_memory(rank=rank, hosts=hosts)
     rng, differing = random.Random(7), []
     with small_rounds(round_bytes):
         for number in range(15):
@@ -111,9 +114,9 @@ def test_any_splits_of_any_dtype(world_size: int, round_bytes: int) -> None:
     assert run_ranks(world_size, run_raw, round_bytes) == [[]] * world_size
 
 
-def run_uneven_pace(rank: int, world_size: int) -> list[str]:
+def run_uneven_pace(rank: int, world_size: int, hosts: Sequence[int] | None = None) -> list[str]:
     """Ranks dawdle at random, between exchanges and while they read; sizes go up and down."""
-    communicator, wrong = through_memory(), []
+    communicator, wrong = through_memory(rank=rank, hosts=hosts), []
     shared, own = random.Random(3), random.Random(f"pace {rank}")
     for number in range(60):
         counts = [[shared.choice([0, 5, 1000, 30_000]) for _ in range(world_size)] for _ in range(world_size)]
@@ -393,9 +396,11 @@ def run_choice(rank: int, world_size: int, change: str | None) -> tuple[str, str
         ("unjoined", "of 3 could not be joined to the others"),
     ],
 )
-def test_ranks_that_cannot_share_memory_use_the_process_group(change: str, words: str) -> None:
-    for chosen, forced in run_ranks(3, run_choice, change):
-        assert chosen == "gloo"
+def test_a_rank_that_cannot_share_memory_uses_the_process_group(change: str, words: str) -> None:
+    results = run_ranks(3, run_choice, change)
+    # Without the one that is elsewhere the two others share theirs, unless it was to be one of them.
+    assert [chosen for chosen, _ in results] == (["gloo"] * 3 if change == "unjoined" else ["mixed", "gloo", "mixed"])
+    for _, forced in results:
         assert words in forced
         assert "Give transport='collective'." in forced
 

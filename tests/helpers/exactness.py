@@ -96,6 +96,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "gatv2": lambda a, b: _gat(dglnn.GATv2Conv, a, b),
     "gin": lambda a, b: dglnn.GINConv(nn.Sequential(nn.Linear(a, b), nn.Tanh(), nn.Linear(b, b)), "sum"),
     "gin_max": lambda a, b: dglnn.GINConv(nn.Linear(a, b), "max"),
+    "gin_learned": lambda a, b: dglnn.GINConv(nn.Linear(a, b), "mean", init_eps=0.3, learn_eps=True),
     "edge_weight_norm": WeightedConv,
     "user_defined": UserDefined,
     "direct_ops": DirectOps,

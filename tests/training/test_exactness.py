@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import io
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import dgl
 import pytest
 import torch
 
-from tests.helpers.exactness import LAYERS, Case, assert_same_step, reference_step, run_step
+from tests.helpers.exactness import LAYERS, Case, StepResult, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, power_law, train_mask, with_empty_pair
+from tests.helpers.hosts import on_hosts
 from tests.helpers.partitions import PartitionStore, relabelled
 from tests.helpers.thinning import marks_of, pairwise
 from tests.helpers.world import run_ranks
@@ -184,3 +186,20 @@ def test_one_exchange_a_layer_and_direction(kind: str, collectives: int, partiti
     for result in run_ranks(3, run_step, partitions.get("power_law", power_law(), 3), case):
         assert result.forward_exchanges == 3 * collectives
         assert result.backward_exchanges == 3 * collectives
+
+
+def run_step_on_hosts(rank: int, world_size: int, part_config: str, case: Case, hosts: Sequence[int]) -> StepResult:
+    with on_hosts(rank, hosts):
+        return run_step(rank, world_size, part_config, case)
+
+
+@pairwise(
+    hosts=[(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1)],
+    kind=["gcn_both", "gat", "gin_max", "user_defined"],
+    plan=["depcomm", "random:2:0.5", "planned:hybrid"],
+)
+def test_ranks_on_several_hosts(hosts: Sequence[int], kind: str, plan: str, partitions: PartitionStore) -> None:
+    case = Case(kind=kind, plan=plan, num_layers=3, epochs=2, optimized=True)
+    folder = partitions.get("power_law", power_law(), len(hosts))
+    results = run_ranks(len(hosts), run_step_on_hosts, folder, case, hosts)
+    assert_same_step(results, reference_step(power_law(), case))

@@ -70,7 +70,7 @@ def train(
 
 
 @pairwise(
-    kind=["gcn_both", "sage_mean"],
+    kind=["gcn_both", "sage_mean", "sage_gcn", "gin"],
     world_size=[1, 2, 3, 4],
     strategy=["hybrid", "depcache", "depcomm"],
     batch_norm=[False, True],

@@ -7,11 +7,13 @@ The default run sees every kind of layer plain and optimised, and under either p
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
 import dgl
+import dgl.nn as dglnn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -30,7 +32,7 @@ from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 EPOCHS = 3
-KEPT_BY_ITSELF = {"gin", "gin_max"}
+KEPT_BY_ITSELF = {"gin", "gin_max", "gin_learned"}
 """Layers that aggregate the very tensor they are given; GraphConv and SAGEConv narrow it by a product first."""
 KEPT_WHEN_OPTIMIZED = KEPT_BY_ITSELF | {"gcn_both", "gcn_right", "gcn_left", "gcn_none", "sage_mean", "sage_gcn"}
 
@@ -159,7 +161,9 @@ def test_every_layer(kind: str, plan: str, optimized: bool, partitions: Partitio
             assert first > 0
 
 
-@pairwise(kind=["gcn_both", "sage_mean", "sage_gcn", "gin_max"], num_layers=[1, 3], world_size=[1, 2, 4])
+@pairwise(
+    kind=["gcn_both", "sage_mean", "sage_gcn", "gin", "gin_max", "gin_learned"], num_layers=[1, 3], world_size=[1, 2, 4]
+)
 def test_every_number_of_ranks(kind: str, num_layers: int, world_size: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, plan="random:2:0.5", num_layers=num_layers, residual=True)
     runs = run_ranks(world_size, train, partitions.get("power_law", power_law(), world_size), case, optimized=True)
@@ -210,6 +214,35 @@ def test_autocast_keeps_nothing(partitions: PartitionStore) -> None:
     assert all(run.kept_bytes == 0 for run in runs)
 
 
+def run_with_other_eps(rank: int, world_size: int, part_config: str) -> list[tuple[Tensor, Tensor]]:
+    """Results of DGL's forward and of ours, before and after somebody sets what rows are multiplied by."""
+    g = PartitionedGraph.open(part_config)
+    torch.manual_seed(4)
+    layer = dglnn.GINConv(nn.Sequential(nn.Linear(g.ndata["feat"].shape[1], 4), nn.ReLU(), nn.Linear(4, 4)), "sum")
+    layer = layer.double()
+    ours = optimize(copy.deepcopy(layer))
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 1, strategy="depcomm", topology=uniform_topology(world_size)
+    )
+    found = []
+    for eps in (0.0, 0.5):
+        for input_nodes, _, (block,) in loader:
+            for module in (layer, ours):
+                module.eps.fill_(eps)
+            x = g.ndata["feat"][input_nodes]
+            found.append((layer(block, x).detach(), ours(block, x).detach()))
+    return found
+
+
+def test_a_sum_that_is_kept_with_the_rows_own_part_knows_its_factor(partitions: PartitionStore) -> None:
+    for (first, ours), (second, ours_later) in run_ranks(
+        2, run_with_other_eps, partitions.get("power_law", power_law(), 2)
+    ):
+        assert_close(ours, first, "eps 0")
+        assert_close(ours_later, second, "eps 0.5")
+        assert not torch.allclose(first, second)
+
+
 def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
     runs = run_ranks(3, train, folder, Case(kind="gcn_both"), optimized=True, keep_static=False)
@@ -229,7 +262,7 @@ def mostly_zeros(num_features: int = 12) -> dgl.DGLGraph:
     return graph
 
 
-SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2}
+SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2, "gin": 1}
 """Layer to the number of operands of its first products: sums, rows, or both."""
 
 

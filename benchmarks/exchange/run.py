@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,13 +43,14 @@ from dgl_hybrid.exchange.rows import extend_rows
 ROWS_PER_RANK, HALO_SHARE, WARMUP = 50_000, 0.3, 3
 
 
-def build_plan(communicator: Communicator) -> tuple[ExchangePlan, Ownership]:
-    """A random halo: every rank reads a share of every other rank's rows."""
+def build_plan(communicator: Communicator, shares: Sequence[float] = ()) -> tuple[ExchangePlan, Ownership]:
+    """A random halo: every rank reads a share of every other rank's rows, as large as of the rest if not given."""
     offsets = torch.arange(communicator.world_size + 1) * ROWS_PER_RANK
     ownership = Ownership(offsets=offsets, rank=communicator.rank)
     generator = torch.Generator().manual_seed(communicator.rank)
     foreign = torch.arange(ownership.total)[~ownership.is_owned(torch.arange(ownership.total))]
-    share = HALO_SHARE / max(1, communicator.world_size - 1)
+    shares = shares or [HALO_SHARE / max(1, communicator.world_size - 1)] * communicator.world_size
+    share = torch.tensor(shares)[foreign // ROWS_PER_RANK]
     halo = foreign[torch.rand(len(foreign), generator=generator) < share]
     routing = request_ids(communicator, ownership, halo)
     plan = ExchangePlan(
@@ -108,13 +109,18 @@ def gradient_step(
     return extended.detach(), x.grad
 
 
-def check(plan: ExchangePlan, ownership: Ownership, communicators: dict[str, Communicator]) -> None:
+def check(
+    plan: ExchangePlan,
+    ownership: Ownership,
+    communicators: Mapping[str, Communicator],
+    ways: Mapping[str, tuple[str, Extend]],
+) -> None:
     """Raises unless received rows are the owners', backward is the adjoint of forward, and all ways agree bitwise."""
     generator = torch.Generator().manual_seed(plan.rank)
     x = torch.randn(plan.num_rows, 3, dtype=torch.float64, generator=generator)
     y = torch.randn(plan.num_rows + plan.num_received, 3, dtype=torch.float64, generator=generator)
     ids, results = ownership.owned().double()[:, None], []
-    for transport, extend in WAYS.values():
+    for transport, extend in ways.values():
         communicator = communicators[transport]
         (received,) = extend([ids], plan, communicator)
         assert torch.equal(received[plan.num_rows :, 0].long(), plan.recv_global)
@@ -133,7 +139,7 @@ def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], roun
     communicators = {name: create_communicator(transport=name) for name in ("collective", "shared_memory")}
     common = communicators["collective"]
     plan, ownership = build_plan(common)
-    check(plan, ownership, communicators)
+    check(plan, ownership, communicators, WAYS)
     records: list[dict[str, Any]] = []
     for width in widths:
         x, gradient = torch.randn(plan.num_rows, width), torch.randn(plan.num_rows + plan.num_received, width)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -112,8 +113,13 @@ def full_grid(
     ranks: Sequence[int] = (1, 2, 3, 4),
     networks: Sequence[str] = tuple(NETWORKS),
     scale: float = 1.0,
+    sample: int | None = None,
 ) -> tuple[Cell, ...]:
-    """Returns every combination, the most telling first, so that a run which is cut short has seen something of all."""
+    """Returns every combination, the most telling first, so that a run which is cut short has seen something of all.
+
+    Args:
+        sample: A seed; cells come in the order that it draws, so that those a run has come to are a random sample.
+    """
     cells = [
         Cell(
             graph=graph,
@@ -132,6 +138,9 @@ def full_grid(
         for network in networks
         if count > 1 or network == "loopback"
     ]
+    if sample is not None:
+        random.Random(sample).shuffle(cells)
+        return tuple(cells)
     choices: tuple[tuple[str, Sequence[Any]], ...] = (
         ("num_layers", layers),
         ("hidden", hidden),

@@ -63,6 +63,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, help="folder for graphs and partitions (~/.cache/dgl_hybrid/systems)")
     parser.add_argument("--graph", action="append", help=f"of {', '.join((*GENERATED, *REAL))}, ogb:…, dgl:…, an .npz")
     parser.add_argument("--scale", type=float, default=1.0, help="of the vertices of generated graphs")
+    parser.add_argument("--sample", type=int, metavar="SEED", help="cells in an order drawn at random")
     parser.add_argument("--model", action="append", choices=MODELS)
     parser.add_argument("--layers", type=int, action="append")
     parser.add_argument("--hidden", type=int, action="append")
@@ -90,7 +91,7 @@ def choose_cells(args: argparse.Namespace) -> tuple[Cell, ...]:
         "networks": args.network,
     }
     given = {name: value for name, value in choices.items() if value}
-    return full_grid(args.graph or (*GENERATED, *REAL), **given, scale=args.scale)
+    return full_grid(args.graph or (*GENERATED, *REAL), **given, scale=args.scale, sample=args.sample)
 
 
 def measure_cells(

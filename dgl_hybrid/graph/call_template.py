@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +60,14 @@ class CallTemplate:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     fields: StaticFields
+    autocast: torch.dtype | None = None
+    """Of the `torch.autocast` that the call is made under; None: under none."""
 
     @staticmethod
     def of_call(
         args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
     ) -> CallTemplate:
-        """Remembers a call that was seen, without keeping its tensors (but a few rows of sparse features)."""
+        """Remembers a call that is being made, without keeping its tensors (but a few rows of sparse features)."""
         num_seen: dict[int, int] = {}
 
         def abstract(value: Any) -> Any:
@@ -74,11 +77,12 @@ class CallTemplate:
                 return _abstract_rows(value, blocks, num_seen)
             return value
 
-        return CallTemplate(map_leaves(args, abstract), map_leaves(kwargs, abstract), fields)
+        cast = _autocast_dtype(blocks[0].device.type)
+        return CallTemplate(map_leaves(args, abstract), map_leaves(kwargs, abstract), fields, cast)
 
     @staticmethod
-    def of_convention(node_fields: Mapping[str, Any], fields: StaticFields) -> CallTemplate:
-        """`model(blocks, x)` with `x` the prefetched feature, or the one with a customary name.
+    def of_convention(node_fields: Mapping[str, Any], fields: StaticFields, device_type: str = "cpu") -> CallTemplate:
+        """`model(blocks, x)` with `x` the prefetched feature, or the one with a customary name, as if it were made now.
 
         Raises:
             ValueError: If no feature can be told.
@@ -100,7 +104,11 @@ class CallTemplate:
             is_static=True,
             zeros_like=zeros_like,
         )
-        return CallTemplate((_ALL_BLOCKS, x), {}, fields)
+        return CallTemplate((_ALL_BLOCKS, x), {}, fields, _autocast_dtype(device_type))
+
+    def casting(self, device_type: str) -> contextlib.AbstractContextManager[object]:
+        """What the call is to be repeated under on a device, whatever this thread is under at present."""
+        return torch.autocast(device_type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
     @property
     def has_sparse_rows(self) -> bool:
@@ -152,6 +160,10 @@ class CallTemplate:
             return value
 
         return map_leaves(self.args, concrete), map_leaves(self.kwargs, concrete), static
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
 _ALL_BLOCKS = object()

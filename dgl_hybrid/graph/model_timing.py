@@ -209,7 +209,7 @@ class _Timer:
             if self._keep_static:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
         measured = Measured(rows, edges)
-        epoch = functools.partial(self._epoch, args, kwargs)
+        epoch = functools.partial(self._epoch, args, kwargs, blocks[0].device.type)
         epoch()  # makes what is kept, structures, buffers
         elapsed_s: list[float] = []
         while len(elapsed_s) < (rounds or ROUNDS) or (
@@ -229,8 +229,8 @@ class _Timer:
         measured.elapsed_s = statistics.median(elapsed_s)
         return measured
 
-    def _epoch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with _DropoutAs(self._dropout):
+    def _epoch(self, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
+        with _DropoutAs(self._dropout), self._template.casting(device_type):
             outputs = [x for x in flatten(self._model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             losses = [_loss_of(x) for x in outputs]
         if self._optimizer is not None:

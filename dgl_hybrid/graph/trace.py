@@ -293,13 +293,14 @@ def trace_model(
             for block in blocks:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
         # The first epoch makes what is kept, results and structures; what the others cost is of interest.
-        with _QuietMode(record, sizes), _SplitMode(record, num_edges):
+        with template.casting("cpu"), _QuietMode(record, sizes), _SplitMode(record, num_edges):
             copied(*args, **kwargs)
         for block in blocks:
             block.observer = observer
         costs = _CostMode(record, sizes, num_edges)
         with _QuietMode(record, sizes, costs, row_slowdown(dropout)), costs:
-            outputs = _differentiable(copied(*args, **kwargs))
+            with template.casting("cpu"):
+                outputs = _differentiable(copied(*args, **kwargs))
             costs.forward = False
             try:
                 if outputs:

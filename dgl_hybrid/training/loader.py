@@ -212,9 +212,11 @@ class FullGraphLoader:
             and not (self.approximation is not None and self.approximation.is_stale),
         )
         self._template: CallTemplate | None = None
+        self._planned_for: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
         self._steps_done = 0
+        self._is_cast_otherwise = False
         self._is_warned = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
@@ -228,7 +230,7 @@ class FullGraphLoader:
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
             self._build(forced, dense_below_of(plan, self.num_layers), chunk_rows, sums_first)
         elif model is not None:
-            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g)))
+            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g), self.device.type))
         else:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, self.num_layers)
@@ -255,6 +257,7 @@ class FullGraphLoader:
     def _make_plan(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it. Collective."""
         start_ns = time.perf_counter_ns()
+        self._planned_for = template
         outcome = self._maker.make(model, template)
         took = self.communicator.gather_ints([time.perf_counter_ns() - start_ns])
         return outcome, max(ns for (ns,) in took) / 1e9
@@ -411,7 +414,7 @@ class FullGraphLoader:
         self.graph.agree_on_writes()
         self._agree_on_last_epoch()
         self._prefetch.fill(self.graph, self.blocks)
-        if self.outcome is None and not (self.forced and self._is_checked):
+        if self._is_cast_otherwise or (self.outcome is None and not (self.forced and self._is_checked)):
             self._use_first_call()
         if self.is_settled:
             self._forget_how_it_was_planned()
@@ -474,7 +477,13 @@ class FullGraphLoader:
         has_drawn = step is not None and step.num_random_calls > 0
         if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
             self._say_untimed()
-        told = self.communicator.gather_ints([self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns])
+        # Under autocast nothing is kept, overlaps or comes in chunks: plans for the model without it are wrong then.
+        seen, planned_for = self._template, self._planned_for
+        is_otherwise = seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
+        told = self.communicator.gather_ints(
+            [self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise)]
+        )
+        self._is_cast_otherwise = all(row[4] for row in told)
         self._epoch_ns = 0
         # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
         self._steps_done += any(row[2] for row in told)

@@ -152,6 +152,18 @@ def test_grid_has_every_combination_once_and_the_plainest_first() -> None:
     assert {cell.dataset for cell in scaled} == {"products@0.1", "debian-deps"}
 
 
+def test_a_sample_is_the_grid_in_an_order_drawn_once() -> None:
+    """Cells that were measured are told by this order: it stays."""
+    cells = full_grid(ranks=(2, 3, 4), sample=5)
+    assert set(cells) == set(full_grid(ranks=(2, 3, 4)))
+    assert [cell.key for cell in cells[:3]] == [
+        "debian-deps/gat-2x256/3/1gbit",
+        "powerlaw/sage-3x256/4/200mbit",
+        "moby-thesaurus/sage-3x128/3/loopback",
+    ]
+    assert full_grid(ranks=(2, 3, 4), sample=6) != cells
+
+
 def test_quick_grid_has_what_every_figure_needs() -> None:
     cells = quick_grid()
     assert {cell.model for cell in cells if cell.ranks == 1} == {"gcn", "sage", "gat"}

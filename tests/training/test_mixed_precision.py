@@ -74,6 +74,41 @@ def train_ranks(rank: int, world_size: int, folder: str, kind: str, is_optimized
     return Trained(losses, [parameter.grad for parameter in model.parameters()])
 
 
+def plan_ranks(rank: int, world_size: int, folder: str, gives_model: bool) -> tuple[list[bool], list[bool], list[int]]:
+    """Of each epoch's plan: whether the first layer is kept, whether the last can split, the bytes of its row."""
+    g = PartitionedGraph.open(folder)
+    g.ndata["feat"] = g.ndata["feat"].local.float()
+    model = optimize(Model("sage", g.ndata["feat"].shape[1]))
+    given = model if gives_model else None
+    topology = uniform_topology(world_size)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=given, topology=topology, autotune=False)
+    keeps, splits, sizes = [], [], []
+    for is_cast in (True, True, True):
+        for input_nodes, seeds, blocks in loader:
+            with casting(is_cast):
+                loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]).float(), g.ndata["label"][seeds])
+            loss.backward()
+            plan = None if loader.outcome is None else loader.outcome.plan
+            if plan is not None and plan.trace is not None:
+                first, last = plan.trace.layers
+                keeps.append(first.keeps_result)
+                splits.append(last.can_split)
+                sizes.append(round(last.operand_bytes_fwd))
+    return keeps, splits, sizes
+
+
+@pytest.mark.parametrize("gives_model", [True, False])
+def test_plans_are_made_for_what_is_cast(gives_model: bool, partitions: PartitionStore) -> None:
+    """A loader that is given the model plans as if nothing were cast, and once more when it sees that it is."""
+    folder = partitions.get("power_law", power_law(), WORLD_SIZE)
+    for keeps, splits, sizes in run_ranks(WORLD_SIZE, plan_ranks, folder, gives_model):
+        assert keeps == [True] * gives_model + [False] * 2
+        assert splits == [True] * gives_model + [False] * 2
+        *before, second, third = sizes
+        assert second == third == 2 * CLASSES
+        assert before in ([], [4 * CLASSES])
+
+
 def train_alone(kind: str, *, is_cast: bool) -> Trained:
     """Plain DGL in one process."""
     graph = power_law()

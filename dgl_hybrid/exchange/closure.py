@@ -32,8 +32,6 @@ class LayerStructure:
     """(E,) int32, or int64 where that is too narrow: source positions, below `num_held` held here, from there on
     received. The edges of a layer are the first of those of the layer before."""
     exchange: ExchangePlan
-    interior: Tensor
-    """(num_dst,) bool: no received source, so this row can be aggregated while the exchange is in flight."""
 
     @property
     def num_edges(self) -> int:
@@ -156,7 +154,7 @@ def close_levels(
     if row_order != "id":
         # Layer 1 has all edges that any layer has.
         counts, src_global, _ = in_edges.lookup(rows_global[: len(computed[1])])
-        indices, _ = _find_sources(rows_global, received[0], src_global, num_ids)
+        indices = _find_sources(rows_global, received[0], src_global, num_ids)
         ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
         rows_global = rows_global if ordered.order is None else rows_global[ordered.order]
     order = torch.argsort(rows_global)
@@ -175,11 +173,8 @@ def close_levels(
         num_edges = int(indptr[num_dst])
         if layers and not len(received[level]):
             indices = layers[-1].indices[:num_edges]
-            is_remote = torch.zeros(num_edges, dtype=torch.bool)
         else:
-            indices, is_remote = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
-        starts = indptr[: num_dst + 1]
-        remote_before = torch.searchsorted(is_remote.nonzero().squeeze(1), starts)
+            indices = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
         routing_of = routings[level]
         assert routing_of is not None
         _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start, num_ids)
@@ -199,10 +194,9 @@ def close_levels(
                 layer=layer,
                 num_dst=num_dst,
                 num_held=num_held,
-                indptr=starts,
+                indptr=indptr[: num_dst + 1],
                 indices=indices,
                 exchange=exchange,
-                interior=remote_before[1:] == remote_before[:-1],
             )
         )
     with communicator.agreed():
@@ -219,10 +213,8 @@ def close_levels(
     )
 
 
-def _find_sources(
-    held_global: Tensor, received_global: Tensor, src_global: Tensor, num_ids: int
-) -> tuple[Tensor, Tensor]:
-    """Returns `(indices, is_received)`: (E,) source positions, received ones from len(held_global) on, and (E,) bool.
+def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tensor, num_ids: int) -> Tensor:
+    """Returns (E,) source positions, received ones from len(held_global) on.
 
     Positions are int32 if they, and the numbers of the edges, all fit.
 
@@ -234,10 +226,9 @@ def _find_sources(
     num_held, num_sources = len(held_global), len(held_global) + len(received_global)
     dtype = narrow_dtype(max(num_sources, len(src_global) + 1))
     if are_many(src_global, num_ids):
-        indices = place_of(torch.cat([held_global, received_global]), num_ids, dtype).index_select(0, src_global)
-        return indices, indices >= num_held
+        return place_of(torch.cat([held_global, received_global]), num_ids, dtype).index_select(0, src_global)
     is_received, received_position = find_sorted(received_global, src_global)
     order = torch.argsort(held_global)
     _, position = find_sorted(held_global[order], src_global)
     indices = torch.where(is_received, received_position + num_held, order[position])
-    return indices.to(dtype), is_received
+    return indices.to(dtype)

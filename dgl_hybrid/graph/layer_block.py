@@ -70,7 +70,6 @@ class LayerBlock:
         layer: From 1.
         srcdata: Mapping of (|C_(l-1)|, ...) fields, exchanged at first use.
         dstdata, edata: The real block's: (|C_l|, ...) and (E, ...) fields.
-        interior: (|C_l|,) bool, destinations none of whose sources is received.
         static_results: What is made from the loader's own tensors, and so kept from epoch to epoch.
         approximation: What becomes of rows that need a gradient; None: they are exchanged exactly.
         sums_first: Whether optimised layers sum before they multiply also where products make rows narrower.
@@ -99,7 +98,6 @@ class LayerBlock:
         self.structure = structure
         self.layer = structure.layer
         self.plan: ExchangePlan = structure.exchange.to(device)
-        self.interior = structure.interior.to(device)
         self._communicator = communicator
         self._rows_global = rows_global
         self._full_out_degrees = out_degrees.to(device)

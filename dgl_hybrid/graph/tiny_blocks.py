@@ -145,7 +145,6 @@ def _structure_of_one_rank(layer: int, num_held: int, indptr: Tensor, sources: T
             # Nothing to exchange, nothing to copy: what an exchange costs is priced by the row received, not held.
             is_idle=True,
         ),
-        interior=torch.ones(num_dst, dtype=torch.bool),
     )
 
 

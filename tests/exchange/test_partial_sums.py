@@ -108,7 +108,6 @@ def make_world(
                 indptr=indptr_of(torch.tensor([len(sources) for sources in lists], dtype=torch.int64)),
                 indices=indices,
                 exchange=plan,
-                interior=torch.ones(num_dst[rank], dtype=torch.bool),
             )
         )
     check_symmetry([structure.exchange for structure in structures])

@@ -108,7 +108,6 @@ def lone_block() -> LayerBlock:
         indptr=torch.tensor([0, 2, 3]),
         indices=torch.tensor([1, 2, 0]),
         exchange=plan,
-        interior=torch.ones(2, dtype=torch.bool),
     )
     return LayerBlock(
         structure,

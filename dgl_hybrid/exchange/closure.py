@@ -18,6 +18,20 @@ from dgl_hybrid.exchange.segments import are_many, difference, find_sorted, indp
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReplicaRows:
+    """Rows of a level that are computed here and owned elsewhere, of which their owners hand out something."""
+
+    exchange: ExchangePlan
+    """From owned rows of the level to replicas."""
+    positions: Tensor
+    """(R,) int64 positions of the replicas in the level, in the order in which they are received."""
+
+    def to(self, device: torch.device) -> ReplicaRows:
+        """Returns the same with its positions on `device`."""
+        return ReplicaRows(exchange=self.exchange.to(device), positions=self.positions.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerStructure:
     """The bipartite structure of one layer on one rank and the exchange that completes its sources."""
 
@@ -30,8 +44,11 @@ class LayerStructure:
     """(num_dst + 1,) int64."""
     indices: Tensor
     """(E,) int32, or int64 where that is too narrow: source positions, below `num_held` held here, from there on
-    received. The edges of a layer are the first of those of the layer before."""
+    received."""
     exchange: ExchangePlan
+    replicas: ReplicaRows | None = None
+    """Destinations without in-edges here, whose owners hand out what they aggregate for them; None: on no rank are
+    there any, and every destination has all its in-edges."""
 
     @property
     def num_edges(self) -> int:
@@ -51,8 +68,8 @@ class LevelSets:
     """(|C_0|,) bool: masters; the rest are replicas."""
     layers: tuple[LayerStructure, ...]
     """Layer l at position l - 1."""
-    edge_ids: NarrowIds
-    """(E_1,) global ids of the edges of layer 1, and so of the first edges that each layer has."""
+    edge_ids: tuple[NarrowIds, ...]
+    """Of each layer, global ids of its edges and maybe more after them: layers that share their edges share these."""
     num_borrowed: int
     """Seeds owned elsewhere that this rank computes only so that it has any; their weight is zero."""
     row_order: OrderedRows | None = None
@@ -109,6 +126,7 @@ def close_levels(
     *,
     dense_below: int = 0,
     row_order: RowOrder = "id",
+    owners_aggregate: bool = False,
 ) -> LevelSets:
     """Builds the level sets for a plan, top-down, with one id exchange per layer. Collective.
 
@@ -122,6 +140,9 @@ def close_levels(
         dense_below: Levels below this one hold every owned node, needed or not (a layer that mixes rows needs them).
         row_order: Of the rows of equal highest level; each rank's own affair, without effect on any result but the
             order of sums over rows.
+        owners_aggregate: What layer 1 aggregates is the same in every epoch: vertices that are cached at level 1 get it
+            from their owners, once, and need neither in-edges nor inputs of their in-neighbours here. Nothing is held
+            of level 0 then but the rows of level 1 and owned ones. Alike on all ranks.
 
     Returns:
         The sets, structures and exchange plans of all layers.
@@ -130,15 +151,22 @@ def close_levels(
     computed: list[Tensor] = [seeds] * (num_layers + 1)
     received: list[Tensor] = [seeds[:0]] * num_layers
     routings: list[Routing | None] = [None] * num_layers
+    lent: Routing | None = None
+    replicas = seeds[:0]
     for layer in range(num_layers, 0, -1):
         level = layer - 1
+        if layer == 1 and owners_aggregate:
+            replicas = computed[1][~ownership.is_owned(computed[1])]
+            lent = request_ids(communicator, ownership, replicas)
+            computed[1] = union(computed[1], lent.send_local + ownership.start)
         above = computed[layer]
-        in_edges.ensure(above)
-        _, src_global, _ = in_edges.lookup(above)
+        readers = above if lent is None else above[ownership.is_owned(above)]
+        in_edges.ensure(readers)
+        _, src_global, _ = in_edges.lookup(readers)
         needed = unique(src_global, num_ids)
         is_owned = ownership.is_owned(needed)
         foreign = needed[~is_owned]
-        is_cached, _ = find_sorted(cached[level], foreign, num_ids)
+        is_cached, _ = find_sorted(cached[level] if lent is None else seeds[:0], foreign, num_ids)
         remote = difference(foreign[~is_cached], above, num_ids)
         routing = request_ids(communicator, ownership, remote)
         owned_here = ownership.owned() if level < dense_below else needed[is_owned]
@@ -152,43 +180,57 @@ def close_levels(
     rows_global = torch.cat(classes)
     ordered: OrderedRows | None = None
     if row_order != "id":
-        # Layer 1 has all edges that any layer has.
-        counts, src_global, _ = in_edges.lookup(rows_global[: len(computed[1])])
+        counts, src_global, _ = _lists_of_first_layer(in_edges, ownership, rows_global[: len(computed[1])], lent)
         indices = _find_sources(rows_global, received[0], src_global, num_ids)
         ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
         rows_global = rows_global if ordered.order is None else rows_global[ordered.order]
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
-    traffic = communicator.gather_ints([len(ids) for ids in received])
-    # Destinations are prefixes of one order and their lists are complete, so layer 1 has the edges of all layers in the
-    # order of each: higher layers share its memory. Their sources have the same positions, too, where none is received:
-    # what one layer computes here, the layer below holds.
-    counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[1])])
-    indptr, edge_ids = indptr_of(counts), NarrowIds(eid_global)
+    traffic = communicator.gather_ints([*map(len, received), len(replicas)])
+    # Destinations are prefixes of one order, so a layer has the edges of the layers above in the order of each, which
+    # share its memory: of layer 1 only if no destination of layer 2 lacks its edges there. Sources have the same
+    # positions, too, where none is received: what one layer computes here, the layer below holds.
+    counts, src_global, eid_global = _lists_of_first_layer(in_edges, ownership, rows_global[: len(computed[1])], lent)
+    indptr, ids_of_edges = indptr_of(counts), NarrowIds(eid_global)
     del counts, eid_global
     layers: list[LayerStructure] = []
+    edge_ids: list[NarrowIds] = []
     for layer in range(1, num_layers + 1):
         level = layer - 1
+        is_apart = layer == 2 and lent is not None and not bool(ownership.is_owned(computed[2]).all())
+        if is_apart:
+            counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[2])])
+            indptr, ids_of_edges = indptr_of(counts), NarrowIds(eid_global)
+            del counts, eid_global
+        edge_ids.append(ids_of_edges)
         num_dst, num_held = len(computed[layer]), len(computed[level])
         num_edges = int(indptr[num_dst])
-        if layers and not len(received[level]):
+        if layers and not is_apart and not len(received[level]):
             indices = layers[-1].indices[:num_edges]
         else:
             indices = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
         routing_of = routings[level]
         assert routing_of is not None
-        _, send_position = find_sorted(sorted_rows, routing_of.send_local + ownership.start, num_ids)
-        exchange = ExchangePlan(
-            rank=ownership.rank,
-            world_size=ownership.world_size,
-            layer=layer,
-            num_rows=num_held,
-            send_index=order[send_position],
-            send_counts=routing_of.send_counts,
-            recv_counts=routing_of.recv_counts,
-            recv_global=received[level],
-            is_idle=not any(counts_of_rank[level] for counts_of_rank in traffic),
-        )
+
+        def plan_of(routing: Routing, num_rows: int, ids: Tensor, column: int, layer: int = layer) -> ExchangePlan:
+            _, send_position = find_sorted(sorted_rows, routing.send_local + ownership.start, num_ids)
+            return ExchangePlan(
+                rank=ownership.rank,
+                world_size=ownership.world_size,
+                layer=layer,
+                num_rows=num_rows,
+                send_index=order[send_position],
+                send_counts=routing.send_counts,
+                recv_counts=routing.recv_counts,
+                recv_global=ids,
+                is_idle=not any(counts_of_rank[column] for counts_of_rank in traffic),
+            )
+
+        replica_rows: ReplicaRows | None = None
+        if layer == 1 and lent is not None and any(counts_of_rank[-1] for counts_of_rank in traffic):
+            _, position = find_sorted(sorted_rows, replicas, num_ids)
+            exchange_of_replicas = plan_of(lent, num_dst, replicas, num_layers)
+            replica_rows = ReplicaRows(exchange=exchange_of_replicas, positions=order[position])
         layers.append(
             LayerStructure(
                 layer=layer,
@@ -196,21 +238,37 @@ def close_levels(
                 num_held=num_held,
                 indptr=indptr[: num_dst + 1],
                 indices=indices,
-                exchange=exchange,
+                exchange=plan_of(routing_of, num_held, received[level], level),
+                replicas=replica_rows,
             )
         )
     with communicator.agreed():
         for structure in layers:
             structure.exchange.validate()
+            if structure.replicas is not None:
+                structure.replicas.exchange.validate()
     return LevelSets(
         rows_global=rows_global,
         sizes=tuple(len(level) for level in computed),
         owned=ownership.is_owned(rows_global),
         layers=tuple(layers),
-        edge_ids=edge_ids,
+        edge_ids=tuple(edge_ids),
         num_borrowed=num_borrowed,
         row_order=ordered,
     )
+
+
+def _lists_of_first_layer(
+    in_edges: InEdges, ownership: Ownership, rows_global: Tensor, lent: Routing | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `in_edges.lookup`; where owners aggregate for replicas, these have none."""
+    if lent is None:
+        return in_edges.lookup(rows_global)
+    is_owned = ownership.is_owned(rows_global)
+    counts_of_owned, src_global, eid_global = in_edges.lookup(rows_global[is_owned])
+    counts = torch.zeros(len(rows_global), dtype=torch.int64)
+    counts[is_owned] = counts_of_owned
+    return counts, src_global, eid_global
 
 
 def _find_sources(held_global: Tensor, received_global: Tensor, src_global: Tensor, num_ids: int) -> Tensor:

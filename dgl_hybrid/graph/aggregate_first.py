@@ -37,6 +37,7 @@ from dgl_hybrid.graph.row_products import (
     vector_columns,
 )
 from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
+from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.op_counts import count
 
 _REDUCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"sum": fn.sum, "mean": fn.mean})
@@ -231,26 +232,26 @@ def _forward_static_ginconv(
     first: nn.Linear | None,
     rest: Sequence[nn.Module],
 ) -> Any:
-    own = feat[: graph.num_dst_nodes()]
-    # What is learned has another value in every epoch.
-    eps = None if isinstance(self.eps, nn.Parameter) else self.eps.item()
-    is_sum_alone = eps is None
+    num_dst = graph.num_dst_nodes()
 
     def aggregate() -> Rows:
         neigh = _sum(graph, feat, edge_weight, _REDUCES[self._aggregator_type])
-        if is_sum_alone:
-            return neigh
-        x: Tensor = (1 + self.eps) * own + neigh
-        return x if first is None else sparse_or_dense(x)
+        return neigh if first is None else sparse_or_dense(neigh)
 
-    key = ("ginconv", self._aggregator_type, edge_weight is not None, eps, first is not None)
-    rst: Any = graph.keep(key, operands, aggregate)
+    # Without the rows' own part, whose factor may be learned, or set anew, in any epoch.
+    key = ("ginconv", self._aggregator_type, edge_weight is not None, first is not None)
+    kept: Any = graph.keep(key, operands, aggregate)
     count("ginconv", "ours: kept aggregate")
-    rst = (1 + self.eps) * own + rst if is_sum_alone else rst
     if first is None:
+        rst = (1 + self.eps) * feat[:num_dst] + kept
         return _finish_ginconv(self, rst if self.apply_func is None else self.apply_func(rst), ())
+    weight = first.weight.t()
+    if isinstance(kept, SparseRows):
+        own = product(graph.static_results.rows_of(feat, num_dst), weight, None)
+        return _finish_ginconv(self, product(kept, weight, first.bias, addend=(1 + self.eps) * own), rest)
     relu = bool(rest) and is_relu(rest[0])
-    return _finish_ginconv(self, product(rst, first.weight.t(), first.bias, relu=relu), rest[1:] if relu else rest)
+    rst = product((1 + self.eps) * feat[:num_dst] + kept, weight, first.bias, relu=relu)
+    return _finish_ginconv(self, rst, rest[1:] if relu else rest)
 
 
 def _first_product(apply_func: Any) -> tuple[nn.Linear | None, tuple[nn.Module, ...]]:
@@ -270,8 +271,13 @@ def _finish_ginconv(self: Any, rst: Tensor, rest: Sequence[nn.Module]) -> Any:
 
 
 def _static_operands(graph: Any, feat: Any, edge_weight: Tensor | None) -> tuple[Tensor, ...]:
-    """Returns what the aggregate is made of, if that is the same in every epoch; else nothing."""
+    """Returns what the aggregate is made of, if that is the same in every epoch; else nothing.
+
+    Weights of several numbers an edge are as wide as the rows that DGL's layer sums, which may be those of a product.
+    """
     if not isinstance(graph, LayerBlock) or not isinstance(feat, Tensor):
+        return ()
+    if edge_weight is not None and edge_weight.shape[1:].numel() != 1:
         return ()
     operands = (feat,) if edge_weight is None else (feat, edge_weight)
     return operands if graph.static_results.are_static(operands) else ()

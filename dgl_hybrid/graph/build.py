@@ -33,6 +33,7 @@ def build_layer_blocks(
     partial_sums: bool = False,
     sums_first: Sequence[bool] = (),
     on_edge_ids: Callable[[Tensor], None] | None = None,
+    in_degrees: Tensor | None = None,
 ) -> list[LayerBlock]:
     """Builds one `LayerBlock` a layer, first layer first.
 
@@ -49,6 +50,7 @@ def build_layer_blocks(
         partial_sums: Where that is fewer rows, sums that are trained are sent instead of their sources.
         sums_first: (L,) which layers sum before they multiply although that makes rows narrower; empty: none.
         on_edge_ids: Told of the tensor of a block's global edge ids when somebody first asks for it.
+        in_degrees: (|C_1|,) full-graph in-degrees, where owners aggregate for replicas, whose edges are not here.
     """
     blocks = []
     numbers = torch.arange(max(structure.num_edges for structure in sets.layers), dtype=sets.layers[0].indices.dtype)
@@ -63,7 +65,8 @@ def build_layer_blocks(
                 weighted_out_degrees=weighted_out_degrees,
                 static_results=StaticResults(is_static),
                 edge_numbers=numbers,
-                edge_ids=EdgeIds(sets.edge_ids, structure.num_edges, device, on_edge_ids),
+                edge_ids=EdgeIds(sets.edge_ids[structure.layer - 1], structure.num_edges, device, on_edge_ids),
+                in_degrees=in_degrees if structure.replicas is not None else None,
                 sums_first=bool(sums_first) and sums_first[structure.layer - 1],
                 split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
                 if overlap or chunk_rows

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.approximate import ApproximateRows
-from dgl_hybrid.exchange.closure import LayerStructure
+from dgl_hybrid.exchange.closure import LayerStructure, ReplicaRows
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
@@ -92,6 +92,7 @@ class LayerBlock:
         sums_first: bool = False,
         edge_numbers: Tensor | None = None,
         edge_ids: EdgeIds | None = None,
+        in_degrees: Tensor | None = None,
         _block: Any = None,
         _idtype: torch.dtype = torch.int64,
     ) -> None:
@@ -101,6 +102,8 @@ class LayerBlock:
         self._communicator = communicator
         self._rows_global = rows_global
         self._full_out_degrees = out_degrees.to(device)
+        self._full_in_degrees = None if in_degrees is None else in_degrees.to(device)
+        self._replicas = None if structure.replicas is None else structure.replicas.to(device)
         self._weighted_out_degrees = weighted_out_degrees
         self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
         self.approximation = approximation
@@ -174,6 +177,7 @@ class LayerBlock:
     @property
     def _graph(self) -> dispatch.DeferredIndex:
         # `dgl.ops` functions take operands directly and reach for this; see `dispatch`.
+        self._check_has_all_edges()
         return self._index
 
     @property
@@ -191,8 +195,9 @@ class LayerBlock:
         return torch.arange(self.structure.num_held, dtype=self._idtype, device=self._block.device)
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
-        """Returns full-graph in-degrees of the destinations (a block's in-edge lists are complete)."""
-        degrees: Tensor = self._block.in_degrees().to(self._idtype)
+        """Returns full-graph in-degrees of the destinations; most have all their in-edges in the block."""
+        known = self._full_in_degrees
+        degrees: Tensor = (self._block.in_degrees() if known is None else known).to(self._idtype)
         return degrees if _is_all(v) else degrees[v]
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
@@ -282,6 +287,7 @@ class LayerBlock:
             split=None if self._split is None else self._split.on(device),
             sums_first=self.sums_first,
             edge_ids=edge_ids,
+            in_degrees=self._full_in_degrees,
             _block=block,
             _idtype=idtype,
         )
@@ -366,6 +372,31 @@ class LayerBlock:
         return tuple(data[target][name] for target, name in fields)
 
     def _update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+        if self._replicas is None:
+            self._update_by_edges(message_func, reduce_func, apply_node_func)
+            return
+        before = dict(self._block.dstdata)
+        self._update_by_edges(message_func, reduce_func, None)
+        for name in sorted(self._block.dstdata):
+            result = self._block.dstdata[name]
+            if before.get(name) is not result:
+                self._block.dstdata[name] = self._with_rows_of_owners(result, self._replicas)
+        if apply_node_func is not None:
+            self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
+
+    def _with_rows_of_owners(self, rows: Tensor, replicas: ReplicaRows) -> Tensor:
+        """Returns (|C_l|, ...) rows, those of replicas as their owners have them. Collective; differentiable."""
+        plan = replicas.exchange
+        if rows.requires_grad:
+            (extended,) = extend_rows([rows], plan, self._communicator)
+            order = torch.arange(len(rows), device=rows.device)
+            order[replicas.positions] = torch.arange(len(rows), len(extended), device=rows.device)
+            return extended.index_select(0, order)
+        sent = rows.index_select(0, plan.send_index)
+        received = self._communicator.exchange(sent, plan.send_counts, plan.recv_counts, layer=self.layer)
+        return rows.index_copy(0, replicas.positions, received)
+
+    def _update_by_edges(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
         if apply_node_func is None and self._sum_split(message_func, reduce_func):
             return
         self._complete(message_func)
@@ -451,7 +482,17 @@ class LayerBlock:
     @property
     def real_index(self) -> Any:
         """DGL's index of the edges from held and received sources."""
+        self._check_has_all_edges()
         return self._block._graph
+
+    def _check_has_all_edges(self) -> None:
+        """For operations whose results this block does not see, so that it could not take some of them from others."""
+        if self._replicas is not None:
+            raise BlockError(
+                f"{self._where}: when the plan was made, this layer did nothing but sum up features that never change, "
+                f"so vertices that are cached here get those sums from their owners and have no in-edges. What runs "
+                f"now (attention, or an operation of dgl.ops) needs them. Make the loader with keep_static=False."
+            )
 
     def _used(self) -> None:
         if self.on_use is not None:

@@ -156,7 +156,7 @@ def _blocks_of_one_rank(
         sizes=sizes,
         owned=torch.ones(sizes[0], dtype=torch.bool),
         layers=layers,
-        edge_ids=NarrowIds(torch.arange(max(layer.num_edges for layer in layers))),
+        edge_ids=(NarrowIds(torch.arange(max(layer.num_edges for layer in layers))),) * len(layers),
         num_borrowed=0,
     )
     return build_layer_blocks(

@@ -239,7 +239,7 @@ class _QuietMode(TorchFunctionMode):
         if len(input) in self.sizes:
             self.record.batch_norm_levels.add(self.sizes.index(len(input)))
         out = input * (1.0 if weight is None else weight)
-        return out if bias is None else out + bias
+        return (out if bias is None else out + bias).to(input.dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -318,7 +318,10 @@ def trace_model(
                 "the model normalises the output of its last layer over rows (batch norm): only the seeds are computed "
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
-        _check_rows_apart(copied, args, kwargs, blocks, record, sizes, num_edges)
+        with template.casting("cpu"):
+            _check_rows_apart(copied, args, kwargs, blocks, record, sizes, num_edges)
+        if template.autocast is not None:  # whatever the dtypes of their operands; as `LayerBlock.split_of` has it
+            record.unsplit |= record.summed
     parameters = sum(parameter.numel() for parameter in inner.parameters())
     dtype = next((str(x.dtype).removeprefix("torch.") for x in inner.parameters() if x.is_floating_point()), "float32")
     return TraceResult(

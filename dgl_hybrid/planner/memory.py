@@ -86,8 +86,8 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
 
 CHUNK_COPIES = 8
 """How often a chunk's rows are here at once, at most: two that are received and two that are sent, with their
-gradients; attention has its own copies of the one it works on. What a chunk adds to the rows that read it, at most as
-many as the layer has, is work on rows of this rank and not counted."""
+gradients; attention has its own copies of the one it works on. What a chunk adds to the rows that read it is made for
+as many of them at a time as the chunk has rows."""
 LEAST_CHUNK_ROWS = 64
 """Smaller messages would carry little but their own cost."""
 

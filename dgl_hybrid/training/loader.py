@@ -34,6 +34,7 @@ from dgl_hybrid.training.loader_arguments import (
     cached_of,
     config_of,
     dense_below_of,
+    keeps_first_layer,
     num_layers_of,
     seed_ids,
     sums_first_of,
@@ -180,6 +181,7 @@ class FullGraphLoader:
                 "rates given": topology is not None,
                 "prices": len(config.prices),
                 "chunk_rows of the plan": (plan.chunk_rows or 0) if isinstance(plan, DependencyPlan) else 0,
+                "first layer of the plan kept": keep_static and keeps_first_layer(plan),
                 "sums_first of the plan, bit by layer": sum(is_first << i for i, is_first in enumerate(sums_first)),
             }
         )
@@ -212,6 +214,7 @@ class FullGraphLoader:
             and not (self.approximation is not None and self.approximation.is_stale),
         )
         self._template: CallTemplate | None = None
+        self._has_seen_training = False
         self._planned_for: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
@@ -228,7 +231,13 @@ class FullGraphLoader:
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
-            self._build(forced, dense_below_of(plan, self.num_layers), chunk_rows, sums_first)
+            self._build(
+                forced,
+                dense_below_of(plan, self.num_layers),
+                chunk_rows,
+                sums_first,
+                owners_aggregate=keep_static and keeps_first_layer(plan),
+            )
         elif model is not None:
             self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g), self.device.type))
         else:
@@ -266,7 +275,13 @@ class FullGraphLoader:
         self.outcome = outcome
         plan = outcome.plan
         start_ns = time.perf_counter_ns()
-        self._build(list(plan.cached), outcome.dense_below, plan.chunk_rows, sums_first_of(plan, self.num_layers))
+        self._build(
+            list(plan.cached),
+            outcome.dense_below,
+            plan.chunk_rows,
+            sums_first_of(plan, self.num_layers),
+            owners_aggregate=self._keep_static and keeps_first_layer(plan),
+        )
         self._change_ns = time.perf_counter_ns() - start_ns
 
     @property
@@ -280,7 +295,13 @@ class FullGraphLoader:
         return (self.outcome is None and not self.forced) or (self._trials is not None and self._trials.is_trying)
 
     def _build(
-        self, cached: list[Tensor], dense_below: int, chunk_rows: int | None = None, sums_first: Sequence[bool] = ()
+        self,
+        cached: list[Tensor],
+        dense_below: int,
+        chunk_rows: int | None = None,
+        sums_first: Sequence[bool] = (),
+        *,
+        owners_aggregate: bool = False,
     ) -> None:
         is_first = "blocks" not in self.__dict__
         self._let_go()
@@ -302,15 +323,19 @@ class FullGraphLoader:
             cached,
             dense_below=dense_below,
             row_order=self._row_order,
+            owners_aggregate=owners_aggregate,
         )
         self.sets: LevelSets = sets
         if sets.row_order is not None and sets.row_order.reads_by_id is not None:
             _logger.info("%s", sets.row_order)
         out_degrees = g.fetch_nodes(g.out_degrees, sets.rows_global)
+        has_replicas = sets.layers[0].replicas is not None  # alike on all ranks
+        of_first_layer = sets.rows_global[: sets.sizes[1]]
         self.blocks = build_layer_blocks(
             sets,
             communicator,
             out_degrees=out_degrees,
+            in_degrees=g.fetch_nodes(g.partition.in_degrees, of_first_layer) if has_replicas else None,
             device=self.device,
             weighted_out_degrees=lambda block, weight: g.weighted_out_degrees(weight, block.source_ids()),
             is_static=g.hands_out if self._keep_static else nothing_is_static,
@@ -358,11 +383,11 @@ class FullGraphLoader:
         """
         self._free_memory.give_back()
 
-    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, NarrowIds]:
+    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, tuple[NarrowIds, ...]]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
 
         Returns:
-            (|C_0|,) int64 and (E_1,); the edges of higher layers are the first ones of layer 1.
+            (|C_0|,) int64, and for each layer those of its edges, as `LevelSets.edge_ids`.
         """
         g, partition = self.graph, self.graph.partition
         known = self.communicator.gather_ints(
@@ -372,7 +397,13 @@ class FullGraphLoader:
         if all(row[0] for row in known) and partition.orig_node_ids is not None:
             node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
         if all(row[1] for row in known) and partition.orig_edge_ids is not None:
-            edge_keys = NarrowIds(fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, edge_keys.peek()))
+            # Which layers share their edges is each rank's own affair: all are asked for at once.
+            different = {id(ids): ids.peek() for ids in edge_keys}
+            wanted = torch.cat(list(different.values()))
+            fetched = fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, wanted)
+            parts = fetched.split([len(ids) for ids in different.values()])
+            known_keys = {name: NarrowIds(part) for name, part in zip(different, parts, strict=True)}
+            edge_keys = tuple(known_keys[id(ids)] for ids in edge_keys)
         return node_keys.to(self.device), edge_keys
 
     # ---------------------------------------------------------------- resuming
@@ -459,8 +490,9 @@ class FullGraphLoader:
             self._leave_memory(thoroughly=True)
 
     def _now_ns(self) -> int:
-        if self.device.type == "cuda" and not self.is_settled:
-            torch.cuda.synchronize(self.device)  # the time of the work, not of its launches
+        # The time of the work, not of its launches; also of epochs that are only watched, for drift.
+        if self.device.type == "cuda" and (self._trials is not None or not self.is_settled):
+            torch.cuda.synchronize(self.device)
         return time.perf_counter_ns()
 
     def _note_epoch(self, step: Step, start_ns: int) -> None:
@@ -563,7 +595,9 @@ class FullGraphLoader:
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.graph.note_forward()
-        if self._template is None:
+        # An evaluation may come first, which is called in ways of its own.
+        if self._template is None or (torch.is_grad_enabled() and not self._has_seen_training):
+            self._has_seen_training = torch.is_grad_enabled()
             self._model = weakref.ref(module)
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
 

@@ -118,6 +118,11 @@ def dense_below_of(plan: object, num_layers: int) -> int:
     return max((level + 1 for level, layer in enumerate(plan.trace.layers) if layer.mixes_rows), default=0)
 
 
+def keeps_first_layer(plan: object) -> bool:
+    """Whether the model that the plan was made for keeps what its first layer aggregates; bare ids do not say."""
+    return isinstance(plan, DependencyPlan) and plan.trace is not None and plan.trace.layers[0].keeps_result
+
+
 def sums_first_of(plan: object, num_layers: int) -> tuple[bool, ...]:
     """Returns which layers sum before they multiply; bare ids say nothing of the model, which then runs as DGL has it.
 

@@ -31,8 +31,8 @@ class Step:
     blocks: list[LayerBlock]
     node_keys: Tensor
     """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
-    edge_keys: NarrowIds
-    """(E_1,) likewise, of the edges of layer 1; those of higher layers are the first of them."""
+    edge_keys: tuple[NarrowIds, ...]
+    """Of each layer, likewise of its edges, and maybe more after them; layers may share them."""
     loss_weight: float
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
@@ -54,7 +54,7 @@ class Step:
     """Outermost modules whose output could not be weighted since it needed no gradient."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
-    _keys_on: dict[torch.device, Tensor] = field(default_factory=dict)
+    _keys_on: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
 
     def note_use(self, block: LayerBlock) -> None:
         self.current_block = block
@@ -87,9 +87,10 @@ class Step:
         )
 
     def _edge_keys_of(self, block: LayerBlock) -> Tensor:
-        keys = self._keys_on.get(block.device)
+        of_layer = self.edge_keys[block.layer - 1]
+        keys = self._keys_on.get((block.device, id(of_layer)))
         if keys is None:  # on a GPU a copy, so once an epoch
-            keys = self._keys_on[block.device] = self.edge_keys.wide().to(block.device)
+            keys = self._keys_on[block.device, id(of_layer)] = of_layer.wide().to(block.device)
         return keys[: block.structure.num_edges]
 
     def is_level(self, num_rows: int) -> bool:

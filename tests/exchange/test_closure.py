@@ -20,7 +20,13 @@ Chance = float | tuple[float, ...]
 
 
 def run_closure(
-    rank: int, world_size: int, part_config: str, chance: Chance, dense_below: int, row_order: RowOrder = "id"
+    rank: int,
+    world_size: int,
+    part_config: str,
+    chance: Chance,
+    dense_below: int,
+    row_order: RowOrder = "id",
+    owners_aggregate: bool = False,
 ) -> dict[str, Any]:
     g = PartitionedGraph.open(part_config)
     everything = torch.arange(g.num_nodes())
@@ -38,7 +44,14 @@ def run_closure(
         cached,
         dense_below=dense_below,
         row_order=row_order,
+        owners_aggregate=owners_aggregate,
     )
+    first = sets.layers[0]
+    handed_out = first.exchange.recv_global[:0]
+    if first.replicas is not None:
+        plan = first.replicas.exchange
+        ids = sets.rows_global[: first.num_dst]
+        handed_out = g.communicator.exchange(ids[plan.send_index], plan.send_counts, plan.recv_counts)
     in_lists, edge_lists = {}, {}
     g.in_edges.ensure(foreign)
     for node in everything.tolist():
@@ -53,6 +66,7 @@ def run_closure(
     return {
         "sets": sets,
         "cached": cached,
+        "handed_out": handed_out,
         "owned": owned,
         "seeds": seeds,
         "in": in_lists,
@@ -100,8 +114,44 @@ def test_level_sets_by_definition(chance: Chance, dense_below: int, folder: str)
             for row in range(structure.num_dst):
                 listed = structure.indices[structure.indptr[row] : structure.indptr[row + 1]]
                 assert sources[listed].tolist() == result["in"][int(sets.rows_global[row])]
-                edges = sets.edge_ids.wide()[structure.indptr[row] : structure.indptr[row + 1]]
+                edges = sets.edge_ids[structure.layer - 1].wide()[structure.indptr[row] : structure.indptr[row + 1]]
                 assert edges.tolist() == result["edges"][int(sets.rows_global[row])]
+
+
+@pytest.mark.parametrize("row_order", ["id", "locality"])
+@pytest.mark.parametrize(("chance", "dense_below"), [(1.0, 0), (0.5, 0), (0.5, 2), ((0.0, 0.7, 0.3), 0), (0.0, 0)])
+def test_replicas_of_level_1_have_no_edges_and_their_owners_have(
+    chance: Chance, dense_below: int, row_order: RowOrder, folder: str
+) -> None:
+    results = run_ranks(3, run_closure, folder, chance, dense_below, row_order, True)
+    plain = run_ranks(3, run_closure, folder, chance, dense_below, row_order)
+    levels = [[set(r["sets"].rows_global[:n].tolist()) for n in r["sets"].sizes] for r in results]
+    for rank, (result, before) in enumerate(zip(results, plain, strict=True)):
+        sets, owned = result["sets"], set(result["owned"].tolist())
+        first, *others = sets.layers
+        replicas = [node for node in sets.rows_global[: first.num_dst].tolist() if node not in owned]
+        if first.replicas is None:
+            assert not any(set(level[1]) - set(r["owned"].tolist()) for level, r in zip(levels, results, strict=True))
+        else:
+            check_symmetry([r["sets"].layers[0].replicas.exchange for r in results])
+            assert first.replicas.exchange.recv_global.tolist() == sorted(replicas)
+            assert sets.rows_global[first.replicas.positions].tolist() == sorted(replicas)
+            assert result["handed_out"].tolist() == sorted(replicas)
+        for structure in sets.layers:
+            arriving = structure.exchange.recv_global
+            sources = torch.cat([sets.rows_global[: structure.num_held], arriving])
+            edge_ids = sets.edge_ids[structure.layer - 1].wide()
+            for row in range(structure.num_dst):
+                node, span = int(sets.rows_global[row]), slice(*structure.indptr[row : row + 2].tolist())
+                is_reader = structure.layer > 1 or node in owned
+                assert sources[structure.indices[span]].tolist() == (result["in"][node] if is_reader else [])
+                assert edge_ids[span].tolist() == (result["edges"][node] if is_reader else [])
+        # Above, nothing is different but what owners aggregate for others.
+        for level in range(2, NUM_LAYERS + 1):
+            assert levels[rank][level] == set(before["sets"].rows_global[: before["sets"].sizes[level]].tolist())
+        asked = {node for other in range(3) if other != rank for node in levels[other][1]} & owned
+        assert levels[rank][1] == set(before["sets"].rows_global[: before["sets"].sizes[1]].tolist()) | asked
+        assert all(structure.replicas is None for structure in others)
 
 
 def test_layers_share_the_memory_of_their_edges(folder: str) -> None:

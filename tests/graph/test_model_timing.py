@@ -52,7 +52,7 @@ def hand_sets() -> LevelSets:
         sizes=(4, 3, 2),
         owned=torch.ones(4, dtype=torch.bool),
         layers=(first, second),
-        edge_ids=NarrowIds(torch.arange(4)),
+        edge_ids=(NarrowIds(torch.arange(4)),) * 2,
         num_borrowed=0,
     )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import dgl
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.planner import DependencyPlan, uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
 
@@ -162,7 +162,8 @@ class Case:
     dropout: float = 0.0
     batch_norm: bool = False
     plan: str = "depcomm"
-    """"depcomm", "depcache", "random:<seed>:<probability>", or "planned:<strategy>"."""
+    """"depcomm", "depcache", "random:<seed>:<probability>", "planned:<strategy>", or "planned-random:…": random ids in
+    a plan that knows the model, so that owners aggregate for what is cached at level 1."""
     dtype: torch.dtype = torch.float64
     epochs: int = 1
     lr: float = 0.05
@@ -204,10 +205,21 @@ class StepResult:
     cached: list[int] = field(default_factory=list)
 
 
-def forced_plan(g: PartitionedGraph, case: Case) -> list[Tensor] | None:
+def forced_plan(
+    g: PartitionedGraph, case: Case, model: nn.Module | None = None
+) -> list[Tensor] | DependencyPlan | None:
     foreign = torch.arange(g.num_nodes())
     foreign = foreign[~g.nodes.is_owned(foreign)]
     kind, *options = case.plan.split(":")
+    if kind == "planned-random":
+        ids = forced_plan(g, replace(case, plan=f"random:{case.plan.partition(':')[2]}"))
+        topology = uniform_topology(g.nodes.world_size)
+        seeds = g.owned_nodes("train_mask")
+        sampler = dgl.dataloading.MultiLayerFullNeighborSampler(case.num_layers, prefetch_edge_feats=["w"])
+        made = FullGraphLoader(g, seeds, sampler, model=model, topology=topology, autotune=False)
+        assert made.outcome is not None
+        assert isinstance(ids, list)
+        return replace(made.outcome.plan, cached=tuple(ids))
     if kind == "depcomm":
         return [foreign[:0]] * case.num_layers
     if kind == "depcache":
@@ -244,11 +256,11 @@ def step_on(
         original_ids: (N,) of the nodes this rank owns.
         transport: Of a `DistGraph`; with "kvstore" gradients are averaged without DDP.
     """
-    plan = forced_plan(g, case)
     world_size = g.nodes.world_size
     model = case.build(g.ndata["feat"].shape[1])
     if case.optimized:
         optimize(model)
+    plan = forced_plan(g, case, model)
     has_ddp = transport != "kvstore" and torch.distributed.is_initialized()
     ddp = nn.parallel.DistributedDataParallel(model) if has_ddp else model
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(

@@ -74,7 +74,9 @@ def train_ranks(rank: int, world_size: int, folder: str, kind: str, is_optimized
     return Trained(losses, [parameter.grad for parameter in model.parameters()])
 
 
-def plan_ranks(rank: int, world_size: int, folder: str, gives_model: bool) -> tuple[list[bool], list[bool], list[int]]:
+def plan_ranks(
+    rank: int, world_size: int, folder: str, gives_model: bool, evaluates_first: bool
+) -> tuple[list[bool], list[bool], list[int]]:
     """Of each epoch's plan: whether the first layer is kept, whether the last can split, the bytes of its row."""
     g = PartitionedGraph.open(folder)
     g.ndata["feat"] = g.ndata["feat"].local.float()
@@ -83,9 +85,13 @@ def plan_ranks(rank: int, world_size: int, folder: str, gives_model: bool) -> tu
     topology = uniform_topology(world_size)
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=given, topology=topology, autotune=False)
     keeps, splits, sizes = [], [], []
-    for is_cast in (True, True, True):
+    if evaluates_first:
+        for input_nodes, _, blocks in loader:
+            with torch.no_grad():
+                model(blocks, g.ndata["feat"][input_nodes])
+    for _ in range(EPOCHS):
         for input_nodes, seeds, blocks in loader:
-            with casting(is_cast):
+            with casting(True):
                 loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]).float(), g.ndata["label"][seeds])
             loss.backward()
             plan = None if loader.outcome is None else loader.outcome.plan
@@ -97,13 +103,17 @@ def plan_ranks(rank: int, world_size: int, folder: str, gives_model: bool) -> tu
     return keeps, splits, sizes
 
 
+@pytest.mark.parametrize("evaluates_first", [False, True])
 @pytest.mark.parametrize("gives_model", [True, False])
-def test_plans_are_made_for_what_is_cast(gives_model: bool, partitions: PartitionStore) -> None:
-    """A loader that is given the model plans as if nothing were cast, and once more when it sees that it is."""
+def test_plans_are_made_for_what_is_cast(gives_model: bool, evaluates_first: bool, partitions: PartitionStore) -> None:
+    """A loader that is given the model plans as if nothing were cast, and once more when it sees that it is; so does
+    one that has seen an evaluation only.
+    """
     folder = partitions.get("power_law", power_law(), WORLD_SIZE)
-    for keeps, splits, sizes in run_ranks(WORLD_SIZE, plan_ranks, folder, gives_model):
-        assert keeps == [True] * gives_model + [False] * 2
-        assert splits == [True] * gives_model + [False] * 2
+    for keeps, splits, sizes in run_ranks(WORLD_SIZE, plan_ranks, folder, gives_model, evaluates_first):
+        is_planned = gives_model or evaluates_first
+        assert keeps == [True] * is_planned + [False] * 2
+        assert splits == [True] * is_planned + [False] * 2
         *before, second, third = sizes
         assert second == third == 2 * CLASSES
         assert before in ([], [4 * CLASSES])

@@ -313,10 +313,10 @@ def train_tuned(
         num_probes += 1
         return uniform_topology(world_size, bandwidth_bytes_per_s=bandwidths[num_probes - 1])
 
-    def build(self: FullGraphLoader, *args: Any) -> None:
+    def build(self: FullGraphLoader, *args: Any, **options: Any) -> None:
         nonlocal made_up_ns
         made_up_ns += build_ns if rank == 0 else 0
-        real_build(self, *args)
+        real_build(self, *args, **options)
 
     loader_module.time.perf_counter_ns = lambda: made_up_ns
     FullGraphLoader._build = build

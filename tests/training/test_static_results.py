@@ -21,11 +21,20 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.planner import uniform_topology
-from tests.helpers.exactness import LAYERS, Case, assert_close, forced_plan
+from tests.helpers.exactness import (
+    LAYERS,
+    Case,
+    assert_close,
+    assert_same_step,
+    forced_plan,
+    reference_step,
+    run_step,
+)
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.thinning import pairwise
@@ -45,6 +54,8 @@ class Run:
     kept_bytes: int = 0
     num_sparse: int = 0
     """Results kept by their entries."""
+    num_without_edges: int = 0
+    """Vertices of the first layer whose owners aggregate for them."""
 
 
 def train(
@@ -62,7 +73,7 @@ def train(
     if optimized:
         optimize(model)
     ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-    plan = forced_plan(g, case)
+    plan = forced_plan(g, case, model)
     loader = FullGraphLoader(
         g,
         g.owned_nodes("train_mask"),
@@ -102,6 +113,8 @@ def train(
         optimizer.step()
     results = blocks[0].static_results
     run.kept_bytes = results.num_bytes
+    replicas = blocks[0].structure.replicas
+    run.num_without_edges = 0 if replicas is None else len(replicas.positions)
     run.num_sparse = sum(isinstance(kept.result, SparseRows) for kept in results._kept.values())
     return run
 
@@ -171,6 +184,78 @@ def test_every_number_of_ranks(kind: str, num_layers: int, world_size: int, part
     assert all(run.first_layer_exchanges[1:] == [0, 0] for run in runs)
 
 
+@pairwise(
+    kind=["gcn_both", "gcn_left", "sage_mean", "sage_gcn", "gin", "gin_max", "gin_learned", "edge_weight_norm"],
+    num_layers=[1, 2, 3],
+    world_size=[2, 3, 4],
+    plan=["planned:depcache", "planned-random:1:0.5", "planned-random:2:0.9"],
+    optimized=[False, True],
+)
+def test_cached_vertices_get_what_their_owners_aggregate(
+    kind: str, num_layers: int, world_size: int, plan: str, optimized: bool, partitions: PartitionStore
+) -> None:
+    """Of every kind: those that keep nothing have the edges of cached vertices themselves."""
+    case = Case(kind=kind, plan=plan, num_layers=num_layers, residual=num_layers == 3)
+    folder = partitions.get("power_law", power_law(), world_size)
+    runs = run_ranks(world_size, train, folder, case, optimized=optimized)
+    assert_same(runs, reference(case))
+    keeps = kind in (KEPT_WHEN_OPTIMIZED if optimized else KEPT_BY_ITSELF)
+    if num_layers > 1:  # else nothing is cached but a borrowed seed
+        assert any(run.num_without_edges for run in runs) == keeps
+
+
+@pytest.mark.parametrize("change", ["sets the field", "writes in place", "writes on rank 0 between epochs"])
+def test_what_owners_aggregate_is_made_anew(change: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    case = Case(kind="gin", plan="planned-random:1:0.6", num_layers=3)
+    runs = run_ranks(3, train, folder, case, change=change)
+    assert_same(runs, reference(case, change=change))
+    assert all(run.num_without_edges for run in runs)
+
+
+@pairwise(
+    kind=["gcn_both", "sage_mean", "gin_max", "gin_learned", "user_defined", "edge_weight_norm"],
+    world_size=[2, 3, 4],
+    plan=["planned:depcache", "planned-random:3:0.6"],
+    optimized=[False, True],
+    batch_norm=[False, True],
+)
+def test_features_that_turn_out_to_change(
+    kind: str, world_size: int, plan: str, optimized: bool, batch_norm: bool, partitions: PartitionStore
+) -> None:
+    """The plan expects the same features in every epoch and gets others that need a gradient: exact all the same."""
+    case = Case(kind=kind, plan=plan, num_layers=3, epochs=2, optimized=optimized, batch_norm=batch_norm)
+    folder = partitions.get("power_law", power_law(), world_size)
+    assert_same_step(run_ranks(world_size, run_step, folder, case), reference_step(power_law(), case))
+
+
+def run_attention_on_sums(rank: int, world_size: int, part_config: str) -> str:
+    g = PartitionedGraph.open(part_config)
+    case = Case(kind="gin")
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        2,
+        model=case.build(g.ndata["feat"].shape[1]),
+        strategy="depcache",
+        topology=uniform_topology(world_size),
+    )
+    attention = dglnn.GATConv(g.ndata["feat"].shape[1], 2, 1).double()
+    for input_nodes, _, blocks in loader:
+        assert torch.equal(blocks[0].in_degrees(), g.fetch_nodes(g.partition.in_degrees, blocks[0].dstdata[dgl.NID]))
+        try:
+            attention(blocks[0], g.ndata["feat"][input_nodes])
+        except BlockError as error:
+            return str(error)
+    return "no error"
+
+
+def test_who_needs_the_edges_of_cached_vertices_is_told(partitions: PartitionStore) -> None:
+    for message in run_ranks(3, run_attention_on_sums, partitions.get("power_law", power_law(), 3)):
+        assert "get those sums from their owners and have no in-edges" in message
+        assert "keep_static=False" in message
+
+
 @pytest.mark.parametrize("kind", ["gcn_both", "sage_mean"])
 def test_who_sets_the_field_gets_it_made_anew(kind: str, partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
@@ -214,8 +299,8 @@ def test_autocast_keeps_nothing(partitions: PartitionStore) -> None:
     assert all(run.kept_bytes == 0 for run in runs)
 
 
-def run_with_other_eps(rank: int, world_size: int, part_config: str) -> list[tuple[Tensor, Tensor]]:
-    """Results of DGL's forward and of ours, before and after somebody sets what rows are multiplied by."""
+def run_with_other_eps(rank: int, world_size: int, part_config: str) -> tuple[list[list[Tensor]], list[int]]:
+    """Results of DGL's forward and of ours, and gradients of eps, as somebody sets it anew; and the bytes kept."""
     g = PartitionedGraph.open(part_config)
     torch.manual_seed(4)
     layer = dglnn.GINConv(nn.Sequential(nn.Linear(g.ndata["feat"].shape[1], 4), nn.ReLU(), nn.Linear(4, 4)), "sum")
@@ -224,23 +309,31 @@ def run_with_other_eps(rank: int, world_size: int, part_config: str) -> list[tup
     loader = FullGraphLoader(
         g, g.owned_nodes("train_mask"), 1, strategy="depcomm", topology=uniform_topology(world_size)
     )
-    found = []
+    found: list[list[Tensor]] = [[], []]
+    num_bytes = []
     for eps in (0.0, 0.5):
         for input_nodes, _, (block,) in loader:
-            for module in (layer, ours):
-                module.eps.fill_(eps)
             x = g.ndata["feat"][input_nodes]
-            found.append((layer(block, x).detach(), ours(block, x).detach()))
-    return found
+            for module, results in zip((layer, ours), found, strict=True):
+                module.eps.fill_(eps)
+                results.append(module(block, x).detach())
+                # As `torch.func.functional_call` puts it there: learned, and no parameter.
+                learned = torch.full((1,), eps, dtype=torch.float64, requires_grad=True)
+                constant, module._buffers["eps"] = module.eps, learned
+                results.append(torch.autograd.grad(module(block, x).square().sum(), learned)[0])
+                module._buffers["eps"] = constant
+            num_bytes.append(block.static_results.num_bytes)
+    return found, num_bytes
 
 
-def test_a_sum_that_is_kept_with_the_rows_own_part_knows_its_factor(partitions: PartitionStore) -> None:
-    for (first, ours), (second, ours_later) in run_ranks(
-        2, run_with_other_eps, partitions.get("power_law", power_law(), 2)
-    ):
-        assert_close(ours, first, "eps 0")
-        assert_close(ours_later, second, "eps 0.5")
-        assert not torch.allclose(first, second)
+def test_a_kept_sum_serves_any_factor_of_the_rows_themselves(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    for (expected, ours), (bytes_before, bytes_after) in run_ranks(2, run_with_other_eps, folder):
+        for one, other in zip(ours, expected, strict=True):
+            assert_close(one, other, "result, gradient")
+        assert not torch.allclose(expected[0], expected[2])
+        assert float(expected[1].abs()) > 0.0
+        assert bytes_before == bytes_after
 
 
 def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
@@ -262,7 +355,7 @@ def mostly_zeros(num_features: int = 12) -> dgl.DGLGraph:
     return graph
 
 
-SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2, "gin": 1}
+SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2, "gin": 2}
 """Layer to the number of operands of its first products: sums, rows, or both."""
 
 

@@ -57,12 +57,12 @@ def test_memory_is_compared_with_that_of_few_rows() -> None:
     mib = 2**20
     lines = [
         line(memory_budget.MIRRORED, p50=0.1, peak_rss_bytes=[600 * mib, 700 * mib]),
-        line(memory_budget.LARGE, p50=0.2, peak_rss_bytes=[420 * mib, 456 * mib]),
+        line(memory_budget.LARGE, p50=0.2, peak_rss_bytes=[310 * mib, 328 * mib]),
         line(memory_budget.SMALL, p50=0.2, peak_rss_bytes=[230 * mib, 216 * mib]),
         line(memory_budget.FEW, p50=0.3, peak_rss_bytes=[200 * mib, 190 * mib]),
     ]
     found = memory_budget.COMPARISON.compare(lines)
-    assert (found["mirrored_mib"], found["large_mib"], found["small_mib"]) == (500.0, 256.0, 30.0)
+    assert (found["mirrored_mib"], found["large_mib"], found["small_mib"]) == (500.0, 128.0, 30.0)
     assert (found["share_of_large"], found["share_of_small"]) == pytest.approx((1.0, 30 / 32))
     (row,) = memory_budget.COMPARISON.rows_of([found])
     assert len(row) == len(memory_budget.COMPARISON.head)
@@ -88,7 +88,7 @@ def test_a_failure_is_in_the_table(comparison: Comparison, tmp_path: Path) -> No
 def test_json_has_the_table_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
     failed = {"cell": "a cell", "variant": memory_budget.LARGE, "status": "failed", "error": "no memory"}
     results = [memory_budget.COMPARISON.compare([failed])]
-    memory_budget.COMPARISON.report(results, make_parser("p").parse_args(["--json"]), budgets_mib=[256.0, 32.0])
+    memory_budget.COMPARISON.report(results, make_parser("p").parse_args(["--json"]), budgets_mib=[128.0, 32.0])
     printed = capsys.readouterr()
-    assert json.loads(printed.out) == {"budgets_mib": [256.0, 32.0], "cells": results}
+    assert json.loads(printed.out) == {"budgets_mib": [128.0, 32.0], "cells": results}
     assert "MiB that rows of other ranks take" in printed.err

@@ -33,7 +33,7 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     # The least that can be received at a time, and what budgets leave room for.
     "depcomm_few_rows": partial(_load, "ours", "Ours", strategy="depcomm", chunk_rows=256),
     "hybrid_32_mib": partial(_load, "ours", "Ours", strategy="hybrid", memory_budget_bytes=32 * 2**20),
-    "hybrid_256_mib": partial(_load, "ours", "Ours", strategy="hybrid", memory_budget_bytes=256 * 2**20),
+    "hybrid_128_mib": partial(_load, "ours", "Ours", strategy="hybrid", memory_budget_bytes=128 * 2**20),
     "sar": partial(_load, "sar", "SAR"),
     "sar_mfg": partial(_load, "sar", "SAR", blocks="mfg"),
     "sar_mfg_no_sr": partial(_load, "sar", "SAR", blocks="mfg", rematerialise="no"),

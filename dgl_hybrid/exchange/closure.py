@@ -147,10 +147,57 @@ def close_levels(
     Returns:
         The sets, structures and exchange plans of all layers.
     """
+    levels = _find_levels(
+        communicator, ownership, in_edges, seeds, cached, dense_below=dense_below, owners_aggregate=owners_aggregate
+    )
+    rows_global, ordered = _order(levels, ownership, in_edges, row_order)
+    layers, edge_ids = _build_layers(levels, communicator, ownership, in_edges, rows_global)
+    with communicator.agreed():
+        for structure in layers:
+            structure.exchange.validate()
+            if structure.replicas is not None:
+                structure.replicas.exchange.validate()
+    return LevelSets(
+        rows_global=rows_global,
+        sizes=tuple(len(level) for level in levels.computed),
+        owned=ownership.is_owned(rows_global),
+        layers=layers,
+        edge_ids=edge_ids,
+        num_borrowed=num_borrowed,
+        row_order=ordered,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Levels:
+    """Ids, sorted; and who sends what to whom."""
+
+    computed: list[Tensor]
+    """Of each level 0..L."""
+    received: list[Tensor]
+    """Of each level 0..L-1."""
+    routings: list[Routing]
+    """Of what is received."""
+    replicas: Tensor
+    """Those of level 1 for which owners aggregate."""
+    lent: Routing | None
+    """Of what owners aggregate for replicas; None: nothing, every destination has its in-edges."""
+
+
+def _find_levels(
+    communicator: Communicator,
+    ownership: Ownership,
+    in_edges: InEdges,
+    seeds: Tensor,
+    cached: list[Tensor] | tuple[Tensor, ...],
+    *,
+    dense_below: int,
+    owners_aggregate: bool,
+) -> _Levels:
     num_layers, num_ids = len(cached), ownership.total
     computed: list[Tensor] = [seeds] * (num_layers + 1)
     received: list[Tensor] = [seeds[:0]] * num_layers
-    routings: list[Routing | None] = [None] * num_layers
+    routings: list[Routing] = []
     lent: Routing | None = None
     replicas = seeds[:0]
     for layer in range(num_layers, 0, -1):
@@ -173,31 +220,66 @@ def close_levels(
         asked = routing.send_local + ownership.start
         computed[level] = union(above, owned_here, foreign[is_cached], asked, num_ids=num_ids)
         received[level] = remote
-        routings[level] = routing
+        routings.insert(0, routing)
+    return _Levels(computed=computed, received=received, routings=routings, replicas=replicas, lent=lent)
 
-    classes = [seeds]
-    classes += [difference(computed[k], computed[k + 1], num_ids) for k in range(num_layers - 1, -1, -1)]
+
+def _order(
+    levels: _Levels, ownership: Ownership, in_edges: InEdges, row_order: RowOrder
+) -> tuple[Tensor, OrderedRows | None]:
+    """Returns the ids of C_0, highest level first, and how the rows of a class are ordered if that was asked."""
+    computed, num_ids = levels.computed, ownership.total
+    classes = [computed[-1]]
+    classes += [difference(computed[k], computed[k + 1], num_ids) for k in range(len(computed) - 2, -1, -1)]
     rows_global = torch.cat(classes)
-    ordered: OrderedRows | None = None
-    if row_order != "id":
-        counts, src_global, _ = _lists_of_first_layer(in_edges, ownership, rows_global[: len(computed[1])], lent)
-        indices = _find_sources(rows_global, received[0], src_global, num_ids)
-        ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
-        rows_global = rows_global if ordered.order is None else rows_global[ordered.order]
+    if row_order == "id":
+        return rows_global, None
+    of_first = rows_global[: len(computed[1])]
+    counts, src_global, _ = _lists_of_first_layer(in_edges, ownership, of_first, levels.lent)
+    indices = _find_sources(rows_global, levels.received[0], src_global, num_ids)
+    ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, row_order)
+    return (rows_global if ordered.order is None else rows_global[ordered.order]), ordered
+
+
+def _build_layers(
+    levels: _Levels, communicator: Communicator, ownership: Ownership, in_edges: InEdges, rows_global: Tensor
+) -> tuple[tuple[LayerStructure, ...], tuple[NarrowIds, ...]]:
+    """Returns structures and ids of edges of all layers. Collective: one gather.
+
+    Destinations are prefixes of one order, so a layer has the edges of the layers above in the order of each, which
+    share its memory: of layer 1 only if no destination of layer 2 lacks its edges there. Sources have the same
+    positions, too, where none is received: what one layer computes here, the layer below holds.
+    """
+    computed, received, num_ids = levels.computed, levels.received, ownership.total
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
-    traffic = communicator.gather_ints([*map(len, received), len(replicas)])
-    # Destinations are prefixes of one order, so a layer has the edges of the layers above in the order of each, which
-    # share its memory: of layer 1 only if no destination of layer 2 lacks its edges there. Sources have the same
-    # positions, too, where none is received: what one layer computes here, the layer below holds.
-    counts, src_global, eid_global = _lists_of_first_layer(in_edges, ownership, rows_global[: len(computed[1])], lent)
+    traffic = communicator.gather_ints([*map(len, received), len(levels.replicas)])
+
+    def positions_of(ids: Tensor) -> Tensor:
+        return order[find_sorted(sorted_rows, ids, num_ids)[1]]
+
+    def plan_of(routing: Routing, layer: int, num_rows: int, ids: Tensor, column: int) -> ExchangePlan:
+        return ExchangePlan(
+            rank=ownership.rank,
+            world_size=ownership.world_size,
+            layer=layer,
+            num_rows=num_rows,
+            send_index=positions_of(routing.send_local + ownership.start),
+            send_counts=routing.send_counts,
+            recv_counts=routing.recv_counts,
+            recv_global=ids,
+            is_idle=not any(counts_of_rank[column] for counts_of_rank in traffic),
+        )
+
+    of_first = rows_global[: len(computed[1])]
+    counts, src_global, eid_global = _lists_of_first_layer(in_edges, ownership, of_first, levels.lent)
     indptr, ids_of_edges = indptr_of(counts), NarrowIds(eid_global)
     del counts, eid_global
     layers: list[LayerStructure] = []
     edge_ids: list[NarrowIds] = []
-    for layer in range(1, num_layers + 1):
+    for layer in range(1, len(computed)):
         level = layer - 1
-        is_apart = layer == 2 and lent is not None and not bool(ownership.is_owned(computed[2]).all())
+        is_apart = layer == 2 and levels.lent is not None and not bool(ownership.is_owned(computed[2]).all())
         if is_apart:
             counts, src_global, eid_global = in_edges.lookup(rows_global[: len(computed[2])])
             indptr, ids_of_edges = indptr_of(counts), NarrowIds(eid_global)
@@ -209,28 +291,12 @@ def close_levels(
             indices = layers[-1].indices[:num_edges]
         else:
             indices = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
-        routing_of = routings[level]
-        assert routing_of is not None
-
-        def plan_of(routing: Routing, num_rows: int, ids: Tensor, column: int, layer: int = layer) -> ExchangePlan:
-            _, send_position = find_sorted(sorted_rows, routing.send_local + ownership.start, num_ids)
-            return ExchangePlan(
-                rank=ownership.rank,
-                world_size=ownership.world_size,
-                layer=layer,
-                num_rows=num_rows,
-                send_index=order[send_position],
-                send_counts=routing.send_counts,
-                recv_counts=routing.recv_counts,
-                recv_global=ids,
-                is_idle=not any(counts_of_rank[column] for counts_of_rank in traffic),
+        replicas: ReplicaRows | None = None
+        if layer == 1 and levels.lent is not None and any(counts_of_rank[-1] for counts_of_rank in traffic):
+            ids = levels.replicas
+            replicas = ReplicaRows(
+                exchange=plan_of(levels.lent, 1, num_dst, ids, len(received)), positions=positions_of(ids)
             )
-
-        replica_rows: ReplicaRows | None = None
-        if layer == 1 and lent is not None and any(counts_of_rank[-1] for counts_of_rank in traffic):
-            _, position = find_sorted(sorted_rows, replicas, num_ids)
-            exchange_of_replicas = plan_of(lent, num_dst, replicas, num_layers)
-            replica_rows = ReplicaRows(exchange=exchange_of_replicas, positions=order[position])
         layers.append(
             LayerStructure(
                 layer=layer,
@@ -238,24 +304,11 @@ def close_levels(
                 num_held=num_held,
                 indptr=indptr[: num_dst + 1],
                 indices=indices,
-                exchange=plan_of(routing_of, num_held, received[level], level),
-                replicas=replica_rows,
+                exchange=plan_of(levels.routings[level], layer, num_held, received[level], level),
+                replicas=replicas,
             )
         )
-    with communicator.agreed():
-        for structure in layers:
-            structure.exchange.validate()
-            if structure.replicas is not None:
-                structure.replicas.exchange.validate()
-    return LevelSets(
-        rows_global=rows_global,
-        sizes=tuple(len(level) for level in computed),
-        owned=ownership.is_owned(rows_global),
-        layers=tuple(layers),
-        edge_ids=tuple(edge_ids),
-        num_borrowed=num_borrowed,
-        row_order=ordered,
-    )
+    return tuple(layers), tuple(edge_ids)
 
 
 def _lists_of_first_layer(

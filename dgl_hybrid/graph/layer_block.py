@@ -115,6 +115,8 @@ class LayerBlock:
         self.on_edge_result: Callable[[Tensor], None] | None = None
         self.on_edge_dropout: Callable[[LayerBlock, float], EdgeDropout | None] | None = None
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
+        self.is_normalising = False
+        """Whether weights of edges are being divided by those of their ends, for which no rows travel."""
         self.is_dry_run = False
         """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
         self._block = self._build_block(device, edge_numbers) if _block is None else _block
@@ -223,7 +225,11 @@ class LayerBlock:
 
     def normalise_edge_weights(self, edge_weight: Tensor, *, norm: str, eps: float) -> Tensor:
         """Returns what `EdgeWeightNorm` gives for this block's edges on the whole graph; see `edge_weight_norm`."""
-        return normalise_edge_weights(self._block, edge_weight, self.weighted_out_degrees, norm=norm, eps=eps)
+        self.is_normalising = True
+        try:
+            return normalise_edge_weights(self._block, edge_weight, self.weighted_out_degrees, norm=norm, eps=eps)
+        finally:
+            self.is_normalising = False
 
     def known_ids(self) -> list[Tensor]:
         """Returns the id tensors by which a script may have read rows."""

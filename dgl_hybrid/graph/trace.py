@@ -56,6 +56,8 @@ class _Record:
     """Layers that do something along edges which cannot."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_batch_norm: bool = False
+    blocks: list[LayerBlock] = field(default_factory=list)
+    """What the model runs on."""
 
     def scale(self, factor: float) -> None:
         """Multiplies all costs."""
@@ -180,6 +182,8 @@ def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[An
     layers = [num_edges.index(n) + 1 for x in inputs for n in x.shape[:1] if n in num_edges]
     if func.namespace != "dgl_hybrid" or func._opname in (*_STRUCTURE_OPS, *_ROW_OPS) or not layers:
         return
+    if any(block.is_normalising for block in record.blocks):
+        return
     is_sum = func._opname == "spmm_sum" and args[2] is not None and (args[3] is None or not args[3].requires_grad)
     is_plain_sum = is_sum and args[3] is None
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
@@ -282,6 +286,7 @@ def trace_model(
         copied = copy_of(inner).cpu().train()
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
         record = _Record.empty(num_layers)
+        record.blocks = blocks
         observer = _Observer(record, num_edges)
         for block in blocks:
             block.sums_first = bool(sums_first) and sums_first[block.layer - 1]

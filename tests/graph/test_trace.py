@@ -306,3 +306,39 @@ def test_a_table_of_one_row_knows_no_other_id() -> None:
 def test_a_model_of_fewer_layers_is_refused() -> None:
     with pytest.raises(BlockError, match=r"does not use the blocks of layers \[3\].*the model has 2"):
         trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)), num_layers=3)
+
+
+@pytest.mark.parametrize("norm", ["right", "both"])
+def test_weights_that_are_normalised_do_not_keep_sums_from_being_split(norm: str) -> None:
+    """They are made without rows of other ranks; whether they are constants is what counts."""
+
+    class Weighted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = dglnn.EdgeWeightNorm(norm=norm)
+            self.layers = nn.ModuleList(
+                [dglnn.GraphConv(IN, HIDDEN, norm="none"), dglnn.GraphConv(HIDDEN, OUT, norm="none")]
+            )
+
+        def forward(self, blocks: Any, x: Tensor) -> Tensor:
+            for layer, block in zip(self.layers, blocks, strict=True):
+                x = layer(block, x, edge_weight=self.norm(block, block.edata["w"]))
+            return x
+
+    fields = StaticFields(source={}, destination={}, edge={"w": ((), torch.float32)})
+    template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
+    layers = trace_model(Weighted(), template, 2).trace.layers
+    assert [layer.can_split for layer in layers] == [True, True]
+    assert not any(layer.can_sum_apart for layer in layers)
+
+
+def test_under_autocast_nothing_is_split() -> None:
+    fields = StaticFields(source={}, destination={}, edge={})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
+    model = optimize(
+        Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"), norm=nn.BatchNorm1d(HIDDEN))
+    )
+    layers = trace_model(model, template, 2).trace.layers
+    assert not any(layer.can_split or layer.can_sum_apart or layer.keeps_result for layer in layers)
+    assert layers[1].operand_bytes_fwd == 2 * OUT

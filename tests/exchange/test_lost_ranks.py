@@ -70,16 +70,19 @@ def test_peers_of_a_killed_rank_are_told_at_once(way: str, tmp_path: Path) -> No
 CHOOSE = """
 import sys, torch.distributed as dist
 from dgl_hybrid.exchange.connect import create_communicator
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=int(sys.argv[1]), world_size=2)
+rank, world_size = int(sys.argv[1]), int(sys.argv[3])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}/rendezvous", rank=rank, world_size=world_size)
 communicator = create_communicator()
-received = communicator.exchange_counts([int(sys.argv[1]) * 2, int(sys.argv[1]) * 2 + 1])
+received = communicator.exchange_counts([rank * world_size + peer for peer in range(world_size)])
 print(communicator.backend, *received)
 dist.barrier()
 """
 
 
-def test_hosts_of_an_emulated_network_do_not_share_memory(tmp_path: Path) -> None:
-    """They are one host in all but their network, which a benchmark of networks is about."""
+@pytest.mark.parametrize(("ranks_per_host", "backend"), [(1, "gloo"), (2, "mixed")])
+def test_hosts_of_an_emulated_network_do_not_share_memory(ranks_per_host: int, backend: str, tmp_path: Path) -> None:
+    """They are one host in all but their network, which a benchmark of networks is about; several ranks of one do."""
+    world_size = 2 * ranks_per_host
     why = why_unavailable()
     if why is not None:
         pytest.skip(f"network namespaces: {why}")
@@ -87,15 +90,17 @@ def test_hosts_of_an_emulated_network_do_not_share_memory(tmp_path: Path) -> Non
         network = stack.enter_context(EmulatedNetwork(num_hosts=2))
         ranks = [
             subprocess.Popen(
-                [*host.prefix, sys.executable, "-c", CHOOSE, str(host.index), str(tmp_path)],
+                [*network.hosts[rank // ranks_per_host].prefix, sys.executable, "-c", CHOOSE, *arguments],
                 cwd=ROOT,
                 env={**ENVIRONMENT, "GLOO_SOCKET_IFNAME": "eth0"},
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for host in network.hosts
+            for rank in range(world_size)
+            for arguments in [[str(rank), str(tmp_path), str(world_size)]]
         ]
         for process in ranks:
             stack.callback(process.kill)
         answers = [process.communicate(timeout=600)[0].split() for process in ranks]
-    assert answers == [["gloo", "0", "2"], ["gloo", "1", "3"]]
+    sent = [[str(sender * world_size + rank) for sender in range(world_size)] for rank in range(world_size)]
+    assert answers == [[backend, *counts] for counts in sent]

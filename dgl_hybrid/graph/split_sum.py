@@ -10,8 +10,6 @@ derivatives of any order work.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded
 from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
+from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.operands import plan_weighted
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
@@ -48,8 +47,6 @@ class SplitSum:
         self.exchange = SplitExchange(layer, communicator, number=number, seed=seed)
         self._by_source: dict[tuple[int, bool], Adjacency] = {}
         """Of each message, with and without the edge of each entry, once a backward needs it."""
-        self._blocks: dict[int, tuple[_Block, ...]] = {}
-        """Of each message, once its rows are summed."""
 
     def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sums sources, times constant weights of edges, over the in-edges of each destination. Collective.
@@ -90,14 +87,11 @@ class SplitSum:
             out = sum_rows(self.layer.held.in_edges, x_CHD, self._weights_of_held(weights_EH))
 
         def use(position: int, rows_RF: Tensor) -> None:
+            part = self.layer.parts[position]
             rows = rows_RF.view(len(rows_RF), *shape)
-            weights = _weights_of(self.layer.parts[position], weights_EH)
-            for block in self._blocks_of(position):
-                summed = sum_rows(block.edges, rows, None if weights is None else weights[block.entries])
-                if len(block.dst_rows) == len(out):
-                    out.add_(summed)
-                else:
-                    out.index_add_(0, block.dst_rows, summed)
+            # Where they belong: sums of their own would be as many rows as the layer has, for each message.
+            add_sums = choose_backend(rows).add_sums
+            add_sums(out, part.dst_rows, part.edges.in_edges, rows, _weights_of(part, weights_EH))
 
         self.exchange.forward([x_CHD.flatten(1)], held, use, codec)
         return out
@@ -121,42 +115,8 @@ class SplitSum:
         (total,) = self.exchange.backward(make, held, codec)
         return total.view(len(total), *grad_NHD.shape[1:])
 
-    def _blocks_of(self, position: int) -> tuple[_Block, ...]:
-        """One block; where rows come in several messages, of which little is to be held, of as many rows as come."""
-        if position not in self._blocks:
-            part, is_whole = self.layer.parts[position], len(self.layer.parts) == 1
-            most = len(part.dst_rows) if is_whole else max(sum(part.recv_counts), _LEAST_BLOCK_ROWS)
-            self._blocks[position] = tuple(_blocks_of(part, max(most, 1)))
-        return self._blocks[position]
-
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
         return None if weights_EH is None else weights_EH.index_select(0, self.layer.held_edge_positions)
-
-
-_LEAST_BLOCK_ROWS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Some of the rows that read a message."""
-
-    dst_rows: Tensor
-    """(b,) int64, ascending: which rows of the layer."""
-    edges: Adjacency
-    entries: slice
-    """Which of the message's edges these are."""
-
-
-def _blocks_of(part: RowsPart, most: int) -> Iterator[_Block]:
-    edges = part.edges.in_edges
-    assert edges.edge_ids is None, "the edges of a message are numbered as they come"
-    for begin in range(0, max(len(part.dst_rows), 1), most):
-        indptr = edges.indptr[begin : begin + most + 1]
-        entries = slice(int(indptr[0]), int(indptr[-1]))
-        of_block = (
-            edges if len(indptr) == len(edges.indptr) else Adjacency(indptr - indptr[0], edges.indices[entries], None)
-        )
-        yield _Block(part.dst_rows[begin : begin + most], of_block, entries)
 
 
 def _weights_of(part: RowsPart, weights_EH: Tensor | None) -> Tensor | None:

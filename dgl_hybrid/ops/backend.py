@@ -48,6 +48,15 @@ class Backend(Protocol):
             same shape in the index dtype: the winning *edge row*. Of equal values the first entry wins; NaN wins.
         """
 
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        """Adds the sum of x[u] * w[e] over the entries of row r to out[targets[r]]: `spmm` without a result of its own.
+
+        Args:
+            out: (M, H, D) of x's dtype.
+            targets: (N,) int64, no two alike.
+            rows, x, w: As of `spmm`.
+        """
+
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         """For max and min, the gradient of x (S, H, D): adds grad[v] * w[e] over the out-edges e with arg[v] = e."""
 

@@ -35,6 +35,9 @@ class NaiveBackend:
         out, entry = _select_rows(rows.indptr, messages, reduce)
         return out.to(dtype), _edge_of_entry(rows, entry)
 
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        out.index_add_(0, targets, self.spmm(rows, x, w, "sum")[0])
+
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         edges = _edge_ids(out_rows)
         destinations = out_rows.indices.long()

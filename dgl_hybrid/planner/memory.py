@@ -86,8 +86,7 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
 
 CHUNK_COPIES = 8
 """How often a chunk's rows are here at once, at most: two that are received and two that are sent, with their
-gradients; attention has its own copies of the one it works on. What a chunk adds to the rows that read it is made for
-as many of them at a time as the chunk has rows."""
+gradients; attention has its own copies of the one it works on. Sums over a chunk are added where they belong."""
 LEAST_CHUNK_ROWS = 64
 """Smaller messages would carry little but their own cost."""
 

@@ -35,7 +35,7 @@ from tests.helpers.world import run_ranks
 HEADS, WIDTH, SLOPE = 2, 3, 0.2
 SUMS = ("sum", "weighted sum", "partial sums")
 ATTENTION = ("gat", "gatv2")
-KERNELS = ("spmm", "gat", "gat_backward", "gatv2", "gatv2_backward")
+KERNELS = ("add_sums", "spmm", "gat", "gat_backward", "gatv2", "gatv2_backward")
 
 
 def crossing(world_size: int, *, reads: Callable[[int, int], bool], seed: int = 5) -> World:
@@ -176,7 +176,7 @@ class Watch:
         starts = {name: getattr(transport, name) for name in ("start_all_to_all", "start_borrowing")}
         try:
             for name, kernel in kernels.items():
-                setattr(backend, name, self._kernel(kernel))
+                setattr(backend, name, self._kernel(kernel, place_of_rows=2 if name == "add_sums" else 0))
             for name, start in starts.items():
                 setattr(transport, name, self._message(start, has_place=name == "start_all_to_all"))
             yield self.seen
@@ -186,12 +186,13 @@ class Watch:
             for name in starts:
                 transport.__dict__.pop(name)
 
-    def _kernel(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(backend: Any, rows: Any, *args: Any, **kwargs: Any) -> Any:
+    def _kernel(self, kernel: Callable[..., Any], *, place_of_rows: int) -> Callable[..., Any]:
+        def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            rows = args[place_of_rows]
             before = self._num_under_way
             if rows.indptr.data_ptr() in self._parts:
                 time.sleep(self._delay_s)
-            result = kernel(backend, rows, *args, **kwargs)
+            result = kernel(backend, *args, **kwargs)
             entry = self.direction, before == self._num_under_way == 1
             if rows.indptr.data_ptr() in self._held:
                 self.seen.held.append(entry)

@@ -114,6 +114,29 @@ def check_spmm(backend: Backend, case: Case, *, device: str = "cpu") -> None:
             _check_spmm_once(backend, graph, *operands, reduce, device)
 
 
+def check_add_sums(backend: Backend, case: Case, *, device: str = "cpu") -> None:
+    """Sums with and without weights are added to the rows that are named, and to no others."""
+    graph, x, w = _spmm_operands(case, ties=False)
+    generator = torch.Generator().manual_seed(11)
+    targets = torch.randperm(2 * graph.num_dst + 3, generator=generator)[: graph.num_dst].sort().values
+    before = _random((2 * graph.num_dst + 3, case.heads, case.width), case.dtype, 12)
+    for weights in (None, w):
+        expected, _ = reference_spmm(graph, x, weights, "sum")
+        wanted = before.double().index_add(0, targets, expected.double())
+        into, where, rows, values, factors = _on(device, before, targets, graph.in_edges, x, weights)
+
+        def added() -> Tensor:
+            out: Tensor = into.clone()  # noqa: B023
+            backend.add_sums(out, where, rows, values, factors)  # noqa: B023
+            return out
+
+        got = _twice(added)
+        _compare("added sums", got, wanted, case.dtype)
+        untouched = torch.ones(len(before), dtype=torch.bool)
+        untouched[targets] = False
+        assert torch.equal(got.cpu()[untouched], before[untouched])
+
+
 def check_spmm_ties(backend: Backend, case: Case, *, device: str = "cpu") -> None:
     """Of equal extremes the first in-edge wins, and a NaN before everything; infinities are values as others."""
     graph, x, w = _spmm_operands(case, ties=True)
@@ -317,6 +340,7 @@ def check_segment_reduce(backend: Backend, case: Case, *, device: str = "cpu") -
 
 CHECKS: tuple[Callable[..., None], ...] = (
     check_spmm,
+    check_add_sums,
     check_spmm_ties,
     check_spmm_select_backward,
     check_sddmm,

@@ -98,7 +98,19 @@ class SumsInHalf(NaiveBackend):
         return out, arg
 
 
+class WritesInsteadOfAdding(NaiveBackend):
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        out[targets] = self.spmm(rows, x, w, "sum")[0]
+
+
+class AddsToTheFirstRows(NaiveBackend):
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        super().add_sums(out, torch.arange(len(targets)), rows, x, w)
+
+
 PLANTED = (
+    (WritesInsteadOfAdding, checks.check_add_sums, CASE),
+    (AddsToTheFirstRows, checks.check_add_sums, CASE),
     (IgnoresEdgeIds, checks.check_spmm, CASE),
     (LastOfEqualsWins, checks.check_spmm_ties, CASE),
     (NanLoses, checks.check_spmm_ties, CASE),

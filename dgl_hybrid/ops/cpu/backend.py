@@ -47,6 +47,12 @@ class CpuBackend:
         out, arg = reductions.select_rows(plan, operand, least=reduce == "min")
         return out.to(dtype), arg
 
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        if x.dtype not in KINDS or not out.is_contiguous():
+            out.index_add_(0, targets, self.spmm(rows, x, w, "sum")[0])
+        else:
+            reductions.add_sums(RowPlan.of(rows), Operand(x, weights=w), out, targets.contiguous())
+
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         operand = Operand(_wide(grad), weights=None if w is None else _wide(w))
         return reductions.select_backward(RowPlan.of(out_rows), operand, arg).to(grad.dtype)

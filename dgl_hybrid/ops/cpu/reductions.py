@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements, column_blocks
 from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, run
 from dgl_hybrid.ops.cpu.memory import new_tensor
 from dgl_hybrid.ops.cpu.spmm_kernels import (
+    TARGETS_AHEAD,
     SpmmSpec,
     emit_select,
     emit_select_backward,
@@ -126,6 +127,31 @@ def sum_rows(plan: RowPlan, operand: Operand) -> Tensor:
     if plan.has_long_rows:
         sums[0][plan.long_rows] = sum_rows(plan.merger, Operand(sums[1], by_edge=True))
     return sums[0]
+
+
+def add_sums(plan: RowPlan, operand: Operand, out: Tensor, targets: Tensor) -> None:
+    """out[targets[r]] += the sum over row r's entries.
+
+    Args:
+        out: (M, H, D) contiguous, of the operand's dtype.
+        targets: (N,) int64, no two alike.
+    """
+    if not len(targets):
+        return
+    padded = torch.cat([targets, targets[-1:].expand(TARGETS_AHEAD)])
+    parts = plan.parts if plan.has_long_rows else None
+    sums = None if parts is None else new_tensor((parts.num_rows, *operand.x.shape[1:]), operand.x.dtype)
+    for columns in operand.columns(plan.ordinary.num_entries):
+        for rows, into in ((plan.ordinary, out), (parts, sums)):
+            if rows is None or into is None:
+                continue
+            is_added = into is out
+            spec = replace(operand.spec(rows, plan.index, columns.block), adds=is_added)
+            arguments: list[int | float] = [*rows.arguments(), *operand.arguments(columns)]
+            arguments += [address(into, columns.begin), operand.num_columns]
+            run(emit_sum, (spec,), rows.bounds, arguments + ([address(padded)] if is_added else []))
+    if sums is not None:
+        out.index_add_(0, targets[plan.long_rows], sum_rows(plan.merger, Operand(sums, by_edge=True)))
 
 
 def select_rows(plan: RowPlan, operand: Operand, *, least: bool) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,9 @@ from dgl_hybrid.ops.cpu.lanes import (
     zero_variables,
 )
 
+TARGETS_AHEAD = 8
+"""Rows further on, to whose place in `out` the processor is pointed; `targets` must be longer by so many."""
+
 
 @dataclass(frozen=True)
 class SpmmSpec:
@@ -25,6 +28,7 @@ class SpmmSpec:
 
     `block` are its columns. `by_edge`: the operand's rows are those of the entries' edges, not of their neighbours.
     `edge_ids`: entry k is not edge k. `weighted`: each edge has a factor per head. `least`: minimum, not maximum.
+    `adds`: sums are added to rows that are there.
     """
 
     value: Kind
@@ -34,6 +38,7 @@ class SpmmSpec:
     edge_ids: bool = False
     weighted: bool = False
     least: bool = False
+    adds: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,12 +78,18 @@ class _Operand:
 
 
 def emit_sum(spec: SpmmSpec) -> str:
-    """out[r] = Σ over the entries of row r of x (times the edge's weight); 0 for a row without entries."""
+    """out[r] = Σ over the entries of row r of x (times the edge's weight); 0 for a row without entries.
+
+    With `adds`: out[targets[r]] += that sum.
+    """
     k = KernelBuilder()
     operand = _Operand.declare(k, spec)
     out, out_stride = k.pointer(spec.value), k.integer()
+    targets = k.pointer("i64") if spec.adds else None
     pieces = spec.block.pieces(spec.value)
     with operand.entries.rows() as (row, begin, end):
+        if targets is not None:
+            out.at(targets.load(row + TARGETS_AHEAD) * out_stride).prefetch(0, spec.block.size)
         totals = zero_variables(k, pieces, spec.value)
         with operand.entries.sums(begin, end, totals) as (entry, sums):
             operand.prefetch(entry)
@@ -89,7 +100,10 @@ def emit_sum(spec: SpmmSpec) -> str:
                     total.set(total.get() + value)
                 else:
                     total.set(value.multiply_add(piece.spread(weights), total.get()))
-        store_pieces(pieces, out.at(row * out_stride), get_all(totals))
+        place, values = out.at((row if targets is None else targets.load(row)) * out_stride), get_all(totals)
+        if targets is not None:
+            values = [before + value for before, value in zip(load_pieces(pieces, place), values)]
+        store_pieces(pieces, place, values)
     return k.finish()
 
 

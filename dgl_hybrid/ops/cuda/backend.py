@@ -64,6 +64,9 @@ class CudaBackend:
             return self._reduce_rows(rows.indptr, None, rows.edge_ids, w.unsqueeze(-1), None, reduce)
         return self._reduce_rows(rows.indptr, rows.indices, rows.edge_ids, x, w, reduce)
 
+    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+        out.index_add_(0, targets, self.spmm(rows, x, w, "sum")[0])
+
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         num_heads, width = grad.shape[1:]
         columns, weight = num_heads * width, _weight_kind(w, width)

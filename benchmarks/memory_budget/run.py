@@ -5,7 +5,8 @@
 
 The same cell four times, in turns: everything cached; a budget of 128 MiB, which a plan fits by caching a part; one of
 32 MiB, which nothing but messages that are used and dropped fits; and messages of 256 rows. The last holds next to
-nothing of other ranks, so what the others' resident memory has more than it is what rows of other ranks take.
+nothing of other ranks, so what the others' resident memory has more than it is what rows of other ranks take. They go
+over the process group: memory that ranks of one host share is resident in each of them, and would be counted twice.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from benchmarks.systems.measure import Settings
 from benchmarks.systems.results import Line
 from benchmarks.systems.variants import Comparison, Result, make_parser
 
-MIRRORED, LARGE, SMALL, FEW = SYSTEMS = ("depcache", "hybrid_128_mib", "hybrid_32_mib", "depcomm_few_rows")
+MIRRORED, LARGE, SMALL, FEW = SYSTEMS = ("depcache_collective", "hybrid_128_mib", "hybrid_32_mib", "depcomm_few_rows")
 LARGE_MIB, SMALL_MIB = 128.0, 32.0
 GRAPH = "products"
 MODELS = (("sage", 3), ("gcn", 3), ("gat", 2))

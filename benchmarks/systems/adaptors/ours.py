@@ -25,22 +25,25 @@ from benchmarks.systems.adaptors.base import (
     sample_ids,
 )
 from benchmarks.systems.job import Job
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.planner import PlannerConfig
 from dgl_hybrid.training.epoch_clock import EpochClock
 
 
 class Ours(System):
-    """One strategy of `FullGraphLoader`, with further options of it, or a memory budget."""
+    """One strategy of `FullGraphLoader`, with further options of it, a memory budget, or a transport of rows."""
 
     def __init__(self, job: Job, *, strategy: str, **options: Any) -> None:
         super().__init__(job)
         budget = options.pop("memory_budget_bytes", None)
+        self._transport: RankTransport = options.pop("transport", "auto")
         self._planner = PlannerConfig(strategy=strategy, memory_budget_bytes=budget)
         self._options = options
 
     def prepare(self) -> dict[str, Any]:
         job = self.job
-        self.g = dgl_hybrid.PartitionedGraph.open(job.part_config)
+        communicator = create_communicator(transport=self._transport)
+        self.g = dgl_hybrid.PartitionedGraph.open(job.part_config, communicator=communicator)
         self.model: nn.Module = self.make_model()
         optimize = getattr(dgl_hybrid, "optimize", None)
         if optimize is not None:
@@ -56,7 +59,6 @@ class Ours(System):
                 autotune=job.options.get("autotune", math.inf),  # epochs are timed once trials are over
                 **self._options,
             )
-        communicator = self.g.communicator
         self.wrapped = self.model if job.world_size == 1 else nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = self.make_optimizer(self.model)
         self.clock = EpochClock(communicator, job.num_layers)

@@ -30,8 +30,8 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     "depcomm_apart": partial(_load, "ours", "Ours", strategy="depcomm", overlap=False),
     "depcomm_overlap": partial(_load, "ours", "Ours", strategy="depcomm", partial_sums=False),
     "depcomm_sums": partial(_load, "ours", "Ours", strategy="depcomm", partial_sums=True),
-    # The least that can be received at a time, what budgets leave room for, and everything. Over the process group: what
-    # ranks of one host share is resident in each of them.
+    # The least that can be received at a time, what budgets leave room for, and everything. Over the process group:
+    # what ranks of one host share is resident in each of them.
     "depcache_collective": partial(_load, "ours", "Ours", strategy="depcache", transport="collective"),
     "depcomm_few_rows": partial(_load, "ours", "Ours", strategy="depcomm", transport="collective", chunk_rows=256),
     "hybrid_32_mib": partial(

@@ -139,7 +139,7 @@ class Communicator:
         self.num_calls += 1
         start_s = time.perf_counter()
         tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
-        moved, transport = _as_moved(send.contiguous()), self.transport
+        moved, transport = _as_moved(send.detach().contiguous()), self.transport
         finish: Callable[[], list[Tensor]]
         if transport is None:
             received = send if out is None else out.copy_(send)

@@ -8,7 +8,8 @@ host of all, are sent and received where they lie, others by way of a buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -72,18 +73,24 @@ class FarRows:
         rows = _joined(send, pieces)
         if rows is None:
             rows = torch.cat(pieces, out=self._take(send, self._counts(send_counts)))
-        end = self._group.start_all_to_all(place, rows, self._counts(recv_counts), self._counts(send_counts), tag)
+        with self._noting_failure():
+            end = self._group.start_all_to_all(place, rows, self._counts(recv_counts), self._counts(send_counts), tag)
 
         def finish() -> None:
             nonlocal rows
-            try:
+            with self._noting_failure():
                 end()
-            except BaseException:
-                self.has_failed = True
-                raise
             rows = None  # not to be freed, or used again, before it was sent
 
         return finish
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self.has_failed = True
+            raise
 
     def _counts(self, counts: Sequence[int]) -> list[int]:
         return [0 if rank in self._near else count for rank, count in enumerate(counts)]

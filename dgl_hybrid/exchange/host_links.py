@@ -89,7 +89,12 @@ def meet_on_host(group: Transport, outbox: Outbox | None, *, everybody: bool) ->
                 links = _join(listener, outbox, group.rank, {rank: described[rank][:_SECRET_BYTES] for rank in mates})
         except OSError as error:
             failure = str(error)
-        joined = group.all_gather(torch.tensor([not failure], dtype=torch.uint8, device=group.device))
+        try:
+            joined = group.all_gather(torch.tensor([not failure], dtype=torch.uint8, device=group.device))
+        except BaseException:
+            for link in links:
+                link.close()
+            raise
         late = [rank for rank, answer in enumerate(joined) if not int(answer[0])]
         if late:
             for link in links:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
@@ -195,6 +196,8 @@ class SharedMemoryTransport(Transport):
             incoming[link.rank] = place[post.num_bytes :]
 
     def send_buffer(self, num_bytes: int) -> Tensor:
+        if self._why_left:  # the process group may still send from the outbox; the next operation raises
+            return torch.empty(num_bytes, dtype=torch.uint8)
         return self._outbox.place(num_bytes)
 
     def start_borrowing(
@@ -237,7 +240,8 @@ class SharedMemoryTransport(Transport):
 
     def drop_free(self) -> None:
         with self._lock:
-            if not self._is_awaiting:  # else peers may still read the message before the last
+            # Else peers may still read the message before the last, or the process group send one.
+            if not self._is_awaiting and not self._why_left:
                 self._outbox.drop_free()
         if self._far is not None:
             self._far.drop_free()
@@ -252,7 +256,10 @@ class SharedMemoryTransport(Transport):
     def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
         """Those from which something was still to come when this one gave up; else whom the process group misses."""
         is_told = self._why_left and not (self._far is not None and self._far.has_failed)
-        return self._late if is_told else self._group.find_late_ranks(name, num_calls)
+        if is_told and self._far is None:
+            return self._late
+        missed = self._group.find_late_ranks(name, num_calls)  # far ranks ask who is stuck as this one is
+        return self._late if is_told else missed
 
     # ---------------------------------------------------------------- rounds
 

@@ -129,7 +129,7 @@ def edges_of(sets: LevelSets, layer: int) -> dict[int, list[tuple[int, int]]]:
     """The (edge, source) lists of each destination, in their order."""
     structure = sets.layers[layer - 1]
     sources = torch.cat([sets.rows_global[: structure.num_held], structure.exchange.recv_global])[structure.indices]
-    lists, edge_ids = {}, sets.edge_ids.wide()
+    lists, edge_ids = {}, sets.edge_ids[layer - 1].wide()
     for row, node in enumerate(sets.rows_global[: structure.num_dst].tolist()):
         entries = slice(int(structure.indptr[row]), int(structure.indptr[row + 1]))
         lists[node] = list(zip(edge_ids[entries].tolist(), sources[entries].tolist(), strict=True))

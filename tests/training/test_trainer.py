@@ -103,8 +103,11 @@ def test_dropout_does_not_depend_on_ranks_or_strategy(folder: Path) -> None:
 
 def test_report_counts_bytes_and_dependencies(folder: Path) -> None:
     caching = run(make_job(folder, 3, strategy="depcache"), 3)
-    # Raw features travel once, since the first layer keeps what it makes of them; nothing travels after that.
-    assert caching.epochs[0].bytes_sent == caching.layers[0].communicated * 12 * 8
+    # Raw features travel once, since the first layer keeps what it makes of them, and so do the sums of what is cached
+    # at level 1; nothing travels after that.
+    raw, sums = caching.layers[0].communicated, caching.layers[1].cached
+    assert caching.epochs[0].bytes_sent == (raw + sums) * 12 * 8
+    assert sums > 0
     assert all(epoch.bytes_sent == 0 for epoch in caching.epochs[1:])
     assert all(layer.forward_bytes == layer.backward_bytes == 0 for layer in caching.layers)
     assert all(layer.communicated == 0 and layer.cached > 0 for layer in caching.layers[1:])

@@ -115,6 +115,7 @@ def test_rows_of_the_host_are_taken_to_where_they_can_travel(world_size: int) ->
 
 def choose_backend(rank: int, world_size: int, folder: str, backend: str | None) -> tuple[str, list[int]]:
     """With a default group made in that way, instead of the test's own."""
+    dist.barrier()  # a group is made on one rank before it is on another, which would find its peer gone
     dist.destroy_process_group()
     where = f"file://{folder}/rendezvous"
     dist.init_process_group(backend, init_method=where, rank=rank, world_size=world_size)

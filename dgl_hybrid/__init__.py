@@ -26,6 +26,7 @@ _EXPORTS: dict[str, str] = {
     "held_bytes": "dgl_hybrid.sampling.switch",
     "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
+    "load_model": "dgl_hybrid.training.checkpoint",
     "load_partition": "dgl_hybrid.partition",
     "op_counts": "dgl_hybrid.ops.op_counts",
     "optimize": "dgl_hybrid.graph.optimize",

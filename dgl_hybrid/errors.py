@@ -24,6 +24,10 @@ class PlanError(HybridError):
     """A plan cannot be made, read or applied."""
 
 
+class CheckpointError(HybridError):
+    """Trained weights are missing, damaged, of another model, or cannot be saved."""
+
+
 class ExchangeError(HybridError):
     """Ranks disagree about what is to be exchanged, or a peer did not take part."""
 

@@ -16,8 +16,8 @@ from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, check_exist
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
 CONFIGS = (DataConfig, PartitionConfig, ModelConfig, StrategyConfig, TrainConfig, RunConfig)
-WITHOUT = ("plan",)
-"""Fields that are no options here: plans are made, not read."""
+WITHOUT = ("plan", "checkpoint", "resume")
+"""Fields that are no options here: plans are made, not read, and nothing is trained."""
 _TRAINING_ONLY = "No effect on a plan; known so that the words of `train` are understood."
 TEXTS = {
     "out": "Folder for the plans; plans/ beside the partition if not given.",

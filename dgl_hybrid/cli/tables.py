@@ -29,7 +29,7 @@ def print_training(report: TrainReport, changes: str = "") -> None:
         f"{report.model} on {report.dataset}, {report.ranks} rank{'s' if report.ranks > 1 else ''}, "
         f"strategy {report.strategy}"
         + (f" (chosen: {report.chosen_plan})" if report.chosen_plan != report.strategy else "")
-        + f", {report.dtype}, {len(report.epochs)} epochs"
+        + f", {report.dtype}, {_name_epochs(report)}"
         + ("" if report.approximate is None else f"; training is {report.exactness}, evaluation exact")
     )
     if changes:
@@ -70,6 +70,11 @@ def print_training(report: TrainReport, changes: str = "") -> None:
     console.print(accuracy)
     peak = ", ".join(format_bytes(rss) for rss in report.peak_rss_bytes)
     console.print(f"loss {report.epochs[0].loss:.6f} -> {report.epochs[-1].loss:.6f}; peak memory by rank: {peak}")
+
+
+def _name_epochs(report: TrainReport) -> str:
+    count, first = len(report.epochs), report.first_epoch
+    return f"{count} epochs" if first == 1 else f"epochs {first} to {first + count - 1}, resumed"
 
 
 def print_plan(result: dict[str, Any]) -> None:

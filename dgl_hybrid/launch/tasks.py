@@ -133,7 +133,7 @@ def progress_bar(job: TrainJob, show: bool) -> Iterator[Callable[[int, EpochRepo
             if accuracy is not None:
                 shown["val"] = f"{accuracy.val:.3f}"
             bar.set_postfix(shown, refresh=False)
-            bar.update()
+            bar.update(epoch - bar.n)  # a resumed run begins further on
 
         yield advance
 

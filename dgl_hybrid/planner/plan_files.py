@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -14,6 +13,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from ..errors import PlanError
+from .durable import write_durably
 from .estimate import EpochEstimate
 from .model_trace import ModelTrace
 from .plan import DependencyPlan
@@ -56,8 +56,8 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         "ids_bytes": len(blob),
     }
     record["record_sha256"] = _record_digest(record)
-    _write_durably(ids_path, blob)
-    _write_durably(json_path, (json.dumps(record, indent=1) + "\n").encode())
+    write_durably(ids_path, blob)
+    write_durably(json_path, (json.dumps(record, indent=1) + "\n").encode())
     return json_path
 
 
@@ -130,21 +130,3 @@ def load_plan(
 
 def _record_digest(record: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    """Writes aside, syncs, renames: a reader sees the old file or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(aside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -88,6 +88,10 @@ class TrainConfig:
 
     approximate: str | None = None
     """Exchange narrower rows (bf16, int8) or those of the epoch before (stale) in training steps; exact without it."""
+    checkpoint: str | None = None
+    """Folder for the trained model, saved after every evaluation: best.safetensors and last.safetensors."""
+    resume: bool = False
+    """Go on from the last model in --checkpoint; --epochs counts those before, too."""
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -105,6 +109,8 @@ class TrainConfig:
             raise ValueError(
                 f"unknown approximation (got {self.approximate!r}); choose one of {', '.join(APPROXIMATIONS)}"
             )
+        if self.resume and self.checkpoint is None:
+            raise ValueError("resume needs checkpoint: the folder of the model to go on from")
         if not 0 <= self.seed < 2**32:
             raise ValueError(f"seed must lie in 0..2**32-1 (got {self.seed})")
 

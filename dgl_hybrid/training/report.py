@@ -85,9 +85,11 @@ class TrainReport:
     chosen_plan: str
     """Which candidate was taken: "hybrid@1", "depcomm", …"""
     trial_epochs: int = 0
-    """The last epoch whose plan ran to be measured, not as the best one known; 0 if none did."""
+    """The last of `epochs`, from 1, whose plan ran to be measured, not as the best one known; 0 if none did."""
     rows_by_locality: tuple[bool, ...] = ()
     """By rank: whether its rows are ordered by common in-neighbours, not by id."""
+    first_epoch: int = 1
+    """Number of the first of `epochs`: greater if the run went on from a checkpoint."""
     approximate: str | None = None
     """What training steps exchanged approximately: "int8", …; None: nothing."""
 
@@ -131,6 +133,7 @@ class TrainReport:
             "predicted_epoch_s": self.predicted_epoch_s,
             "gradient_bytes": self.gradient_bytes,
             "trial_epochs": self.trial_epochs,
+            "first_epoch": self.first_epoch,
             "rows_by_locality": list(self.rows_by_locality),
             "approximate": self.approximate,
             "exactness": self.exactness,
@@ -162,6 +165,7 @@ class TrainReport:
             chosen_plan=data["chosen_plan"],
             trial_epochs=data["trial_epochs"],
             rows_by_locality=tuple(data["rows_by_locality"]),
+            first_epoch=data["first_epoch"],
             approximate=data["approximate"],
         )
 

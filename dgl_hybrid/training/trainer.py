@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,11 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.datasets import check_features
-from dgl_hybrid.errors import DatasetError
+from dgl_hybrid.errors import CheckpointError, DatasetError
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import MANIFEST_NAME
 from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan
-from dgl_hybrid.training.config import TrainJob
+from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
+from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
 from dgl_hybrid.training.inference import evaluating
 from dgl_hybrid.training.loader import FullGraphLoader
@@ -37,41 +39,53 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     """Trains on the graph of a partition folder. Collective: every rank calls it with the same job.
 
     Initial weights depend on the seed and the model alone, so that runs of any strategy and number of ranks compare.
+    A run that is resumed goes on as it would have without the break, dropout masks included; plans are made anew.
 
     Returns:
-        The report of the whole run, the same on every rank.
+        The report of the whole run, the same on every rank; of a resumed one, from where it went on.
     Raises:
-        PartitionError, DatasetError, PlanError, BlockError, ValueError: On every rank, whichever found the fault.
+        PartitionError, DatasetError, PlanError, BlockError, CheckpointError, ValueError: On every rank, whichever found
+            the fault.
     """
     torch.manual_seed(job.training.seed)
     base_rss = current_rss_bytes()
     g = open_graph(job)
+    job = replace(job, num_classes=count_classes(job, g))
     model = build(job, g)
+    config, communicator = job.training, g.communicator
+    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    checkpoints = _open_checkpoints(job, g, model, optimizer)
+    progress = _resume(checkpoints, config) if checkpoints is not None else None
     loader, plan = make_loader(job, g, model)
     evaluator = Evaluator(g, job.model.num_layers, chunk_rows=_chunk_rows_of_evaluations(job, plan))
-    config, communicator = job.training, g.communicator
     wrapped: nn.Module = model
     if communicator.transport is not None:
         wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
     clock = EpochClock(communicator, job.model.num_layers)
     epochs: list[EpochReport] = []
     measured: list[Accuracy] = []
     times: EpochTimes | None = None
     trial_epochs = 0
-    for epoch in range(1, config.epochs + 1):
+    first_epoch = 1
+    if progress is not None:
+        loader.load_state_dict(progress.loader)
+        measured.append(progress.best)
+        first_epoch = progress.accuracy.epoch + 1
+    for epoch in range(first_epoch, config.epochs + 1):
         wrapped.train()
         clock.start()
         loss = _step(g, loader, wrapped, optimizer)
         times = clock.stop()
         if loader.is_trying:
-            trial_epochs = epoch
+            trial_epochs = epoch - first_epoch + 1
         epochs.append(_epoch_report(g, loss, times))
         last = epoch == config.epochs
         accuracy = None
         if last or (config.eval_every and epoch % config.eval_every == 0):
             accuracy = evaluator.measure(model, epoch)
             measured.append(accuracy)
+            if checkpoints is not None:
+                checkpoints.save(Progress(accuracy=accuracy, best=_best(measured), loader=loader.state_dict()))
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
     assert times is not None
@@ -95,6 +109,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=plan.strategy,
         trial_epochs=trial_epochs,
+        first_epoch=first_epoch,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
         approximate=config.approximate,
     )
@@ -128,17 +143,22 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
     return g
 
 
-def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
-    """Builds the job's model for the graph's widths, optimised. Collective."""
+def count_classes(job: TrainJob, g: PartitionedGraph) -> int:
+    """Returns the job's number of classes, else one more than the largest label of any rank. Collective."""
     num_classes = job.num_classes
     if num_classes is None:
         label = g.ndata["label"].local
         num_classes = 1 + max(row[0] for row in g.communicator.gather_ints([int(label.max()) if len(label) else -1]))
+    return max(num_classes, 1)
+
+
+def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
+    """Builds the job's model for the graph's widths, optimised. Collective."""
     model = build_model(
         job.model.model,
         int(g.ndata["feat"].shape[1]),
         job.model.hidden,
-        max(num_classes, 1),
+        count_classes(job, g),
         job.model.num_layers,
         dropout=job.model.dropout,
         heads=job.model.heads,
@@ -146,6 +166,30 @@ def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
         dtype=getattr(torch, job.training.dtype),
     )
     return optimize(model)
+
+
+def _open_checkpoints(
+    job: TrainJob, g: PartitionedGraph, model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Checkpoints | None:
+    folder = job.training.checkpoint
+    if folder is None:
+        return None
+    facts = ModelFacts.of(job, int(g.ndata["feat"].shape[1]))
+    return Checkpoints(folder, g.communicator, model, optimizer, facts, job.dataset)
+
+
+def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
+    """Returns where the run goes on; None for a new one, which overwrites nothing. Collective."""
+    if not config.resume:
+        checkpoints.refuse_to_overwrite()
+        return None
+    progress = checkpoints.restore()
+    if progress.accuracy.epoch >= config.epochs:
+        raise CheckpointError(
+            f"{config.checkpoint} has done {progress.accuracy.epoch} epochs, and --epochs is {config.epochs}, all of "
+            "them together: give more"
+        )
+    return progress
 
 
 def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[FullGraphLoader, DependencyPlan]:

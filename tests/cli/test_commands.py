@@ -149,3 +149,16 @@ def test_demo(folder: Path) -> None:
     for name in ("demo_results", "demo_plan"):
         for suffix in ("png", "svg"):
             assert (folder / "demo_output" / f"{name}.{suffix}").stat().st_size > 1000
+
+
+def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
+    """By options as they are typed, from a folder relative to where the command runs."""
+    words = ("train", "--partition", partition, *TRAIN, "--json", "--checkpoint", "runs/one")
+    assert run_command(*words, "--epochs", "2", cwd=folder).returncode == 0
+    assert sorted(path.name for path in (folder / "runs/one").iterdir()) == ["best.safetensors", "last.safetensors"]
+    fails(run_command(*words, cwd=folder), "last.safetensors is there already")
+    done = run_command(*words, "--resume", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "epochs 3 to 3, resumed" in done.stdout
+    record = json.loads(done.stdout.splitlines()[-1])
+    assert (record["first_epoch"], len(record["epochs"])) == (3, 1)

@@ -20,7 +20,7 @@ TRAIN_OPTIONS = {
     *("ranks", "part_method", "num_hops", "partition", "workspace"),
     *("model", "num_layers", "hidden", "heads", "dropout"),
     *("strategy", "cache_ratio", "memory_budget", "plan"),
-    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "seed", "approximate"),
+    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "seed", "approximate", "checkpoint", "resume"),
     *("threads", "out"),
 }
 
@@ -40,7 +40,7 @@ def test_options_are_the_known_ones() -> None:
     ("command", "expected"),
     [
         (train, TRAIN_OPTIONS),
-        (plan, TRAIN_OPTIONS - {"plan"} | {"explain", "explain_global"}),
+        (plan, TRAIN_OPTIONS - {"plan", "checkpoint", "resume"} | {"explain", "explain_global"}),
         (
             partition,
             {*("data", "symmetric", "self_loops", "normalize_features"), *("ranks", "part_method", "num_hops")}

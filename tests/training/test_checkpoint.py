@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that is saved and resumed is the run that was never broken off; nothing saved is ever lost or half there."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import dgl_hybrid
+from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
+from dgl_hybrid.datasets.dataset import GraphDataset
+from dgl_hybrid.errors import CheckpointError
+from dgl_hybrid.planner import durable, uniform_topology
+from dgl_hybrid.training import planning
+from dgl_hybrid.training.checkpoint import BEST_NAME, LAST_NAME, load_model
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.report import TrainReport
+from dgl_hybrid.training.trainer import train
+from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
+
+
+def run_job(rank: int, world_size: int, record: dict[str, Any], is_disk_full: bool = False) -> dict[str, Any]:
+    assumed = mock.patch.object(planning, "probe", return_value=uniform_topology(world_size))
+    full = mock.patch.object(durable.os, "fsync", side_effect=OSError(28, "No space left on device"))
+    with assumed:
+        if is_disk_full and rank == 0:
+            with full:
+                return train(TrainJob.from_json(record)).to_json()
+        return train(TrainJob.from_json(record)).to_json()
+
+
+@pytest.fixture(scope="module")
+def dataset() -> GraphDataset:
+    return generate_powerlaw(PowerLawConfig(nodes=300, degree=6.0, features=12, classes=4))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, dataset: GraphDataset) -> Path:
+    root = tmp_path_factory.mktemp("checkpoint")
+    for num_parts in (1, 2, 3):
+        dgl_hybrid.partition_graph(dataset.graph, "g", num_parts, root / str(num_parts))
+    return root
+
+
+def make_job(folder: Path, num_parts: int, checkpoint: Path, *, model: str = "gcn", **options: Any) -> TrainJob:
+    options = {"epochs": 6, "eval_every": 2, "dtype": "float64", "seed": 5} | options
+    return TrainJob(
+        part_config=str(folder / str(num_parts) / "g.json"),
+        dataset="g",
+        num_classes=4,
+        model=ModelConfig(model=model, num_layers=2, hidden=8, heads=2, dropout=0.4),
+        strategy=StrategyConfig(strategy="depcomm"),
+        training=TrainConfig(checkpoint=str(checkpoint), **options),
+    )
+
+
+def run(job: TrainJob, num_parts: int) -> TrainReport:
+    records = run_ranks(num_parts, run_job, job.to_json())
+    assert all(record["epochs"] == records[0]["epochs"] for record in records)
+    return TrainReport.from_json(records[0])
+
+
+def losses(report: TrainReport) -> list[float]:
+    return [epoch.loss for epoch in report.epochs]
+
+
+def tensors_in(folder: Path) -> dict[str, Tensor]:
+    return {
+        f"{name}: {key}": value for name in (BEST_NAME, LAST_NAME) for key, value in load_file(folder / name).items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("model", "num_parts", "dtype"),
+    [("gcn", 1, "float64"), ("gcn", 2, "float32"), ("gin", 3, "float64"), ("gat", 2, "float64")],
+)
+def test_resumed_is_as_if_never_broken_off(
+    model: str, num_parts: int, dtype: str, folder: Path, tmp_path: Path
+) -> None:
+    """Dropout masks, batch norm's running statistics and Adam's moments included."""
+    whole = run(make_job(folder, num_parts, tmp_path / "whole", model=model, dtype=dtype), num_parts)
+    first = run(make_job(folder, num_parts, tmp_path / "two", model=model, dtype=dtype, epochs=4), num_parts)
+    second = run(make_job(folder, num_parts, tmp_path / "two", model=model, dtype=dtype, resume=True), num_parts)
+    assert (first.first_epoch, second.first_epoch) == (1, 5)
+    close = {"rel": 1e-9 if dtype == "float64" else 1e-5}  # order of products goes by measured times
+    assert losses(first) + losses(second) == pytest.approx(losses(whole), **close)
+    for found, expected in ((second.final, whole.final), (second.best, whole.best)):
+        assert asdict(found) == pytest.approx(asdict(expected), **close)
+    wanted, saved = tensors_in(tmp_path / "whole"), tensors_in(tmp_path / "two")
+    assert wanted.keys() == saved.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(saved[name], value, rtol=1e3 * close["rel"], atol=close["rel"], msg=name)
+
+
+def test_resumed_on_another_number_of_ranks(folder: Path, tmp_path: Path) -> None:
+    whole = run(make_job(folder, 2, tmp_path / "whole"), 2)
+    run(make_job(folder, 2, tmp_path / "two", epochs=4), 2)
+    second = run(make_job(folder, 3, tmp_path / "two", resume=True), 3)
+    assert losses(second) == pytest.approx(losses(whole)[4:], rel=1e-9)
+
+
+@pytest.mark.parametrize("model", ["gcn", "gin"])
+def test_a_saved_model_is_one_of_plain_dgl(model: str, folder: Path, tmp_path: Path, dataset: GraphDataset) -> None:
+    report = run(make_job(folder, 2, tmp_path, model=model, epochs=9, eval_every=3), 2)
+    for name, accuracy in ((BEST_NAME, report.best), (LAST_NAME, report.final)):
+        loaded = load_model(tmp_path / name)
+        assert not loaded.training
+        assert {type(layer).__module__.partition(".")[0] for layer in loaded.layers} == {"dgl"}
+        with torch.no_grad():
+            logits = loaded([dataset.graph] * 2, dataset.graph.ndata["feat"].double())
+        right = logits.argmax(1) == dataset.graph.ndata["label"]
+        for split in ("train", "val", "test"):
+            mask = dataset.graph.ndata[f"{split}_mask"].bool()
+            assert float(right[mask].double().mean()) == pytest.approx(getattr(accuracy, split))
+    # What the README says: without us, too.
+    again = type(loaded)(loaded.layers, None)
+    again.norms = loaded.norms
+    again.load_state_dict(load_file(tmp_path / BEST_NAME))
+
+
+def fails(job: TrainJob, num_parts: int, message: str, **options: Any) -> None:
+    """On every rank, with the same words."""
+    for error in run_ranks_expect_errors(num_parts, run_job, job.to_json(), **options):
+        assert isinstance(error, RaisedError)
+        assert error.type_name == CheckpointError.__name__
+        assert message in error.message
+
+
+def test_nothing_is_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
+    run(make_job(folder, 2, tmp_path, epochs=2), 2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert {path.name for path in before} == {BEST_NAME, LAST_NAME}
+    fails(make_job(folder, 2, tmp_path), 2, "is there already. Possible solutions: 1) go on from it with --resume")
+    fails(make_job(folder, 2, tmp_path, epochs=2, resume=True), 2, "has done 2 epochs, and --epochs is 2")
+    job = make_job(folder, 2, tmp_path, resume=True)
+    fails(replace(job, model=replace(job.model, hidden=16)), 2, "is of a model with hidden 8 (expected 16)")
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
+    fails(make_job(folder, 2, tmp_path / "none", resume=True), 2, "there is no checkpoint")
+    assert not (tmp_path / "none").exists()
+    with pytest.raises(ValueError, match="resume needs checkpoint"):
+        TrainConfig(resume=True)
+
+
+def test_a_damaged_file_is_refused(folder: Path, tmp_path: Path) -> None:
+    run(make_job(folder, 2, tmp_path, epochs=2), 2)
+    path = tmp_path / LAST_NAME
+    whole = path.read_bytes()
+    for damaged in (
+        whole[:-1],
+        whole[:-9] + bytes([whole[-9] ^ 1]) + whole[-8:],
+        b"",
+        whole.replace(b'\\"epoch\\": 2', b'\\"epoch\\": 1'),
+    ):
+        assert damaged != whole
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            load_model(path)
+    fails(make_job(folder, 2, tmp_path, resume=True), 2, "is damaged: its checksum does not match")
+
+
+def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / BEST_NAME
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_model(path)
+    save_file({"x": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        load_model(path)
+    save_file({"x": torch.zeros(2)}, path, {"dgl_hybrid": json.dumps({"format_version": 99})})
+    with pytest.raises(CheckpointError, match=r"must have format version 1 \(got 99\)"):
+        load_model(path)
+
+
+def test_a_full_disk_loses_nothing(folder: Path, tmp_path: Path) -> None:
+    run(make_job(folder, 2, tmp_path, epochs=2), 2)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    message = f"cannot be saved in {tmp_path}: No space left on device"
+    fails(make_job(folder, 2, tmp_path, resume=True), 2, message, is_disk_full=True)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    (tmp_path / "file").touch()
+    fails(make_job(folder, 2, tmp_path / "file"), 2, "cannot be saved in")

@@ -17,9 +17,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
-from dgl_hybrid.exchange.ids import fetch_rows
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
@@ -29,6 +27,7 @@ from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
+from dgl_hybrid.training.edge_keys import EdgeKeys
 from dgl_hybrid.training.loader_arguments import (
     IGNORED,
     cached_of,
@@ -353,6 +352,7 @@ class FullGraphLoader:
             for ids in (block.srcdata[dgl.NID], block.dstdata[dgl.NID]):
                 g.row_sets.register_nodes(ids)
         self._node_keys, self._edge_keys = self._find_keys(sets)
+        self._has_drawn = False
         self._prefetch.fill(g, self.blocks)
         self._leave_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
 
@@ -383,28 +383,21 @@ class FullGraphLoader:
         """
         self._free_memory.give_back()
 
-    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, tuple[NarrowIds, ...]]:
+    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, EdgeKeys]:
         """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
 
         Returns:
-            (|C_0|,) int64, and for each layer those of its edges, as `LevelSets.edge_ids`.
+            (|C_0|,) int64, and those of edges.
         """
         g, partition = self.graph, self.graph.partition
         known = self.communicator.gather_ints(
             [int(partition.orig_node_ids is not None), int(partition.orig_edge_ids is not None)]
         )
-        node_keys, edge_keys = sets.rows_global, sets.edge_ids
+        node_keys = sets.rows_global
         if all(row[0] for row in known) and partition.orig_node_ids is not None:
             node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
-        if all(row[1] for row in known) and partition.orig_edge_ids is not None:
-            # Which layers share their edges is each rank's own affair: all are asked for at once.
-            different = {id(ids): ids.peek() for ids in edge_keys}
-            wanted = torch.cat(list(different.values()))
-            fetched = fetch_rows(self.communicator, g.edges, partition.orig_edge_ids, wanted)
-            parts = fetched.split([len(ids) for ids in different.values()])
-            known_keys = {name: NarrowIds(part) for name, part in zip(different, parts, strict=True)}
-            edge_keys = tuple(known_keys[id(ids)] for ids in edge_keys)
-        return node_keys.to(self.device), edge_keys
+        own_keys = partition.orig_edge_ids if all(row[1] for row in known) else None
+        return node_keys.to(self.device), EdgeKeys(self.communicator, g.edges, sets.edge_ids, own_keys)
 
     # ---------------------------------------------------------------- resuming
 
@@ -456,6 +449,7 @@ class FullGraphLoader:
             blocks=self.blocks,
             node_keys=self._node_keys,
             edge_keys=self._edge_keys,
+            is_first_draw=not self._has_drawn,
             loss_weight=self.loss_weight,
             seed=self.seed,
             num_vertices=self.graph.num_nodes(),
@@ -518,6 +512,7 @@ class FullGraphLoader:
         self._is_cast_otherwise = all(row[4] for row in told)
         self._epoch_ns = 0
         # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
+        self._has_drawn |= any(row[2] for row in told)
         self._steps_done += any(row[2] for row in told)
         if any(row[1] for row in told):
             for results in kept:

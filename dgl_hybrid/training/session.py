@@ -122,7 +122,8 @@ def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, i
     if not training or p == 0.0:
         return input
     if step.current_block is not None and step.current_block.is_dry_run:
-        step.next_random_call()  # other ranks make this call on real edges
+        step.ask_for_edge_keys(wanted=True)  # other ranks make this call on real edges
+        step.next_random_call()
         return input
     keys = step.keys_of(input, "dropout")
     call_index = step.next_random_call()

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.ops import EdgeDropout
+from dgl_hybrid.training.edge_keys import EdgeKeys
 
 
 @dataclass(kw_only=True)
@@ -31,8 +31,10 @@ class Step:
     blocks: list[LayerBlock]
     node_keys: Tensor
     """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
-    edge_keys: tuple[NarrowIds, ...]
-    """Of each layer, likewise of its edges, and maybe more after them; layers may share them."""
+    edge_keys: EdgeKeys
+    """Likewise of the edges of each layer."""
+    is_first_draw: bool
+    """No step of these blocks has drawn random numbers yet: ranks make sure that they draw on the same rows."""
     loss_weight: float
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
@@ -77,7 +79,10 @@ class Step:
         return self._call_of_token[token]
 
     def edge_dropout(self, block: LayerBlock, p: float) -> EdgeDropout:
-        """Draws attention dropout inside a fused layer: the mask that `F.dropout` of its weights would get."""
+        """Draws attention dropout inside a fused layer: the mask that `F.dropout` of its weights would get. Collective
+        where the keys of edges are not known yet.
+        """
+        self.ask_for_edge_keys(wanted=True)
         return EdgeDropout.from_call(
             p,
             seed=self.seed,
@@ -86,8 +91,12 @@ class Step:
             edge_keys=self._edge_keys_of(block),
         )
 
+    def ask_for_edge_keys(self, *, wanted: bool) -> None:
+        """Comes before every random call, on all ranks. Collective where the keys of edges are not known yet."""
+        self.edge_keys.ask(wanted, agreed=not self.is_first_draw)
+
     def _edge_keys_of(self, block: LayerBlock) -> Tensor:
-        of_layer = self.edge_keys[block.layer - 1]
+        of_layer = self.edge_keys.of_layer(block.layer)
         keys = self._keys_on.get((block.device, id(of_layer)))
         if keys is None:  # on a GPU a copy, so once an epoch
             keys = self._keys_on[block.device, id(of_layer)] = of_layer.wide().to(block.device)
@@ -97,17 +106,24 @@ class Step:
         return num_rows in self.sets.sizes
 
     def keys_of(self, x: Tensor, what: str) -> Tensor:
-        """Returns the (n,) keys of the vertices or edges that the rows of `x` are.
+        """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective where those of edges are
+        not known yet.
 
         Raises:
             BlockError: If its rows are neither those of a level nor the edges of the layer in use, or could be both.
         """
+        block = self._block_of_edges(x, what)
+        self.ask_for_edge_keys(wanted=block is not None)
+        return self.node_keys[: len(x) if x.dim() else 0] if block is None else self._edge_keys_of(block)
+
+    def _block_of_edges(self, x: Tensor, what: str) -> LayerBlock | None:
+        """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""
         num_rows = len(x) if x.dim() else 0
         block = self.current_block
         is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
         matches_edges = block is not None and block.structure.num_edges == num_rows
         if block is not None and is_edge_result:
-            return self._edge_keys_of(block)
+            return block
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.
         is_unclear = self.is_level(num_rows) and matches_edges and x.dim() > 2
         if is_unclear and block is not None and block.is_in_scope and self.communicator.world_size > 1:
@@ -117,9 +133,9 @@ class Step:
                 f"the loader one node more or less."
             )
         if self.is_level(num_rows):
-            return self.node_keys[:num_rows]
+            return None
         if block is not None and matches_edges:
-            return self._edge_keys_of(block)
+            return block
         raise BlockError(
             f"{what} inside the model: a tensor of shape {tuple(x.shape)} has neither the rows of a level "
             f"{sorted(set(self.sets.sizes))} nor those of the layer's edges, so its randomness cannot be made equal on "

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys of edges: fetched when a model first draws on edges, by all ranks together, and never otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import dgl.nn.pytorch as dglnn
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.ids import Ownership
+from dgl_hybrid.exchange.narrow_ids import NarrowIds
+from dgl_hybrid.training.edge_keys import EdgeKeys
+from tests.helpers.exactness import assert_close
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+
+def ask_differently(rank: int, world_size: int) -> list[tuple[str, bool, list[int] | None]]:
+    communicator = create_communicator()
+    edges = Ownership(offsets=torch.arange(world_size + 1) * 10, rank=rank)
+    own_keys = torch.arange(10) * 7 + 1000 * rank
+    shared = NarrowIds((torch.arange(5) * 9 + rank) % (10 * world_size))
+    other = NarrowIds(torch.arange(3 * rank))  # none on rank 0
+    found: list[tuple[str, bool, list[int] | None]] = []
+
+    def look(what: str, keys: EdgeKeys) -> None:
+        of_layers = [keys.of_layer(layer).peek() for layer in (1, 2, 3)] if keys.is_known else None
+        if of_layers is not None:
+            assert keys.of_layer(1) is keys.of_layer(3)
+        found.append((what, keys.is_known, None if of_layers is None else torch.cat(of_layers).tolist()))
+
+    def make(known: Tensor | None = own_keys) -> EdgeKeys:
+        return EdgeKeys(communicator, edges, (shared, other, shared), known)
+
+    keys = make()
+    keys.ask(False, agreed=False)
+    look("nobody", keys)
+    keys.ask(rank == 1, agreed=False)
+    look("rank 1 alone", keys)
+    before = communicator.num_calls
+    keys.ask(True, agreed=False)
+    assert communicator.num_calls == before, "fetched twice"
+    keys = make()
+    keys.ask(True, agreed=True)
+    look("all", keys)
+    keys = make(None)
+    keys.ask(True, agreed=False)
+    look("unknown", keys)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_ranks_fetch_if_one_of_them_draws_on_edges(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(world_size, ask_differently)):
+        shared = [(position * 9 + rank) % (10 * world_size) for position in range(5)]
+        ids = [*shared, *range(3 * rank), *shared]
+        keys = [edge % 10 * 7 + edge // 10 * 1000 for edge in ids]
+        assert found == [
+            ("nobody", False, None),
+            ("rank 1 alone", True, keys),
+            ("all", True, keys),
+            ("unknown", True, ids),
+        ]
+
+
+class Attention(nn.Module):
+    """Draws on vertices, and on edges when it is told to: inside the fused layer, or on the messages of its own one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first = dglnn.GATConv(NUM_FEATURES, 4, 2, allow_zero_in_degree=True).double()
+        self.second = dglnn.SAGEConv(8, NUM_CLASSES, "mean").double()
+        self.p_messages = 0.0
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        h = F.dropout(self.first(blocks[0], x).flatten(1), 0.3, self.training)
+        block = blocks[1]
+        with block.local_scope():
+            block.srcdata["h"] = h
+            block.update_all(self._message, lambda nodes: {"m": nodes.mailbox["m"].sum(1)})
+            return self.second.fc_neigh(block.dstdata["m"]) + self.second.fc_self(h[: block.num_dst_nodes()])
+
+    def _message(self, edges: Any) -> dict[str, Tensor]:
+        return {"m": F.dropout(edges.src["h"], self.p_messages, self.training)}
+
+
+SCHEDULE = ((0.0, 0.0), (0.4, 0.0), (0.0, 0.0), (0.0, 0.5))
+"""Of each epoch: attention dropout, message dropout."""
+
+
+def train(
+    rank: int, world_size: int, part_config: str, epochs: Sequence[int]
+) -> tuple[Tensor, list[Tensor], list[bool]]:
+    g = PartitionedGraph.open(part_config)
+    model = Attention()
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2, seed=3)
+    outputs, known = [], []
+    for epoch in epochs:
+        model.first.attn_drop.p, model.p_messages = SCHEDULE[epoch]
+        for input_nodes, _, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            logits.sum().backward()
+            outputs.append(logits.detach())
+        known.append(loader._edge_keys.is_known)
+    assert g.partition.orig_node_ids is not None
+    return g.fetch_nodes(g.partition.orig_node_ids, loader.seeds), outputs, known
+
+
+@pytest.mark.parametrize(
+    ("epochs", "expected_known"),
+    [((0, 1, 2), [False, True, True]), ((0, 3), [False, True]), ((3, 0), [True, True]), ((0, 2), [False, False])],
+    ids=["attention from the second epoch on", "messages later", "messages at once", "vertices alone"],
+)
+def test_keys_come_with_the_first_draw_on_edges(
+    partitions: PartitionStore, epochs: tuple[int, ...], expected_known: list[bool]
+) -> None:
+    graph = power_law()
+    ((ids, alone, _),) = run_ranks(1, train, partitions.get("power_law", graph, 1), epochs)
+    expected = [torch.empty_like(output) for output in alone]
+    for whole, output in zip(expected, alone, strict=True):
+        whole[ids] = output
+    for world_size in (2, 3, 4):
+        results = run_ranks(world_size, train, partitions.get("power_law", graph, world_size), epochs)
+        for ids, outputs, known in results:
+            assert known == expected_known
+            for epoch, output, whole in zip(epochs, outputs, expected, strict=True):
+                assert_close(output, whole[ids], f"epoch {epoch} on {world_size} ranks")

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol, cast
 
 import torch
@@ -148,6 +148,39 @@ class Backend(Protocol):
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         """(N, F) times the mask that (N,) int64 ids, on its device, and two unsigned 64-bit keys give, and 1/(1-p)."""
+
+    def row_products(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        factors: Tensor | None,
+        addend: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        """(N, O): factors (N, 1) * sum of (N, A) rows @ (A, O) weight + addend (N, O) + bias (O,), or its ReLU.
+
+        Matrices may have any strides.
+        """
+
+    def row_products_backward(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        grad: Tensor,
+        output: Tensor | None,
+        factors: Tensor | None,
+        needs_rows: Sequence[bool],
+        needs_weights: Sequence[bool],
+        needs_addend: bool,
+    ) -> list[Tensor]:
+        """Gradients of the rows and weights that need one, of the bias, and of the addend if needed, in that order.
+
+        Args:
+            output: (N, O), of a product with a ReLU; None: there was none.
+        Returns:
+            Contiguous tensors; the gradient of a weight that lies as its transpose does is (O, A).
+        """
 
 
 _CLASSES: dict[BackendName, tuple[str, str]] = {

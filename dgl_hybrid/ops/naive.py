@@ -8,6 +8,7 @@ bit by bit on CUDA too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
 from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency, edge_neighbours, edge_rows, entry_rows
 
@@ -158,6 +160,30 @@ class NaiveBackend:
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         return multiply_by_mask(x, ids, keys, p)
+
+    def row_products(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        factors: Tensor | None,
+        addend: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        return multiply_in_blocks(rows, weights, factors, addend, bias, relu)
+
+    def row_products_backward(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        grad: Tensor,
+        output: Tensor | None,
+        factors: Tensor | None,
+        needs_rows: Sequence[bool],
+        needs_weights: Sequence[bool],
+        needs_addend: bool,
+    ) -> list[Tensor]:
+        return gradients_in_blocks(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
 
     @staticmethod
     def _attend(

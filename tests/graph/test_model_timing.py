@@ -198,7 +198,9 @@ def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypat
 
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     trace = synthetic_trace([IN, HIDDEN, OUT])
-    assert time_model(Steep(), template, hand_sets(), trace, budget_s=0.3) is not None
+    assert (
+        time_model(Steep(), template, hand_sets(), trace, budget_s=1.0) is not None
+    )  # the first takes kernels to compile
     assert len(sizes) > 50
     assert min(sizes) > 1e-9
 

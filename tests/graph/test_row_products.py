@@ -21,8 +21,8 @@ from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, pro
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import SparseRows
-from dgl_hybrid.ops.library.row_products import BLOCK_ROWS
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from dgl_hybrid.ops.row_blocks import BLOCK_ROWS
 from tests.graph.blocks import one_layer
 from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks

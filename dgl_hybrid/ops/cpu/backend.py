@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
-from dgl_hybrid.ops.cpu import reductions
+from dgl_hybrid.ops.cpu import products, reductions
 from dgl_hybrid.ops.cpu.attention import attend, gat_backward, gatv2_backward
 from dgl_hybrid.ops.cpu.edge_kernels import (
     SddmmSpec,
@@ -23,6 +25,7 @@ from dgl_hybrid.ops.cpu.reductions import Operand
 from dgl_hybrid.ops.cpu.row_kernels import RowDropoutSpec, emit_row_dropout
 from dgl_hybrid.ops.cpu.tasks import cut_evenly
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
 from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
@@ -212,6 +215,34 @@ class CpuBackend:
             arguments: list[int | float] = [address(x, column), address(out, column), num_columns, *packed]
             run(emit_row_dropout, (RowDropoutSpec(KINDS[x.dtype], block),), cut_evenly(len(x)), arguments)
         return out
+
+    def row_products(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        factors: Tensor | None,
+        addend: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        if products.are_served((*rows, *weights)):
+            return products.multiply(rows, weights, factors, addend, bias, relu)
+        return multiply_in_blocks(rows, weights, factors, addend, bias, relu)
+
+    def row_products_backward(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        grad: Tensor,
+        output: Tensor | None,
+        factors: Tensor | None,
+        needs_rows: Sequence[bool],
+        needs_weights: Sequence[bool],
+        needs_addend: bool,
+    ) -> list[Tensor]:
+        if products.are_served((*rows, grad, *weights)):
+            return products.gradients(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
+        return gradients_in_blocks(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ tasks of a structure are made when it is first used (see `tasks.cut_rows`).
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from ctypes import c_float, c_int, c_longlong, c_ulonglong
 from typing import Literal
 
@@ -28,6 +29,7 @@ from dgl_hybrid.ops.cuda.layout import (
 from dgl_hybrid.ops.cuda.tasks import TaskList, TaskLists
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.random_words import keep_threshold
+from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
 from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
@@ -279,6 +281,30 @@ class CudaBackend:
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         return multiply_by_mask(x, ids, keys, p)
+
+    def row_products(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        factors: Tensor | None,
+        addend: Tensor | None,
+        bias: Tensor | None,
+        relu: bool,
+    ) -> Tensor:
+        return multiply_in_blocks(rows, weights, factors, addend, bias, relu)
+
+    def row_products_backward(
+        self,
+        rows: list[Tensor],
+        weights: list[Tensor],
+        grad: Tensor,
+        output: Tensor | None,
+        factors: Tensor | None,
+        needs_rows: Sequence[bool],
+        needs_weights: Sequence[bool],
+        needs_addend: bool,
+    ) -> list[Tensor]:
+        return gradients_in_blocks(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
 
     def _reduce_rows(
         self,

@@ -1,40 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""row_products: sums of products of rows and weights, and what usually follows, some rows at a time.
-
-MKL takes a quarter longer for all rows at once than for one block of them after the other (20,000 to 50,000 rows of 100
-to 600 columns, into 128 or 256). What a block is multiplied by, what is added to it, and a ReLU, find it in the cache;
-backward, so do the products of a block's gradient, which is never written to memory before the ReLU or the factors.
-"""
+"""row_products: sums of products of rows and weights, and what usually follows, in one pass over the rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.library.registration import Grads, register, registered
-
-BLOCK_ROWS = 1024
-"""Of one product, for each thread."""
-
-
-def row_blocks(x: Tensor) -> Iterator[slice]:
-    """Yields ranges of rows that stay in the cache while something is done to them; all rows on other devices."""
-    size = BLOCK_ROWS * torch.get_num_threads() if x.device.type == "cpu" else max(len(x), 1)
-    for begin in range(0, len(x), size):
-        yield slice(begin, min(begin + size, len(x)))
-
-
-def finish_rows(part: Tensor, addend: Tensor | None, bias: Tensor | None, relu: bool) -> None:
-    """Adds to a block of rows in place, and takes its ReLU."""
-    for other in (addend, bias):
-        if other is not None:
-            part.add_(other)
-    if relu:
-        part.relu_()
+from dgl_hybrid.ops.row_blocks import is_turned, mask_of_relu
 
 
 def _products(
@@ -45,17 +23,7 @@ def _products(
     bias: Tensor | None,
     relu: bool,
 ) -> Tensor:
-    result = weights[0].new_empty(len(rows[0]), weights[0].shape[1])
-    weights = [weight.contiguous() for weight in weights]  # MKL takes 2 to 10 % longer for one that lies turned
-    for block in row_blocks(result):
-        part = result[block]
-        torch.mm(rows[0][block], weights[0], out=part)
-        for x, weight in zip(rows[1:], weights[1:], strict=True):
-            part.addmm_(x[block], weight)
-        if factors is not None:
-            part.mul_(factors[block])
-        finish_rows(part, None if addend is None else addend[block], bias, relu)
-    return result
+    return choose_backend(weights[0]).row_products(rows, weights, factors, addend, bias, relu)
 
 
 def _products_meta(
@@ -120,16 +88,6 @@ def _differentiable_backward(
     )
 
 
-def mask_of_relu(grad: Tensor, output: Tensor | None) -> Tensor:
-    """Returns the gradient before a ReLU that gave `output`; None: there was none."""
-    return grad if output is None else torch.ops.aten.threshold_backward(grad, output, 0)
-
-
-def is_turned(weight: Tensor) -> bool:
-    """Whether this matrix lies in memory as its transpose, as the weight of an `nn.Linear` does."""
-    return not weight.is_contiguous()
-
-
 def _products_backward(
     rows: list[Tensor],
     weights: list[Tensor],
@@ -140,54 +98,10 @@ def _products_backward(
     needs_weights: Sequence[bool],
     needs_addend: bool,
 ) -> list[Tensor]:
-    """Gradients of the rows and weights that need one (of weights turned where they are), of the bias, of the addend.
-
-    What a block of the gradient goes through it goes through in the cache.
-    """
-    d_rows = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
-    sums = [
-        _WeightGradient(x, weight) if needs else None
-        for x, weight, needs in zip(rows, weights, needs_weights, strict=True)
-    ]
-    turned = [weight.t().contiguous() if needs else None for weight, needs in zip(weights, needs_rows, strict=True)]
-    d_bias = grad.new_zeros(grad.shape[1])
-    d_addend = torch.empty_like(grad) if needs_addend else None
-    for block in row_blocks(grad):
-        part = mask_of_relu(grad[block], None if output is None else output[block])
-        if d_addend is not None:
-            d_addend[block] = part
-        d_bias.add_(part.sum(0))
-        if factors is not None:
-            part = part * factors[block]
-        for x, weight_OI, d_x, total in zip(rows, turned, d_rows, sums, strict=True):
-            if total is not None:
-                total.add(x[block], part)
-            if d_x is not None and weight_OI is not None:
-                torch.mm(part, weight_OI, out=d_x[block])
-    found = [d_x for d_x in d_rows if d_x is not None]
-    found += [total.result() for total in sums if total is not None]
-    return [*found, d_bias, *([] if d_addend is None else [d_addend])]
-
-
-class _WeightGradient:
-    """`x.t() @ grad`, summed over blocks of rows, in the layout of the weight.
-
-    MKL takes longer if the wider of the two is the transposed one: mostly 1.1 to 1.2 times up to 256 columns, 1.3 to 2
-    times for 602 by 128 to 41. The product is then made the other way round, and turned at its end.
-    """
-
-    def __init__(self, x: Tensor, weight: Tensor) -> None:
-        num_inputs, num_outputs = weight.shape
-        self._is_turned = is_turned(weight)
-        self._by_grad = num_inputs > num_outputs or (num_inputs == num_outputs and self._is_turned)
-        self._sum = x.new_zeros((num_outputs, num_inputs) if self._by_grad else (num_inputs, num_outputs))
-
-    def add(self, x: Tensor, grad: Tensor) -> None:
-        self._sum.addmm_(*((grad.t(), x) if self._by_grad else (x.t(), grad)))
-
-    def result(self) -> Tensor:
-        """(O, I) where the weight is turned, (I, O) else; contiguous."""
-        return self._sum if self._by_grad == self._is_turned else self._sum.t().contiguous()
+    """Of the rows and weights that need one (of weights turned where they are), of the bias, of the addend."""
+    return choose_backend(grad).row_products_backward(
+        rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend
+    )
 
 
 def _products_backward_meta(

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.library.registration import Grads, num_rows_of, read_rows, register, registered
-from dgl_hybrid.ops.library.row_products import finish_rows, mask_of_relu, row_blocks
+from dgl_hybrid.ops.row_blocks import finish_rows, mask_of_relu, row_blocks
 
 
 def _product(

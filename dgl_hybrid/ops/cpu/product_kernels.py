@@ -1,0 +1,332 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels of products of rows and weights: many rows, some hundred columns, and what usually follows in one pass.
+
+A tile of rows and columns of the result stays in registers while the columns of its rows are gone through: a number of
+each row, in all lanes, times a vector of the weight's row. The weight is packed into panels as wide as a tile, so it is
+read in order from the cache. Rows are read once, in order, and those of the next tile are asked for meanwhile: products
+of this shape are as much a matter of reading and writing rows as of multiplying (Goto and van de Geijn, "Anatomy of
+High-Performance Matrix Multiplication", ACM TOMS 2008, is about the case where all operands are large).
+
+Every element is a sum over the columns in their order, whatever rows go together, so no result depends on tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dgl_hybrid.ops.cpu.host import vector_unit
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value, Variable
+from dgl_hybrid.ops.cpu.lanes import ELEMENT_BYTES
+
+_MAX_ROWS = 24
+_MAX_AHEAD_BYTES = 16 << 10
+"""Of the next tile's rows, if they are asked for: the machine foresees wider ones, which would fill the cache."""
+_SCRATCH_BYTES = 128 << 10
+_MAX_BLOCK_ROWS = 256
+
+Finish = Callable[[Value, Value, int, Value], None]
+"""Takes a row, the first column of a panel, a column within it, and the elements from there on."""
+
+
+@dataclass(frozen=True)
+class Panels:
+    """How the columns of a product lie in vectors: in panels as wide as a tile, the last maybe of fewer."""
+
+    kind: Kind
+    num_columns: int
+
+    @property
+    def lanes(self) -> int:
+        """Elements of a vector."""
+        return vector_unit().register_bytes // ELEMENT_BYTES[self.kind]
+
+    @property
+    def num_vectors(self) -> int:
+        """Of a row."""
+        return -(-self.num_columns // self.lanes)
+
+    @property
+    def count(self) -> int:
+        """How many panels."""
+        return -(-self.num_vectors // (4 if vector_unit().num_registers >= 32 else 2))
+
+    @property
+    def vectors(self) -> int:
+        """Of a panel: as even as can be."""
+        return -(-self.num_vectors // self.count)
+
+    @property
+    def width(self) -> int:
+        """Elements of a panel."""
+        return self.vectors * self.lanes
+
+    @property
+    def num_full(self) -> int:
+        """Panels that have all of their columns."""
+        return self.num_columns // self.width
+
+    @property
+    def rest(self) -> int:
+        """Columns of the panel behind those; 0: there is none."""
+        return self.num_columns % self.width
+
+    @property
+    def tile_rows(self) -> int:
+        """As many rows as registers are left for, after the weight's vectors and a number of a row."""
+        return min(_MAX_ROWS, (vector_unit().num_registers - self.vectors - 1) // self.vectors)
+
+    @property
+    def padded(self) -> int:
+        """Columns, with those that fill the last vector."""
+        return self.num_vectors * self.lanes
+
+    def pieces(self, width: int) -> list[tuple[int, int]]:
+        """(first column, lanes) of the vectors that cover so many columns: whole ones, then ever shorter ones."""
+        found, begin, lanes = [], 0, self.lanes
+        while begin < width:
+            while begin + lanes > width:
+                lanes //= 2
+            found.append((begin, lanes))
+            begin += lanes
+        return found
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """Rows in memory."""
+
+    num_columns: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class ProductSpec:
+    """What a sum of products is compiled for."""
+
+    kind: Kind
+    rows: tuple[Matrix, ...]
+    num_columns: int
+    factors: bool
+    addend: bool
+    bias: bool
+    relu: bool
+
+
+def emit_products(spec: ProductSpec) -> str:
+    """out[n] = factors[n] * sum of rows[n] @ weight over the products, + addend[n] + bias, or the ReLU of that."""
+    k = KernelBuilder()
+    sources, weights = _pointers(k, spec.kind, spec.rows), _pointers(k, spec.kind, spec.rows)
+    factors, addend, bias, out = (k.pointer(spec.kind) for _ in range(4))
+
+    def finish(row: Value, panel: Value, begin: int, value: Value) -> None:
+        lanes = value.type.lanes
+        where = row * spec.num_columns + panel
+        if spec.factors:
+            value = value * factors.load(row)
+        if spec.addend:
+            value = value + addend.at(where).load(begin, lanes)
+        if spec.bias:
+            value = value + bias.at(panel).load(begin, lanes)
+        if spec.relu:
+            value = value.maximum(0.0)
+        out.at(where).store(begin, value)
+
+    panels = Panels(spec.kind, spec.num_columns)
+    with k.tasks() as (_, first, end):
+        _emit_rows(k, panels, list(zip(spec.rows, sources, weights)), first, end, finish)
+    return k.finish()
+
+
+@dataclass(frozen=True)
+class GradientSpec:
+    """What the gradients of a sum of products are compiled for."""
+
+    kind: Kind
+    rows: tuple[Matrix, ...]
+    grad: Matrix
+    relu: bool
+    factors: bool
+    needs_addend: bool
+    needs_rows: tuple[bool, ...]
+    needs_weights: tuple[bool, ...]
+
+
+def emit_gradients(spec: GradientSpec) -> str:
+    """The gradients of `emit_products`, a block of rows after the other, each while it lies in the cache.
+
+    Those of weights and bias are sums over all rows: each task adds up its own, in d_weights[task] (columns of rows ×
+    padded columns of the gradient) and d_bias[task].
+    """
+    k = KernelBuilder()
+    kind, num_columns = spec.kind, spec.grad.num_columns
+    panels = Panels(kind, num_columns)
+    padded, block_rows = panels.padded, _block_rows(panels)
+    sources = _pointers(k, kind, spec.rows)
+    grad, output, factors, d_addend, d_bias = (k.pointer(kind) for _ in range(5))
+    d_rows, turned, d_weights = (_pointers(k, kind, spec.rows) for _ in range(3))
+    scratch = k.scratch(kind, block_rows * padded)
+    pieces = panels.pieces(num_columns)
+    zero = k.constant("i64", 0)
+    with k.tasks() as (task, first, end):
+        sums = [k.variable(k.constant(kind, 0, lanes)) for _, lanes in pieces]
+        if padded > num_columns:
+            with k.loop(0, k.constant("i64", block_rows)) as r:
+                scratch.store(r * padded + (padded - panels.lanes), k.constant(kind, 0, panels.lanes))
+        with k.loop(first, end, block_rows) as begin:
+            left = end - begin
+            count = left.compare("slt", block_rows).select(left, k.constant("i64", block_rows))
+            with k.loop(0, count) as r:
+                row = begin + r
+                for matrix, source, needed in zip(spec.rows, sources, spec.needs_weights):
+                    if needed and matrix.num_columns * ELEMENT_BYTES[kind] <= _MAX_AHEAD_BYTES:
+                        source.at(row * matrix.stride).prefetch(0, matrix.num_columns)
+                for (column, lanes), total in zip(pieces, sums):
+                    value = grad.at(row * spec.grad.stride).load(column, lanes)
+                    if spec.relu:
+                        passed = output.at(row * num_columns).load(column, lanes)
+                        value = passed.compare("ole", 0.0).select(0.0, value)
+                    if spec.needs_addend:
+                        d_addend.at(row * num_columns).store(column, value)
+                    total.set(total.get() + value)
+                    if spec.factors:
+                        value = value * factors.load(row)
+                    scratch.at(r * padded).store(column, value)
+            for j, matrix in enumerate(spec.rows):
+                source = sources[j].at(begin * matrix.stride)
+                if spec.needs_weights[j]:
+                    target = d_weights[j].at(task * (matrix.num_columns * padded))
+                    _emit_outer(k, panels, matrix, source, scratch, count, target)
+                if spec.needs_rows[j]:
+                    target = d_rows[j].at(begin * matrix.num_columns)
+
+                    def finish(
+                        r: Value,
+                        panel: Value,
+                        column: int,
+                        value: Value,
+                        target: Pointer = target,
+                        stride: int = matrix.num_columns,
+                    ) -> None:
+                        target.at(r * stride + panel).store(column, value)
+
+                    block = (Matrix(num_columns, padded), scratch, turned[j])
+                    _emit_rows(k, Panels(kind, matrix.num_columns), [block], zero, count, finish)
+        for (column, _), total in zip(pieces, sums):
+            d_bias.at(task * num_columns).store(column, total.get())
+    return k.finish()
+
+
+def _pointers(k: KernelBuilder, kind: Kind, rows: Sequence[Matrix]) -> list[Pointer]:
+    return [k.pointer(kind) for _ in rows]
+
+
+def _block_rows(panels: Panels) -> int:
+    """Rows of a gradient that lie on the stack at once."""
+    fitting = _SCRATCH_BYTES // (panels.padded * ELEMENT_BYTES[panels.kind])
+    return max(1, min(_MAX_BLOCK_ROWS, fitting))
+
+
+def _emit_rows(
+    k: KernelBuilder,
+    panels: Panels,
+    products: Sequence[tuple[Matrix, Pointer, Pointer]],
+    first: Value,
+    end: Value,
+    finish: Finish,
+) -> None:
+    """Multiplies the rows `first` to `end`: whole tiles, then what is left row by row."""
+    size = panels.tile_rows
+    behind = first + ((end - first) - _remainder(k, end - first, size))
+    for num_rows, begin, stop in ((size, first, behind), (1, behind, end)):
+        with k.loop(begin, stop, num_rows) as row:
+            with k.loop(0, k.constant("i64", panels.num_full)) as panel:
+                if num_rows > 1:
+                    _ask_for_next_tile(panels, products, row, panel)
+                _emit_tile(k, panels, products, row, num_rows, panel, panels.width, finish)
+            if panels.rest:
+                _emit_tile(k, panels, products, row, num_rows, k.constant("i64", panels.num_full), panels.rest, finish)
+
+
+def _remainder(k: KernelBuilder, value: Value, divisor: int) -> Value:
+    return k.emit(value.type, f"srem {value.type} {value.ref}, {divisor}")
+
+
+def _ask_for_next_tile(
+    panels: Panels, products: Sequence[tuple[Matrix, Pointer, Pointer]], row: Value, panel: Value
+) -> None:
+    """Each panel asks for its share."""
+    for matrix, source, _ in products:
+        span = panels.tile_rows * matrix.stride
+        if span * ELEMENT_BYTES[panels.kind] <= _MAX_AHEAD_BYTES and matrix.stride == matrix.num_columns:
+            share = -(-span // max(panels.num_full, 1))
+            source.at((row + panels.tile_rows) * matrix.stride + panel * share).prefetch(0, share)
+
+
+def _emit_tile(
+    k: KernelBuilder,
+    panels: Panels,
+    products: Sequence[tuple[Matrix, Pointer, Pointer]],
+    row: Value,
+    num_rows: int,
+    panel: Value,
+    width: int,
+    finish: Finish,
+) -> None:
+    kind, lanes = panels.kind, panels.lanes
+    num_vectors = -(-width // lanes)
+    sums = [[k.variable(k.constant(kind, 0, lanes)) for _ in range(num_vectors)] for _ in range(num_rows)]
+    for matrix, source, weight in products:
+        rows, packed = source.at(row * matrix.stride), weight.at(panel * (matrix.num_columns * panels.width))
+        with k.loop(0, k.constant("i64", matrix.num_columns)) as i:
+            vectors = [packed.load(i * panels.width + v * lanes, lanes) for v in range(num_vectors)]
+            for r, row_sums in enumerate(sums):
+                _multiply_add(rows.load(i + r * matrix.stride), vectors, row_sums)
+    for r, row_sums in enumerate(sums):
+        values = [total.get() for total in row_sums]
+        for begin, length in panels.pieces(width):
+            vector, lane = divmod(begin, lanes)
+            finish(row + r, panel * panels.width, begin, values[vector].shuffle(range(lane, lane + length)))
+
+
+def _multiply_add(number: Value, vectors: Sequence[Value], sums: Sequence[Variable]) -> None:
+    spread = number.broadcast(vectors[0].type.lanes)
+    for vector, total in zip(vectors, sums):
+        total.set(spread.multiply_add(vector, total.get()))
+
+
+def _emit_outer(
+    k: KernelBuilder,
+    panels: Panels,
+    matrix: Matrix,
+    source: Pointer,
+    block: Pointer,
+    count: Value,
+    target: Pointer,
+) -> None:
+    """Target += rowsᵀ @ block over `count` rows."""
+    size, lanes, padded = panels.tile_rows, panels.lanes, panels.padded
+    whole = matrix.num_columns // size
+
+    def tile(column: Value, num_rows: int, panel: Value, num_vectors: int) -> None:
+        where = [target.at((column + r) * padded + panel * panels.width) for r in range(num_rows)]
+        sums = [[k.variable(row.load(v * lanes, lanes)) for v in range(num_vectors)] for row in where]
+        with k.loop(0, count) as n:
+            numbers, row = source.at(n * matrix.stride + column), block.at(n * padded + panel * panels.width)
+            vectors = [row.load(v * lanes, lanes) for v in range(num_vectors)]
+            for r, row_sums in enumerate(sums):
+                _multiply_add(numbers.load(r), vectors, row_sums)
+        for row, row_sums in zip(where, sums):
+            for v, total in enumerate(row_sums):
+                row.store(v * lanes, total.get())
+
+    def columns(column: Value, num_rows: int) -> None:
+        with k.loop(0, k.constant("i64", panels.num_full)) as panel:
+            tile(column, num_rows, panel, panels.vectors)
+        if panels.rest:
+            tile(column, num_rows, k.constant("i64", panels.num_full), -(-panels.rest // lanes))
+
+    with k.loop(0, k.constant("i64", whole * size), size) as column:
+        columns(column, size)
+    if rest := matrix.num_columns % size:
+        columns(k.constant("i64", whole * size), rest)

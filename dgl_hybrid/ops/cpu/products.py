@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From tensors to the kernels of `product_kernels`: which products they take, how weights are packed, whose sums."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgl_hybrid.ops.cpu.host import vector_unit
+from dgl_hybrid.ops.cpu.ir import Kind
+from dgl_hybrid.ops.cpu.launch import KINDS, address, run
+from dgl_hybrid.ops.cpu.memory import new_tensor
+from dgl_hybrid.ops.cpu.product_kernels import (
+    GradientSpec,
+    Matrix,
+    Panels,
+    ProductSpec,
+    emit_gradients,
+    emit_products,
+)
+from dgl_hybrid.ops.cpu.tasks import cut_evenly
+from dgl_hybrid.ops.row_blocks import is_turned
+
+MAX_COLUMNS = 2048
+"""Of an operand; wider ones are no rows of a layer, and PyTorch multiplies them as fast."""
+_MIN_REGISTER_BYTES = 32
+_MIN_TASK_ROWS = 8192
+_MAX_TASKS = 64
+
+
+def are_served(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels multiply these matrices; PyTorch does where the machine has no wide vectors."""
+    dtype = tensors[0].dtype
+    return (
+        dtype in (torch.float32, torch.float64)
+        and vector_unit().register_bytes >= _MIN_REGISTER_BYTES
+        and all(x.dim() == 2 and x.dtype == dtype and 0 < x.shape[1] <= MAX_COLUMNS for x in tensors)
+        and len(tensors[0]) > 0
+    )
+
+
+def multiply(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    factors: Tensor | None,
+    addend: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """`Backend.row_products`, where `are_served((*rows, *weights))`."""
+    num_rows, num_columns = len(rows[0]), weights[0].shape[1]
+    out = new_tensor((num_rows, num_columns), rows[0].dtype)
+    kind = KINDS[out.dtype]
+    panels = Panels(kind, num_columns)
+    rows = [_readable(x) for x in rows]
+    packed = [_pack(weight, panels) for weight in weights]
+    factors, addend, bias = (None if x is None else x.contiguous() for x in (factors, addend, bias))
+    spec = ProductSpec(
+        kind,
+        tuple(_matrix(x) for x in rows),
+        num_columns,
+        factors is not None,
+        addend is not None,
+        bias is not None,
+        relu,
+    )
+    arguments: list[int | float] = [address(x) for x in (*rows, *packed, factors, addend, bias, out)]
+    run(emit_products, (spec,), cut_evenly(num_rows), arguments)
+    return out
+
+
+def gradients(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    grad: Tensor,
+    output: Tensor | None,
+    factors: Tensor | None,
+    needs_rows: Sequence[bool],
+    needs_weights: Sequence[bool],
+    needs_addend: bool,
+) -> list[Tensor]:
+    """`Backend.row_products_backward`, where `are_served((*rows, grad, *weights))`."""
+    num_rows, num_columns = grad.shape
+    kind: Kind = KINDS[grad.dtype]
+    panels = Panels(kind, num_columns)
+    rows, grad = [_readable(x) for x in rows], _readable(grad)
+    output, factors = (None if x is None else x.contiguous() for x in (output, factors))
+    bounds = _cut(num_rows, panels.padded)
+    num_tasks = len(bounds) - 1
+    d_rows = [new_tensor(tuple(x.shape), x.dtype) if needed else None for x, needed in zip(rows, needs_rows)]
+    turned = [
+        _pack(weight.t(), Panels(kind, weight.shape[0])) if needed else None
+        for weight, needed in zip(weights, needs_rows)
+    ]
+    sums = [
+        grad.new_zeros(num_tasks, x.shape[1], panels.padded) if needed else None
+        for x, needed in zip(rows, needs_weights)
+    ]
+    d_bias = grad.new_empty(num_tasks, num_columns)
+    d_addend = new_tensor((num_rows, num_columns), grad.dtype) if needs_addend else None
+    spec = GradientSpec(
+        kind,
+        tuple(_matrix(x) for x in rows),
+        _matrix(grad),
+        output is not None,
+        factors is not None,
+        needs_addend,
+        tuple(needs_rows),
+        tuple(needs_weights),
+    )
+    operands = (*rows, grad, output, factors, d_addend, d_bias, *d_rows, *turned, *sums)
+    arguments: list[int | float] = [address(x) for x in operands]
+    run(emit_gradients, (spec,), bounds, arguments)
+    found = [d_x for d_x in d_rows if d_x is not None]
+    for weight, parts in zip(weights, sums):
+        if parts is not None:
+            total = (parts[0] if num_tasks == 1 else parts.sum(0))[:, :num_columns]
+            found.append((total.t() if is_turned(weight) else total).contiguous())
+    return [*found, d_bias[0] if num_tasks == 1 else d_bias.sum(0), *([] if d_addend is None else [d_addend])]
+
+
+def _cut(num_rows: int, num_columns: int) -> npt.NDArray[np.int64]:
+    """Tasks for sums over rows: by the shape alone, so that no result depends on threads; few, as each has its own."""
+    step = max(_MIN_TASK_ROWS, 8 * num_columns, -(-num_rows // _MAX_TASKS))
+    return np.array([*range(0, num_rows, step), num_rows], dtype=np.int64)
+
+
+def _readable(x: Tensor) -> Tensor:
+    """Rows whose elements lie side by side."""
+    return x if x.stride(1) == 1 and x.stride(0) >= x.shape[1] else x.contiguous()
+
+
+def _matrix(x: Tensor) -> Matrix:
+    return Matrix(x.shape[1], x.stride(0) if len(x) > 1 else x.shape[1])
+
+
+def _pack(weight: Tensor, panels: Panels) -> Tensor:
+    """(A, O) to (panels, A, columns of a panel), zeros behind the last."""
+    missing = panels.count * panels.width - weight.shape[1]
+    padded = F.pad(weight, (0, missing)) if missing else weight
+    return padded.reshape(len(weight), panels.count, panels.width).permute(1, 0, 2).contiguous()

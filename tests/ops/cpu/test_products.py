@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled products of rows and weights beside plain PyTorch: every option, odd sizes, strides, any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dgl_hybrid.ops.backend import load_backend
+from dgl_hybrid.ops.cpu import host, products
+from dgl_hybrid.ops.cpu.host import VectorUnit
+from tests.helpers.thinning import pairwise
+
+BLOCK_ROWS, TASK_ROWS = 256, 8192
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What is not written stays NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before[0]  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(before[1])
+
+
+def operands(
+    num_rows: int,
+    widths: tuple[int, ...],
+    num_columns: int,
+    dtype: torch.dtype,
+    *,
+    turned: bool = False,
+    strided: bool = False,
+    factors: bool = False,
+    addend: bool = False,
+    bias: bool = False,
+) -> dict[str, Any]:
+    torch.manual_seed(num_rows + num_columns)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=dtype)
+
+    gap = 3 if strided else 0
+    return {
+        "rows": [random(num_rows, width + gap)[:, :width] for width in widths],
+        "weights": [random(num_columns, width).t() if turned else random(width, num_columns) for width in widths],
+        "factors": random(num_rows, 1) if factors else None,
+        "addend": random(num_rows, num_columns) if addend else None,
+        "bias": random(num_columns) if bias else None,
+    }
+
+
+def check(given: dict[str, Any], *, relu: bool, needs_rows: bool, needs_addend: bool) -> None:
+    ours, plain = load_backend("cpu"), load_backend("naive")
+    assert products.are_served((*given["rows"], *given["weights"]))
+    out, expected = ours.row_products(**given, relu=relu), plain.row_products(**given, relu=relu)
+    scale = {"rtol": 1e-12, "atol": 1e-11} if out.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
+    torch.testing.assert_close(out, expected, **scale)
+    grad = torch.randn_like(expected)
+    rest = (
+        expected if relu else None,
+        given["factors"],
+        [needs_rows] * len(given["rows"]),
+        [True] * len(given["rows"]),
+        needs_addend,
+    )
+    found = ours.row_products_backward(given["rows"], given["weights"], grad, *rest)
+    wanted = plain.row_products_backward(given["rows"], given["weights"], grad, *rest)
+    assert len(found) == len(wanted)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.is_contiguous()
+        # Sums over all rows: what is lost grows with their number, in both.
+        size = theirs.abs().max() if theirs.numel() else 1.0
+        torch.testing.assert_close(
+            mine / size, theirs / size, rtol=0, atol=1e-12 if out.dtype == torch.float64 else 1e-4
+        )
+
+
+@pairwise(
+    num_rows=[1, 5, BLOCK_ROWS, 2 * BLOCK_ROWS + 7, TASK_ROWS + 5],
+    widths=[(1,), (7,), (128,), (16, 33), (301,)],
+    num_columns=[1, 3, 16, 40, 47, 80, 130],
+    dtype=[torch.float32, torch.float64],
+    turned=[False, True],
+    strided=[False, True],
+    factors=[False, True],
+    addend=[False, True],
+    bias=[False, True],
+    relu=[False, True],
+    needs_rows=[False, True],
+)
+def test_products_are_those_of_plain_pytorch(
+    num_rows: int,
+    widths: tuple[int, ...],
+    num_columns: int,
+    dtype: torch.dtype,
+    turned: bool,
+    strided: bool,
+    factors: bool,
+    addend: bool,
+    bias: bool,
+    relu: bool,
+    needs_rows: bool,
+) -> None:
+    given = operands(
+        num_rows,
+        widths,
+        num_columns,
+        dtype,
+        turned=turned,
+        strided=strided,
+        factors=factors,
+        addend=addend,
+        bias=bias,
+    )
+    check(given, relu=relu, needs_rows=needs_rows, needs_addend=addend and relu)
+
+
+@pytest.mark.parametrize("num_columns", [5, 24, 47])
+@pytest.mark.parametrize("unit", [VectorUnit(32, 16), VectorUnit(32, 32)])
+def test_machines_with_other_registers(unit: VectorUnit, num_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for shorter vectors and fewer registers run here, too; they are no kernels of this machine's own."""
+    from dgl_hybrid.ops.cpu import compiler, lanes, product_kernels
+
+    monkeypatch.setattr(compiler, "_kernels", {})
+    for module in (host, lanes, products, product_kernels):
+        monkeypatch.setattr(module, "vector_unit", lambda: unit)
+    for dtype in (torch.float32, torch.float64):
+        given = operands(531, (19, 128), num_columns, dtype, factors=True, bias=True)
+        check(given, relu=True, needs_rows=True, needs_addend=False)
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    given = operands(5 * TASK_ROWS, (40,), 33, torch.float32, factors=True, bias=True)
+    ours = load_backend("cpu")
+    before, results = torch.get_num_threads(), []
+    try:
+        for num_threads in (1, 2, 3):
+            torch.set_num_threads(num_threads)
+            out = ours.row_products(**given, relu=True)
+            rest = (out, given["factors"], [True], [True], False)
+            results.append([out, *ours.row_products_backward(given["rows"], given["weights"], out, *rest)])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
+
+
+def test_what_has_no_kernel() -> None:
+    row, wide = torch.ones(3, 2), torch.ones(3, products.MAX_COLUMNS + 1)
+    assert products.are_served((row, torch.ones(2, 4)))
+    for tensors in ((row[:0], row), (wide, row), (row.half(), row.half()), (row, row.double()), (row[:, :0], row)):
+        assert not products.are_served(tensors)
+    ours = load_backend("cpu")
+    assert ours.row_products([row[:0]], [torch.ones(2, 4)], None, None, None, True).shape == (0, 4)
+    torch.testing.assert_close(
+        ours.row_products([wide], [torch.ones(wide.shape[1], 1)], None, None, None, False),
+        torch.full((3, 1), float(wide.shape[1])),
+    )

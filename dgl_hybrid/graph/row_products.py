@@ -35,26 +35,19 @@ class _NarrowedRows(torch.autograd.Function):
         ctx.save_for_backward(x, w_all, w_own)
         ctx.num_own = num_own
         padded = w_all if width == len(w_all) else F.pad(w_all, (0, 0, 0, width - len(w_all)))
-        return _products([x], [padded.t()]), F.linear(x[:num_own], w_own, bias)
+        return _products([x], [padded.t()]), _products([x[:num_own]], [w_own.t()], bias=bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_all, grad_own = grads
         x, w_all, w_own = ctx.saved_tensors
         needs_x, needs_w_all, needs_w_own, needs_bias, *_ = ctx.needs_input_grad
-        grad_x = None
-        if needs_x:
-            grad_x = _products([grad_all[:, : len(w_all)]], [w_all])
+        grad_x, grad_w_all, _ = _gradients(x, w_all, grad_all[:, : len(w_all)], needs_x, needs_w_all)
+        grad_x_own, grad_w_own, grad_bias = _gradients(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
+        if grad_x is not None and grad_x_own is not None:
             # Into the rows it belongs to: on its own it would be padded to all rows, and all rows added.
-            grad_x[: ctx.num_own].addmm_(grad_own, w_own)
-        return (
-            grad_x,
-            (grad_all.t() @ x)[: len(w_all)] if needs_w_all else None,
-            grad_own.t() @ x[: ctx.num_own] if needs_w_own else None,
-            grad_own.sum(0) if needs_bias else None,
-            None,
-            None,
-        )
+            grad_x[: ctx.num_own].add_(grad_x_own)
+        return grad_x, grad_w_all, grad_w_own, grad_bias if needs_bias else None, None, None
 
 
 class _RowsAndOwn(torch.autograd.Function):
@@ -70,18 +63,40 @@ class _RowsAndOwn(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_all, grad_own = grads
         x, w_own = ctx.saved_tensors
-        x_own = x[: ctx.num_own]
         needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
-        grad_x = None
-        if needs_x:
-            grad_x = grad_all.clone()  # somebody else may hold it
-            grad_x[: len(x_own)].addmm_(grad_own, w_own)
-        return (
-            grad_x,
-            grad_own.t() @ x_own if needs_w_own else None,
-            grad_own.sum(0) if needs_bias else None,
-            None,
+        grad_x_own, grad_w_own, grad_bias = _gradients(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
+        # Somebody else may hold that of all rows.
+        grad_x = None if grad_x_own is None else _add_to_first(grad_all, grad_x_own)
+        return grad_x, grad_w_own, grad_bias if needs_bias else None, None
+
+
+def _gradients(
+    x: Tensor, weight: Tensor, grad: Tensor, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
+    """Returns those of x (n, A), of the weight (O, A) and of a bias (O,), for `x @ weight.t() + bias`."""
+    if torch.is_grad_enabled():  # they will be differentiated
+        return _products([grad], [weight]) if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0)
+    found = iter(
+        torch.ops.dgl_hybrid.row_products_backward(
+            [x], [weight.t()], grad, None, None, [needs_x], [needs_weight], False
         )
+    )
+    grad_x = next(found) if needs_x else None
+    grad_weight = next(found) if needs_weight else None
+    if grad_weight is not None and grad_weight.shape != weight.shape:  # of a single row or column
+        grad_weight = grad_weight.t()
+    return grad_x, grad_weight, next(found)
+
+
+def _add_to_first(rows: Tensor, first: Tensor) -> Tensor:
+    """Returns `rows` (C, A) with (n, A) added to the first n of them."""
+    num_first = len(first)
+    if torch.is_grad_enabled() or num_first == len(rows):
+        return torch.cat([rows[:num_first] + first, rows[num_first:]]) if num_first < len(rows) else rows + first
+    result = torch.empty_like(rows)
+    torch.add(rows[:num_first], first, out=result[:num_first])
+    result[num_first:] = rows[num_first:]
+    return result
 
 
 def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu: bool = False) -> Tensor:
@@ -144,8 +159,10 @@ def is_relu(activation: Any) -> bool:
 
 def linear(graph: Any, layer: Any, x: Tensor, num_rows: int) -> Tensor:
     """Returns `layer(x[:num_rows])`, from the entries that are there where x is the same in every epoch and sparse."""
-    if isinstance(graph, LayerBlock) and are_plain((layer,), x) and graph.static_results.are_static((x,)):
-        return product(graph.static_results.rows_of(x, num_rows), layer.weight.t(), layer.bias)
+    if isinstance(graph, LayerBlock) and are_plain((layer,), x) and x.shape[1] == layer.in_features:
+        is_static = graph.static_results.are_static((x,))
+        rows = graph.static_results.rows_of(x, num_rows) if is_static else x[:num_rows]
+        return product(rows, layer.weight.t(), layer.bias)
     result: Tensor = layer(x[:num_rows] if num_rows < len(x) else x)
     return result
 

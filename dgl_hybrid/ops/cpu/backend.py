@@ -225,7 +225,7 @@ class CpuBackend:
         bias: Tensor | None,
         relu: bool,
     ) -> Tensor:
-        if products.are_served((*rows, *weights)):
+        if products.are_served(rows, weights, of_result=(addend,), factors=factors, bias=bias):
             return products.multiply(rows, weights, factors, addend, bias, relu)
         return multiply_in_blocks(rows, weights, factors, addend, bias, relu)
 
@@ -240,7 +240,7 @@ class CpuBackend:
         needs_weights: Sequence[bool],
         needs_addend: bool,
     ) -> list[Tensor]:
-        if products.are_served((*rows, grad, *weights)):
+        if products.are_served(rows, weights, of_result=(grad, output), factors=factors):
             return products.gradients(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
         return gradients_in_blocks(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
 

@@ -33,14 +33,38 @@ _MIN_TASK_ROWS = 8192
 _MAX_TASKS = 64
 
 
-def are_served(tensors: Sequence[Tensor]) -> bool:
-    """Whether the kernels multiply these matrices; PyTorch does where the machine has no wide vectors."""
-    dtype = tensors[0].dtype
+def are_served(
+    rows: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    *,
+    of_result: Sequence[Tensor | None] = (),
+    factors: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> bool:
+    """Whether the kernels multiply these matrices: not where the machine has no wide vectors, nor what does not fit
+    together, of which PyTorch says what is wrong.
+
+    Args:
+        of_result: Others that must have the shape of the result.
+    """
+    shape = (len(rows[0]), weights[0].shape[-1])
+    fit = (
+        len(rows) == len(weights)
+        and all(len(x) == shape[0] and x.shape[-1] == len(w) for x, w in zip(rows, weights))
+        and all(w.shape[-1] == shape[1] for w in weights)
+        and all(x is None or x.shape == shape for x in of_result)
+        and (factors is None or factors.shape == (shape[0], 1))
+        and (bias is None or bias.shape == shape[1:])
+    )
+    dtype, tensors = rows[0].dtype, (*rows, *weights)
+    others = (*of_result, factors, bias)
     return (
-        dtype in (torch.float32, torch.float64)
+        fit
+        and dtype in (torch.float32, torch.float64)
         and vector_unit().register_bytes >= _MIN_REGISTER_BYTES
         and all(x.dim() == 2 and x.dtype == dtype and 0 < x.shape[1] <= MAX_COLUMNS for x in tensors)
-        and len(tensors[0]) > 0
+        and all(x is None or x.dtype == dtype for x in others)
+        and shape[0] > 0
     )
 
 
@@ -52,7 +76,7 @@ def multiply(
     bias: Tensor | None,
     relu: bool,
 ) -> Tensor:
-    """`Backend.row_products`, where `are_served((*rows, *weights))`."""
+    """`Backend.row_products`, where `are_served`."""
     num_rows, num_columns = len(rows[0]), weights[0].shape[1]
     out = new_tensor((num_rows, num_columns), rows[0].dtype)
     kind = KINDS[out.dtype]
@@ -84,7 +108,7 @@ def gradients(
     needs_weights: Sequence[bool],
     needs_addend: bool,
 ) -> list[Tensor]:
-    """`Backend.row_products_backward`, where `are_served((*rows, grad, *weights))`."""
+    """`Backend.row_products_backward`, where `are_served`."""
     num_rows, num_columns = grad.shape
     kind: Kind = KINDS[grad.dtype]
     panels = Panels(kind, num_columns)

@@ -58,7 +58,7 @@ def operands(
 
 def check(given: dict[str, Any], *, relu: bool, needs_rows: bool, needs_addend: bool) -> None:
     ours, plain = load_backend("cpu"), load_backend("naive")
-    assert products.are_served((*given["rows"], *given["weights"]))
+    assert products.are_served(given["rows"], given["weights"], factors=given["factors"], bias=given["bias"])
     out, expected = ours.row_products(**given, relu=relu), plain.row_products(**given, relu=relu)
     scale = {"rtol": 1e-12, "atol": 1e-11} if out.dtype == torch.float64 else {"rtol": 1e-5, "atol": 1e-3}
     torch.testing.assert_close(out, expected, **scale)
@@ -154,9 +154,16 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
 
 def test_what_has_no_kernel() -> None:
     row, wide = torch.ones(3, 2), torch.ones(3, products.MAX_COLUMNS + 1)
-    assert products.are_served((row, torch.ones(2, 4)))
-    for tensors in ((row[:0], row), (wide, row), (row.half(), row.half()), (row, row.double()), (row[:, :0], row)):
-        assert not products.are_served(tensors)
+    weight = torch.ones(2, 4)
+    assert products.are_served([row], [weight], of_result=[torch.ones(3, 4)], factors=row[:, :1], bias=weight[0])
+    pairs = [(row[:0], weight), (wide, wide.t()), (row.half(), weight.half()), (row, weight.double())]
+    pairs += [(row[:, :0], weight[:0]), (row, weight[:1]), (row, weight[:, :0])]
+    for rows, other in pairs:
+        assert not products.are_served([rows], [other])
+    assert not products.are_served([row, row[:2]], [weight, weight])
+    assert not products.are_served([row, row], [weight, weight[:, :2]])
+    for wrong in ({"of_result": [row]}, {"factors": row}, {"bias": row[0]}, {"bias": weight[0].double()}):
+        assert not products.are_served([row], [weight], **wrong)  # type: ignore[arg-type]
     ours = load_backend("cpu")
     assert ours.row_products([row[:0]], [torch.ones(2, 4)], None, None, None, True).shape == (0, 4)
     torch.testing.assert_close(

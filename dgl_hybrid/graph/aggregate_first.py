@@ -102,8 +102,9 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
     num_columns = weight.shape[1]
     if graph.sums_first or weight.shape[0] <= num_columns:
         # DGL scales these rows, too.
-        rows = feat * _degree_factors(graph.out_degrees(), feat, self._norm) if self._norm in ("left", "both") else feat
-        rst = _sum(graph, rows, None)
+        is_source_scaled = self._norm in ("left", "both")
+        of_sources = _degree_factors(graph.out_degrees(), feat, self._norm) if is_source_scaled else None
+        rst = _sum(graph, feat, None) if of_sources is None else _scaled_sum(graph, feat, of_sources, of_sources=True)
         count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
         # DGL scales the sums; their products are multiplied where they lie in the cache.
         is_scaled = self._norm in ("right", "both")
@@ -173,17 +174,23 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     with graph.local_scope():
         if graph.sums_first or self._in_src_feats <= self._out_feats:
             rows, own = rows_and_own(self.feat_drop(feat), self.fc_self, graph.num_dst_nodes())
-            graph.srcdata["h"] = rows
-            graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
+            mean = _mean(graph, rows)
             count("sageconv", "ours: sum first")
             relu, weight = is_relu(self.activation), self.fc_neigh.weight.t()
-            rst = product(graph.dstdata["neigh"], weight, None, addend=own, relu=relu)
+            rst = product(mean, weight, None, addend=own, relu=relu)
             return _finish(self, rst, is_activated=relu)
         rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
-        graph.srcdata["h"] = rows
-        graph.update_all(fn.copy_u("h", "m"), fn.mean("m", "neigh"))
+        mean = _mean(graph, rows)
         count("sageconv", "ours: fewer passes")
-        return _finish(self, own + graph.dstdata["neigh"][:, : self._out_feats])
+        return _finish(self, own + mean[:, : self._out_feats])
+
+
+def _mean(graph: LayerBlock, rows: Tensor) -> Tensor:
+    """(C, F) to the means over in-edges of the destinations. Collective."""
+    if rows.dtype not in (torch.float32, torch.float64):  # sums would be rounded before they are divided
+        return _sum(graph, rows, None, fn.mean)
+    degrees = graph.in_degrees().to(rows).clamp(min=1).reshape(-1, 1)
+    return _scaled_sum(graph, rows, 1.0 / degrees, of_sources=False)
 
 
 def _forward_plain_gcn(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
@@ -302,6 +309,13 @@ def _sum_of_narrowed(
     num_columns = weight.shape[1]
     rows = _narrowed(x, weight)
     return rows[: graph.num_dst_nodes(), :num_columns], _sum(graph, rows, None, reduce)[:, :num_columns]
+
+
+def _scaled_sum(graph: LayerBlock, x: Tensor, factors: Tensor, *, of_sources: bool) -> Tensor:
+    """As `_sum`, of rows times a factor each, or times a factor for each sum. Collective."""
+    with graph.local_scope():
+        graph.srcdata["h"] = x
+        return graph.scaled_sum("h", factors, of_sources=of_sources)
 
 
 def _sum(graph: LayerBlock, x: Tensor, edge_weight: Tensor | None, reduce: Callable[..., Any] = fn.sum) -> Tensor:

@@ -33,10 +33,11 @@ from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
 from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, source_fields_of, targets_of
 from dgl_hybrid.graph.split_block import SplitBlock
+from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
-from dgl_hybrid.ops import EdgeDropout
+from dgl_hybrid.ops import EdgeDropout, scaled_sum
 from dgl_hybrid.ops.device_index import move_graph
-from dgl_hybrid.ops.dgl_index import claim
+from dgl_hybrid.ops.dgl_index import claim, sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
@@ -446,6 +447,33 @@ class LayerBlock:
         count(message_func.name, "ours: split by source")
         self._block.dstdata[reduce_func.out_field] = summed
         return True
+
+    def scaled_sum(self, name: str, factors: Tensor, *, of_sources: bool) -> Tensor:
+        """Sums a source field over in-edges, rows or sums times a factor each. Collective.
+
+        As multiplying before `update_all` with `copy_u` and `sum`, or after it, but without a pass of its own where the
+        sum is ours.
+
+        Args:
+            factors: (|C_(l-1)|, 1) or, of sums, (|C_l|, 1), of the field's dtype; without gradients.
+            of_sources: Which of the two.
+        """
+        self._used()
+        x = self._source[name]
+        if self._replicas is None and self.observer is None and not self.static_results.are_static((x,)):
+            split = self.split_of((name,), is_sum=True)
+            if split is not None:
+                count("copy_u", "ours: split by source")
+                return split.sum(x, Scale(factors.reshape(-1), of_sources))
+            edges = sparse_graph_of(self.real_index, x.device) if self.plan.is_idle and x.requires_grad else None
+            if edges is not None and not torch.is_autocast_enabled(x.device.type):
+                count("copy_u", "ours: with factors")
+                return scaled_sum(edges, x, factors, of_sources=of_sources)
+        with self.local_scope():
+            self.srcdata[name] = x * factors if of_sources else x
+            self.update_all(fn.copy_u(name, "m"), fn.sum("m", name))
+            summed: Tensor = self.dstdata[name]
+        return summed if of_sources else summed * factors
 
     def split_of(self, names: Sequence[str], *, is_sum: bool = False) -> SplitBlock | None:
         """Returns what runs an operation that reads these source fields with their exchange inside; None: not possible.

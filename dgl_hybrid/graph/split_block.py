@@ -16,6 +16,7 @@ from dgl_hybrid.exchange.partial_sums import PartialSums, build_partial_sums
 from dgl_hybrid.exchange.parts import Message, RowsPart, SplitLayer, split_layer
 from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.graph.split_attention import SplitAttention
+from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.split_sum import SplitSum
 
 
@@ -81,13 +82,13 @@ class SplitBlock:
     def _layer(self) -> SplitLayer:
         return _moved(split_layer(self._structure, self._messages), self._device)
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: Tensor, scale: Scale | None = None) -> Tensor:
         """Sums sources over in-edges, as `SplitSum` does. Collective.
 
         Which rows travel is settled when a sum is first trained: finding it out does not pay for a sum that is made
         once or evaluated now and then.
         """
-        summed: Tensor = (self.trained_sums if x.requires_grad else self.plain_sums)(x)
+        summed: Tensor = (self.trained_sums if x.requires_grad else self.plain_sums)(x, scale=scale)
         return summed
 
     @cached_property

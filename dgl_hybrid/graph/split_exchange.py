@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -24,6 +25,23 @@ from dgl_hybrid.exchange.communicator import Communicator, PendingRows
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.ops.sparse_graph import Adjacency
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What rows are multiplied by, without gradients."""
+
+    factors: Tensor
+    """(C,) of sources held here, or (N,) of sums; of the rows' dtype."""
+    of_sources: bool
+
+    @property
+    def source_factors(self) -> Tensor | None:
+        return self.factors if self.of_sources else None
+
+    @property
+    def row_factors(self) -> Tensor | None:
+        return None if self.of_sources else self.factors
 
 
 class SplitExchange:
@@ -47,6 +65,7 @@ class SplitExchange:
         held: Callable[[], None],
         use: Callable[[int, Tensor], None],
         codec: RowCodec | None = None,
+        source_factors: Tensor | None = None,
     ) -> None:
         """Sends rows of the fields, and hands over what arrives. Collective.
 
@@ -56,15 +75,17 @@ class SplitExchange:
             use: Called with a part's position and its (rows received, F) rows, which it may only read, and only until
                 it returns.
             codec: What rows travel as, approximately; None: as they are.
+            source_factors: (C,): what the rows of a single field are multiplied by before they leave.
         """
         parts = self.layer.parts
-        pending = self._send_rows(parts[0], fields, codec) if parts else None
+        pending = self._send_rows(parts[0], fields, codec, source_factors) if parts else None
         with _ended_in_any_case(pending):
             held()
         for position, part in enumerate(parts):
             assert pending is not None
             rows = pending.wait(part.recv_counts)
-            pending = self._send_rows(parts[position + 1], fields, codec) if position + 1 < len(parts) else None
+            following = parts[position + 1] if position + 1 < len(parts) else None
+            pending = None if following is None else self._send_rows(following, fields, codec, source_factors)
             with _ended_in_any_case(pending), record_function("dgl_hybrid::use_received"):
                 use(position, rows)
 
@@ -73,6 +94,7 @@ class SplitExchange:
         make: Callable[[int], Sequence[Tensor]],
         held: Callable[[], Sequence[Tensor]],
         codec: RowCodec | None = None,
+        source_factors: Tensor | None = None,
     ) -> Sequence[Tensor]:
         """Sends gradients of received rows home and adds up what comes home. Collective.
 
@@ -81,6 +103,7 @@ class SplitExchange:
             held: Returns the (C, F_k) gradients of held rows as far as they come from here; changed in place. Called
                 while the first message is in flight.
             codec: What gradients travel as, approximately; None: as they are.
+            source_factors: (C,): what rows were multiplied by before they left, and their gradients are at home.
 
         Returns:
             What `held` returned: by now, gradients of held rows.
@@ -96,7 +119,7 @@ class SplitExchange:
             rows = pending.wait(part.send_counts)
             if following is not None:
                 pending = self._send_gradients(parts[position + 1], following, codec)
-            _add_returned(part, rows, totals)
+            _add_returned(part, rows, totals, source_factors)
         return totals
 
     def fetch(self, position: int, fields: Sequence[Tensor], meanwhile: Callable[[], None]) -> Tensor:
@@ -121,14 +144,23 @@ class SplitExchange:
 
     # ---------------------------------------------------------------- messages
 
-    def _send_rows(self, part: RowsPart, fields: Sequence[Tensor], codec: RowCodec | None = None) -> _Pending:
+    def _send_rows(
+        self,
+        part: RowsPart,
+        fields: Sequence[Tensor],
+        codec: RowCodec | None = None,
+        source_factors: Tensor | None = None,
+    ) -> _Pending:
         with record_function("dgl_hybrid::pack"):
             send = self._take_rows(sum(part.send_counts), fields, codec)
             for x_CF, columns in zip(fields, _columns_of(send, fields), strict=True):
-                if part.send_index is not None:
-                    torch.index_select(x_CF, 0, part.send_index, out=columns)
-                else:
-                    columns.copy_(sum_rows(part.pack.in_edges, x_CF))
+                if part.send_index is None:
+                    scale = None if source_factors is None else Scale(source_factors, of_sources=True)
+                    columns.copy_(sum_rows(part.pack.in_edges, x_CF, scale=scale))
+                    continue
+                torch.index_select(x_CF, 0, part.send_index, out=columns)
+                if source_factors is not None:
+                    columns.mul_(source_factors.index_select(0, part.send_index).unsqueeze(-1))
         return self._start(part.send_counts, part.recv_counts, send, codec, backward=False)
 
     def _send_gradients(self, part: RowsPart, grads: Sequence[Tensor], codec: RowCodec | None = None) -> _Pending:
@@ -210,21 +242,28 @@ def _columns_of(rows: Tensor, fields: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return columns
 
 
-def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor]) -> None:
+def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor], source_factors: Tensor | None = None) -> None:
     with record_function("dgl_hybrid::unpack"):
         for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
-            if part.send_index is not None:
-                # Added, not written: a row sent to several peers gets a gradient from each of them.
-                # Of columns beside others it would be several times as slow as the copy.
-                total_CF.index_add_(0, part.send_index, grads_SF.contiguous())
-            else:
-                total_CF += sum_rows(part.pack.out_neighbours, grads_SF)
+            if part.send_index is None:
+                scale = None if source_factors is None else Scale(source_factors, of_sources=False)
+                total_CF += sum_rows(part.pack.out_neighbours, grads_SF, scale=scale)
+                continue
+            if source_factors is not None:
+                grads_SF = grads_SF * source_factors.index_select(0, part.send_index).unsqueeze(-1)
+            # Added, not written: a row sent to several peers gets a gradient from each of them.
+            # Of columns beside others it would be several times as slow as the copy.
+            total_CF.index_add_(0, part.send_index, grads_SF.contiguous())
 
 
-def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None) -> Tensor:
-    """(S, F) to (N, F) sums over the entries of each row; (S, H, D) likewise, with (E, H) weights of edges."""
+def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None, scale: Scale | None = None) -> Tensor:
+    """(S, F) to (N, F) sums over the entries of each row; (S, H, D) likewise, with (E, H) weights or with factors."""
     x = x_F if x_F.dim() == 3 else x_F.unsqueeze(1)
-    summed: Tensor = torch.ops.dgl_hybrid.spmm_sum(rows.tensors(), [], x, weights)
+    summed: Tensor
+    if scale is not None:
+        summed = torch.ops.dgl_hybrid.scaled_sum(rows.tensors(), [], x, scale.factors, scale.of_sources)
+    else:
+        summed = torch.ops.dgl_hybrid.spmm_sum(rows.tensors(), [], x, weights)
     return summed if x_F.dim() == 3 else summed.squeeze(1)
 
 

@@ -3,6 +3,9 @@
 
     y = A_held x  +  Σ over messages: A_k (rows of message k)
 
+Sources, or sums, may have a factor each: they are multiplied where they are read and written anyway, those that travel
+before they leave.
+
 No tensor of all sources is ever made: received rows are added to the sums from where they arrive. The gradient of a
 sum does not need its operands, so nothing received is kept for backward. Both directions are each other's adjoint, so
 derivatives of any order work.
@@ -18,7 +21,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded
-from dgl_hybrid.graph.split_exchange import SplitExchange, by_source, sum_rows
+from dgl_hybrid.graph.split_exchange import Scale, SplitExchange, by_source, sum_rows
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.operands import plan_weighted
 from dgl_hybrid.ops.sparse_graph import Adjacency
@@ -48,20 +51,22 @@ class SplitSum:
         self._by_source: dict[tuple[int, bool], Adjacency] = {}
         """Of each message, with and without the edge of each entry, once a backward needs it."""
 
-    def __call__(self, x: Tensor, weights: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, weights: Tensor | None = None, *, scale: Scale | None = None) -> Tensor:
         """Sums sources, times constant weights of edges, over the in-edges of each destination. Collective.
 
         Args:
             x: (C, *f) float32 or float64: the rows held here.
             weights: (E, *g) of the same dtype, without gradient; features broadcast. None: one each.
+            scale: Factors of sources or of sums; not with weights.
 
         Returns:
             (N, *f), with weights the broadcast features.
         """
         if weights is None:
             flat = x.reshape(len(x), 1, x.shape[1:].numel())
-            summed: Tensor = _Sum.apply(self, None, self._codec_for(flat), flat)
+            summed: Tensor = _Sum.apply(self, None, scale, self._codec_for(flat), flat)
             return summed.reshape(len(summed), *x.shape[1:])
+        assert scale is None, "sums have weights or factors"
         plan = plan_weighted(tuple(x.shape[1:]), tuple(weights.shape[1:]))
         if plan is None:
             raise ValueError(
@@ -69,14 +74,14 @@ class SplitSum:
                 f"{tuple(weights.shape)})"
             )
         sources = plan.sources(x)
-        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), self._codec_for(sources), sources))
+        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), None, self._codec_for(sources), sources))
 
     def _codec_for(self, x_CHD: Tensor) -> RowCodec | None:
         """Only what is trained is approximated."""
         is_approximate = torch.is_grad_enabled() and is_encoded(self._codec, x_CHD.shape[1:].numel(), x_CHD.dtype)
         return self._codec if is_approximate else None
 
-    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None, codec: RowCodec | None) -> Tensor:
+    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None, scale: Scale | None, codec: RowCodec | None) -> Tensor:
         """(C, H, D) to (N, H, D)."""
         x_CHD = x_CHD.contiguous()
         shape = x_CHD.shape[1:]
@@ -84,35 +89,43 @@ class SplitSum:
 
         def held() -> None:
             nonlocal out
-            out = sum_rows(self.layer.held.in_edges, x_CHD, self._weights_of_held(weights_EH))
+            out = sum_rows(self.layer.held.in_edges, x_CHD, self._weights_of_held(weights_EH), scale)
 
         def use(position: int, rows_RF: Tensor) -> None:
             part = self.layer.parts[position]
             rows = rows_RF.view(len(rows_RF), *shape)
             # Where they belong: sums of their own would be as many rows as the layer has, for each message.
             add_sums = choose_backend(rows).add_sums
-            add_sums(out, part.dst_rows, part.edges.in_edges, rows, _weights_of(part, weights_EH))
+            of_rows = None if row_factors is None else row_factors.index_select(0, part.dst_rows)
+            add_sums(out, part.dst_rows, part.edges.in_edges, rows, _weights_of(part, weights_EH), of_rows)
 
-        self.exchange.forward([x_CHD.flatten(1)], held, use, codec)
+        row_factors = None if scale is None else scale.row_factors
+        source_factors = None if scale is None else scale.source_factors
+        self.exchange.forward([x_CHD.flatten(1)], held, use, codec, source_factors)
         return out
 
-    def backward(self, grad_NHD: Tensor, weights_EH: Tensor | None, codec: RowCodec | None) -> Tensor:
+    def backward(
+        self, grad_NHD: Tensor, weights_EH: Tensor | None, scale: Scale | None, codec: RowCodec | None
+    ) -> Tensor:
         """(N, H, D) to (C, H, D)."""
         grad_NHD = grad_NHD.contiguous()
+        # Sources are sums now, and sums sources. What comes home is not multiplied yet: it is that of rows that are.
+        turned = None if scale is None else Scale(scale.factors, not scale.of_sources)
+        of_received = None if turned is None or not turned.of_sources else turned
 
         def make(position: int) -> list[Tensor]:
             weights = _weights_of(self.layer.parts[position], weights_EH)
             key = position, weights is not None
             if key not in self._by_source:
                 self._by_source[key] = by_source(self.layer.parts[position], of_edges=weights is not None)
-            return [sum_rows(self._by_source[key], grad_NHD, weights).flatten(1)]
+            return [sum_rows(self._by_source[key], grad_NHD, weights, of_received).flatten(1)]
 
         def held() -> list[Tensor]:
             held = self.layer.held
             rows = held.out_neighbours if weights_EH is None else held.out_edges
-            return [sum_rows(rows, grad_NHD, self._weights_of_held(weights_EH)).flatten(1)]
+            return [sum_rows(rows, grad_NHD, self._weights_of_held(weights_EH), turned).flatten(1)]
 
-        (total,) = self.exchange.backward(make, held, codec)
+        (total,) = self.exchange.backward(make, held, codec, None if turned is None else turned.row_factors)
         return total.view(len(total), *grad_NHD.shape[1:])
 
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
@@ -128,27 +141,39 @@ def _weights_of(part: RowsPart, weights_EH: Tensor | None) -> Tensor | None:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, split: SplitSum, weights_EH: Tensor | None, codec: RowCodec | None, x_CHD: Tensor) -> Tensor:
-        ctx.split, ctx.codec = split, codec
+    def forward(
+        ctx: Any,
+        split: SplitSum,
+        weights_EH: Tensor | None,
+        scale: Scale | None,
+        codec: RowCodec | None,
+        x_CHD: Tensor,
+    ) -> Tensor:
+        ctx.split, ctx.scale, ctx.codec = split, scale, codec
         ctx.save_for_backward(weights_EH)
-        return split.forward(x_CHD, weights_EH, codec)
+        return split.forward(x_CHD, weights_EH, scale, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights_EH,) = ctx.saved_tensors
-        return None, None, None, _Adjoint.apply(ctx.split, weights_EH, ctx.codec, *grads)
+        return None, None, None, None, _Adjoint.apply(ctx.split, weights_EH, ctx.scale, ctx.codec, *grads)
 
 
 class _Adjoint(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, split: SplitSum, weights_EH: Tensor | None, codec: RowCodec | None, grad_NHD: Tensor
+        ctx: Any,
+        split: SplitSum,
+        weights_EH: Tensor | None,
+        scale: Scale | None,
+        codec: RowCodec | None,
+        grad_NHD: Tensor,
     ) -> Tensor:
-        ctx.split, ctx.codec = split, codec
+        ctx.split, ctx.scale, ctx.codec = split, scale, codec
         ctx.save_for_backward(weights_EH)
-        return split.backward(grad_NHD, weights_EH, codec)
+        return split.backward(grad_NHD, weights_EH, scale, codec)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (weights_EH,) = ctx.saved_tensors
-        return None, None, None, _Sum.apply(ctx.split, weights_EH, ctx.codec, *grads)
+        return None, None, None, None, _Sum.apply(ctx.split, weights_EH, ctx.scale, ctx.codec, *grads)

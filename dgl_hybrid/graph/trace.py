@@ -184,8 +184,10 @@ def _note_split(record: _Record, num_edges: list[int], func: Any, args: tuple[An
         return
     if any(block.is_normalising for block in record.blocks):
         return
-    is_sum = func._opname == "spmm_sum" and args[2] is not None and (args[3] is None or not args[3].requires_grad)
-    is_plain_sum = is_sum and args[3] is None
+    is_scaled = func._opname == "scaled_sum"  # by factors of rows, which are constants
+    is_of_sources = func._opname == "spmm_sum" and args[2] is not None
+    is_sum = is_scaled or (is_of_sources and (args[3] is None or not args[3].requires_grad))
+    is_plain_sum = is_scaled or (is_sum and args[3] is None)
     is_wide = all(x.dtype in (torch.float32, torch.float64) for x in inputs if x.is_floating_point())
     can_be_split = is_wide and (is_sum or func._opname in ("gat", "gatv2"))
     (record.summed if can_be_split else record.unsplit).add(layers[0])

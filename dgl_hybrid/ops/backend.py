@@ -48,13 +48,33 @@ class Backend(Protocol):
             same shape in the index dtype: the winning *edge row*. Of equal values the first entry wins; NaN wins.
         """
 
-    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+    def add_sums(
+        self,
+        out: Tensor,
+        targets: Tensor,
+        rows: Adjacency,
+        x: Tensor,
+        w: Tensor | None,
+        row_factors: Tensor | None = None,
+    ) -> None:
         """Adds the sum of x[u] * w[e] over the entries of row r to out[targets[r]]: `spmm` without a result of its own.
 
         Args:
             out: (M, H, D) of x's dtype.
             targets: (N,) int64, no two alike.
             rows, x, w: As of `spmm`.
+            row_factors: (N,) of x's dtype: what the sum of row r is multiplied by, without `w`; None: 1.
+        """
+
+    def scaled_sums(
+        self, rows: Adjacency, x: Tensor, source_factors: Tensor | None, row_factors: Tensor | None
+    ) -> Tensor:
+        """(N, H, D): row_factors[r] * sum of source_factors[u] * x[u] over the entries of row r.
+
+        Args:
+            x: (S, H, D).
+            source_factors: (S,) of x's dtype; None: 1.
+            row_factors: (N,), likewise.
         """
 
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:

@@ -319,6 +319,34 @@ def _sddmm(
     return out
 
 
+def scaled_sum(graph: SparseGraph, x: Tensor, factors: Tensor, *, of_sources: bool) -> Tensor:
+    """Sums sources over the in-edges of each destination, sources or sums times a factor each, in one pass.
+
+    Args:
+        x: (S, *f) floating.
+        factors: (S,) or (S, 1) of x's dtype where they are the sources', (N,) or (N, 1) where they are the sums';
+            without gradients.
+        of_sources: Which of the two.
+    Returns:
+        (N, *f).
+    Raises:
+        ValueError: Rows or factors that do not fit, or another device.
+        TypeError: Operands that are not floating.
+    """
+    _check_operand("x", x, graph, "u")
+    _check_operand("factors", factors, graph, "u" if of_sources else "v")
+    if factors.shape[1:].numel() != 1 or factors.dtype != x.dtype:
+        raise ValueError(
+            f"factors must be one {x.dtype} for each row (got {tuple(factors.shape)} {factors.dtype}): scale rows by "
+            f"anything else before or after `spmm`"
+        )
+    flat = x.reshape(len(x), 1, x.shape[1:].numel())
+    summed: Tensor = torch.ops.dgl_hybrid.scaled_sum(
+        graph.in_edges.tensors(), _out_edges_for(graph, x, of_edges=False), flat, factors.reshape(-1), of_sources
+    )
+    return summed.reshape(graph.num_dst, *x.shape[1:])
+
+
 def _out_edges_for(graph: SparseGraph, *operands: Tensor | None, of_edges: bool = True) -> list[Tensor]:
     """The edges by source if a gradient of these operands, which it sums over them, will be asked for; else none.
 

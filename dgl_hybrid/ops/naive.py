@@ -37,8 +37,24 @@ class NaiveBackend:
         out, entry = _select_rows(rows.indptr, messages, reduce)
         return out.to(dtype), _edge_of_entry(rows, entry)
 
-    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
-        out.index_add_(0, targets, self.spmm(rows, x, w, "sum")[0])
+    def add_sums(
+        self,
+        out: Tensor,
+        targets: Tensor,
+        rows: Adjacency,
+        x: Tensor,
+        w: Tensor | None,
+        row_factors: Tensor | None = None,
+    ) -> None:
+        sums, _ = self.spmm(rows, x, w, "sum")
+        out.index_add_(0, targets, sums if row_factors is None else sums * row_factors.view(-1, 1, 1))
+
+    def scaled_sums(
+        self, rows: Adjacency, x: Tensor, source_factors: Tensor | None, row_factors: Tensor | None
+    ) -> Tensor:
+        scaled = x if source_factors is None else x * source_factors.view(-1, 1, 1)
+        sums, _ = self.spmm(rows, scaled, None, "sum")
+        return sums if row_factors is None else sums * row_factors.view(-1, 1, 1)
 
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         edges = _edge_ids(out_rows)

@@ -26,6 +26,7 @@ from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
 from dgl_hybrid.graph.split_block import SplitBlock
+from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.planner.memory import CHUNK_COPIES
 from tests.exchange.test_partial_sums import World, make_world, random_world
@@ -33,9 +34,11 @@ from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 HEADS, WIDTH, SLOPE = 2, 3, 0.2
-SUMS = ("sum", "weighted sum", "partial sums")
+SCALED = ("scaled sources", "scaled sums", "partial sums of scaled sources", "scaled partial sums")
+"""Factors of the rows that are summed, or of the sums."""
+SUMS = ("sum", "weighted sum", "partial sums", *SCALED)
 ATTENTION = ("gat", "gatv2")
-KERNELS = ("add_sums", "spmm", "gat", "gat_backward", "gatv2", "gatv2_backward")
+KERNELS = ("add_sums", "spmm", "scaled_sums", "gat", "gat_backward", "gatv2", "gatv2_backward")
 
 
 def crossing(world_size: int, *, reads: Callable[[int, int], bool], seed: int = 5) -> World:
@@ -75,6 +78,10 @@ class Operands:
     """(1, H, D)."""
     weights: Tensor
     """(destinations, held rows): of an edge between the two."""
+    source_factors: Tensor
+    """(held rows,)."""
+    row_factors: Tensor
+    """(destinations,)."""
     y: Tensor
     """(destinations, H, D): what comes in from behind."""
 
@@ -92,6 +99,8 @@ def operands_of(world: World, op: str) -> Operands:
         er=draw(num_dst, HEADS, WIDTH) if op == "gatv2" else draw(num_dst, HEADS),
         attention=draw(1, HEADS, WIDTH),
         weights=draw(num_dst, num_held),
+        source_factors=draw(num_held),
+        row_factors=draw(num_dst),
         y=draw(num_dst, HEADS, WIDTH),
     )
 
@@ -117,6 +126,8 @@ def dense_layer(world: World, op: str) -> tuple[Tensor, list[Tensor]]:
         out = torch.einsum("vuh,uhd->vhd", terms / torch.where(total > 0, total, 1.0), x)
     else:
         matrix = world.matrix * given.weights if op == "weighted sum" else world.matrix
+        if op in SCALED:
+            matrix = matrix * (given.source_factors[None] if "sources" in op else given.row_factors[:, None])
         out = torch.einsum("vu,uhd->vhd", matrix, x)
     return out.detach(), list(torch.autograd.grad(out, inputs, given.y))
 
@@ -232,10 +243,16 @@ def run_layer(
     communicator = create_communicator(transport=transport)
     plan = structure.exchange
     messages = [whole_message(plan)] if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
-    split = SplitBlock(structure, communicator, messages, device=torch.device("cpu"), partial_sums=op == "partial sums")
+    split = SplitBlock(structure, communicator, messages, device=torch.device("cpu"), partial_sums="partial" in op)
     given = operands_of(world, op)
     x, el = (rows.split([s.num_held for s in world.structures])[rank] for rows in (given.x, given.el))
     er, y = (rows.split([s.num_dst for s in world.structures])[rank] for rows in (given.er, given.y))
+    scale = None
+    if op in SCALED:
+        factors, counts = given.row_factors, [s.num_dst for s in world.structures]
+        if "sources" in op:
+            factors, counts = given.source_factors, [s.num_held for s in world.structures]
+        scale = Scale(factors.split(counts)[rank], of_sources="sources" in op)
     inputs = inputs_of(op, x, el, er, given.attention)
     weights = edge_weights(world, rank, given.weights)
 
@@ -244,7 +261,7 @@ def run_layer(
             return split.attention.gat(*inputs, negative_slope=SLOPE, dropout=None)
         if op == "gatv2":
             return split.attention.gatv2(*inputs, negative_slope=SLOPE, dropout=None)
-        return split.plain_sums(inputs[0], weights) if op == "weighted sum" else split.sum(inputs[0])
+        return split.plain_sums(inputs[0], weights) if op == "weighted sum" else split.sum(inputs[0], scale)
 
     watch = Watch(communicator, split, delay_s=delay_s if rank == 0 else 0.0)
     with watch.on() as seen:

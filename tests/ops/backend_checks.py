@@ -137,6 +137,33 @@ def check_add_sums(backend: Backend, case: Case, *, device: str = "cpu") -> None
         assert torch.equal(got.cpu()[untouched], before[untouched])
 
 
+def check_scaled_sums(backend: Backend, case: Case, *, device: str = "cpu") -> None:
+    """Factors of the rows that are summed, of the sums, of both and of neither; of sums that are added, too."""
+    graph, x, _ = _spmm_operands(case, ties=False)
+    of_sources, of_rows = (_random((n,), case.dtype, n + 7) for n in (graph.num_src, graph.num_dst))
+    targets = torch.arange(graph.num_dst)
+    before = _random((graph.num_dst, case.heads, case.width), case.dtype, 13)
+    for sources, sums in ((of_sources, None), (None, of_rows), (of_sources, of_rows), (None, None)):
+        # Rounded where kernels of half precision round.
+        rows = x if sources is None else x.double() * sources.double().view(-1, 1, 1)
+        expected, _ = reference_spmm(graph, rows, None, "sum")
+        expected = expected.double() if sums is None else expected.double() * sums.double().view(-1, 1, 1)
+        moved = _on(device, graph.in_edges, x, sources, sums)
+        got = _twice(lambda: backend.scaled_sums(*moved))  # noqa: B023
+        assert got.dtype == case.dtype
+        _compare("scaled sums", got, expected, case.dtype)
+        if sources is not None:
+            continue
+        into, where, adjacency, values, factors = _on(device, before, targets, graph.in_edges, x, sums)
+
+        def added() -> Tensor:
+            out: Tensor = into.clone()  # noqa: B023
+            backend.add_sums(out, where, adjacency, values, None, factors)  # noqa: B023
+            return out
+
+        _compare("added scaled sums", _twice(added), before.double() + expected, case.dtype)
+
+
 def check_spmm_ties(backend: Backend, case: Case, *, device: str = "cpu") -> None:
     """Of equal extremes the first in-edge wins, and a NaN before everything; infinities are values as others."""
     graph, x, w = _spmm_operands(case, ties=True)
@@ -341,6 +368,7 @@ def check_segment_reduce(backend: Backend, case: Case, *, device: str = "cpu") -
 CHECKS: tuple[Callable[..., None], ...] = (
     check_spmm,
     check_add_sums,
+    check_scaled_sums,
     check_spmm_ties,
     check_spmm_select_backward,
     check_sddmm,

@@ -99,18 +99,26 @@ class SumsInHalf(NaiveBackend):
 
 
 class WritesInsteadOfAdding(NaiveBackend):
-    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+    def add_sums(self, out, targets, rows, x, w, row_factors=None):  # type: ignore[no-untyped-def]
         out[targets] = self.spmm(rows, x, w, "sum")[0]
 
 
 class AddsToTheFirstRows(NaiveBackend):
-    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+    def add_sums(self, out, targets, rows, x, w, row_factors=None):  # type: ignore[no-untyped-def]
         super().add_sums(out, torch.arange(len(targets)), rows, x, w)
+
+
+class ScalesOtherRows(NaiveBackend):
+    def scaled_sums(self, rows, x, source_factors, row_factors):  # type: ignore[no-untyped-def]
+        if row_factors is None:
+            return super().scaled_sums(rows, x, source_factors, None)
+        return super().scaled_sums(rows, x, source_factors, row_factors.roll(1))
 
 
 PLANTED = (
     (WritesInsteadOfAdding, checks.check_add_sums, CASE),
     (AddsToTheFirstRows, checks.check_add_sums, CASE),
+    (ScalesOtherRows, checks.check_scaled_sums, CASE),
     (IgnoresEdgeIds, checks.check_spmm, CASE),
     (LastOfEqualsWins, checks.check_spmm_ties, CASE),
     (NanLoses, checks.check_spmm_ties, CASE),

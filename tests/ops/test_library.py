@@ -88,6 +88,11 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
             (*sparse, random(6, 3), 2, random(4, 3), random(3), True),
         ],
         "sparse_product_transposed": [(*sparse, random(4, 3), 2)],
+        "scaled_sum": [
+            (rows, out_rows, x, random(4).detach(), True),
+            (rows, [], x, random(5).detach(), False),
+            (in_order, [], x.detach(), random(4).detach(), True),
+        ],
         "row_products": [
             ([random(4, 6)], [random(6, 3)], None, None, None, False),
             ([random(4, 6), random(4, 2)], [random(6, 3), turned], factors, random(4, 3), random(3), True),

@@ -50,11 +50,27 @@ class CpuBackend:
         out, arg = reductions.select_rows(plan, operand, least=reduce == "min")
         return out.to(dtype), arg
 
-    def add_sums(self, out: Tensor, targets: Tensor, rows: Adjacency, x: Tensor, w: Tensor | None) -> None:
+    def add_sums(
+        self,
+        out: Tensor,
+        targets: Tensor,
+        rows: Adjacency,
+        x: Tensor,
+        w: Tensor | None,
+        row_factors: Tensor | None = None,
+    ) -> None:
         if x.dtype not in KINDS or not out.is_contiguous():
-            out.index_add_(0, targets, self.spmm(rows, x, w, "sum")[0])
+            sums = self.scaled_sums(rows, x, None, row_factors) if w is None else self.spmm(rows, x, w, "sum")[0]
+            out.index_add_(0, targets, sums)
         else:
-            reductions.add_sums(RowPlan.of(rows), Operand(x, weights=w), out, targets.contiguous())
+            reductions.add_sums(RowPlan.of(rows), Operand(x, weights=w), out, targets.contiguous(), row_factors)
+
+    def scaled_sums(
+        self, rows: Adjacency, x: Tensor, source_factors: Tensor | None, row_factors: Tensor | None
+    ) -> Tensor:
+        wide, of_sources, of_rows = (None if t is None else _wide(t) for t in (x, source_factors, row_factors))
+        assert wide is not None
+        return reductions.sum_rows(RowPlan.of(rows), Operand(wide, factors=of_sources), of_rows).to(x.dtype)
 
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         operand = Operand(_wide(grad), weights=None if w is None else _wide(w))

@@ -45,11 +45,13 @@ class Columns:
 
 @dataclass(frozen=True)
 class Operand:
-    """What is reduced: x (., H, D), by neighbour or `by_edge`, times weights (E, H) of the edges."""
+    """What is reduced: x (., H, D), by neighbour or `by_edge`, times weights (E, H) of edges or factors of rows."""
 
     x: Tensor
     weights: Tensor | None = None
     by_edge: bool = False
+    factors: Tensor | None = None
+    """(S,) of x's dtype; for sums without weights by neighbour."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -101,7 +103,11 @@ class Operand:
         memory = new_tensor((len(rows) * size,), self.x.dtype)
         for begin, block in column_blocks(*self.shape, size):
             packed = memory[: len(rows) * block.size].view(len(rows), block.size)
-            packed.copy_(rows[:, begin : begin + block.size])
+            taken = rows[:, begin : begin + block.size]
+            if self.factors is None:
+                packed.copy_(taken)
+            else:
+                torch.mul(taken, self.factors.unsqueeze(-1), out=packed)
             yield Columns(begin, block, packed, 0, block.size)
 
     def arguments(self, columns: Columns) -> list[int]:
@@ -115,22 +121,43 @@ class Operand:
         return Columns(begin, block, self.x, begin, self.num_columns)
 
 
-def sum_rows(plan: RowPlan, operand: Operand) -> Tensor:
-    """(N, H, D): the sums over each row's entries."""
+def sum_rows(plan: RowPlan, operand: Operand, row_factors: Tensor | None = None) -> Tensor:
+    """(N, H, D): the sums over each row's entries, times (N,) factors of the rows."""
     runs = [plan.ordinary, *([plan.parts] if plan.has_long_rows else ())]
     sums = [new_tensor((rows.num_rows, *operand.x.shape[1:]), operand.x.dtype) for rows in runs]
     for columns in operand.columns(plan.ordinary.num_entries):
         for rows, out in zip(runs, sums, strict=True):
-            spec = operand.spec(rows, plan.index, columns.block)
-            arguments: list[int | float] = [*rows.arguments(), *operand.arguments(columns)]
-            run(emit_sum, (spec,), rows.bounds, [*arguments, address(out, columns.begin), operand.num_columns])
+            into = (address(out, columns.begin), operand.num_columns)
+            _run_sum(plan, rows, operand, columns, into, row_factors if rows is plan.ordinary else None)
     if plan.has_long_rows:
-        sums[0][plan.long_rows] = sum_rows(plan.merger, Operand(sums[1], by_edge=True))
+        of_long_rows = None if row_factors is None else row_factors[plan.long_rows]
+        sums[0][plan.long_rows] = sum_rows(plan.merger, Operand(sums[1], by_edge=True), of_long_rows)
     return sums[0]
 
 
-def add_sums(plan: RowPlan, operand: Operand, out: Tensor, targets: Tensor) -> None:
-    """out[targets[r]] += the sum over row r's entries.
+def _run_sum(
+    plan: RowPlan,
+    rows: Rows,
+    operand: Operand,
+    columns: Columns,
+    into: tuple[int, int],
+    row_factors: Tensor | None,
+    targets: Tensor | None = None,
+) -> None:
+    """Runs the kernel for some columns; `into` is where they go, and the elements between rows there."""
+    factors = operand.factors if columns.x is operand.x else None  # packed rows have been multiplied
+    spec = replace(
+        operand.spec(rows, plan.index, columns.block),
+        adds=targets is not None,
+        scaled_sources=factors is not None,
+        scaled_rows=row_factors is not None,
+    )
+    given = [address(tensor) for tensor in (factors, row_factors, targets) if tensor is not None]
+    run(emit_sum, (spec,), rows.bounds, [*rows.arguments(), *operand.arguments(columns), *into, *given])
+
+
+def add_sums(plan: RowPlan, operand: Operand, out: Tensor, targets: Tensor, row_factors: Tensor | None = None) -> None:
+    """out[targets[r]] += the sum over row r's entries, times (N,) factors of the rows.
 
     Args:
         out: (M, H, D) contiguous, of the operand's dtype.
@@ -145,13 +172,13 @@ def add_sums(plan: RowPlan, operand: Operand, out: Tensor, targets: Tensor) -> N
         for rows, into in ((plan.ordinary, out), (parts, sums)):
             if rows is None or into is None:
                 continue
-            is_added = into is out
-            spec = replace(operand.spec(rows, plan.index, columns.block), adds=is_added)
-            arguments: list[int | float] = [*rows.arguments(), *operand.arguments(columns)]
-            arguments += [address(into, columns.begin), operand.num_columns]
-            run(emit_sum, (spec,), rows.bounds, arguments + ([address(padded)] if is_added else []))
+            place = (address(into, columns.begin), operand.num_columns)
+            added = (row_factors, padded) if into is out else (None, None)
+            _run_sum(plan, rows, operand, columns, place, *added)
     if sums is not None:
-        out.index_add_(0, targets[plan.long_rows], sum_rows(plan.merger, Operand(sums, by_edge=True)))
+        of_long_rows = None if row_factors is None else row_factors[plan.long_rows]
+        merged = sum_rows(plan.merger, Operand(sums, by_edge=True), of_long_rows)
+        out.index_add_(0, targets[plan.long_rows], merged)
 
 
 def select_rows(plan: RowPlan, operand: Operand, *, least: bool) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,8 @@ class SpmmSpec:
 
     `block` are its columns. `by_edge`: the operand's rows are those of the entries' edges, not of their neighbours.
     `edge_ids`: entry k is not edge k. `weighted`: each edge has a factor per head. `least`: minimum, not maximum.
-    `adds`: sums are added to rows that are there.
+    `adds`: sums are added to rows that are there. `scaled_sources`, `scaled_rows`: the operand's rows, and the
+    sums, have a factor each.
     """
 
     value: Kind
@@ -39,6 +40,8 @@ class SpmmSpec:
     weighted: bool = False
     least: bool = False
     adds: bool = False
+    scaled_sources: bool = False
+    scaled_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,11 +83,12 @@ class _Operand:
 def emit_sum(spec: SpmmSpec) -> str:
     """out[r] = Σ over the entries of row r of x (times the edge's weight); 0 for a row without entries.
 
-    With `adds`: out[targets[r]] += that sum.
+    With `adds`: out[targets[r]] += that sum. Factors come before the targets; neither goes with weights.
     """
     k = KernelBuilder()
     operand = _Operand.declare(k, spec)
     out, out_stride = k.pointer(spec.value), k.integer()
+    of_sources, of_rows = (k.pointer(spec.value) if has else None for has in (spec.scaled_sources, spec.scaled_rows))
     targets = k.pointer("i64") if spec.adds else None
     pieces = spec.block.pieces(spec.value)
     with operand.entries.rows() as (row, begin, end):
@@ -95,12 +99,17 @@ def emit_sum(spec: SpmmSpec) -> str:
             operand.prefetch(entry)
             x = load_pieces(pieces, operand.row(entry))
             weights = operand.weight_row(entry) if spec.weighted else None
+            factor = None if of_sources is None else of_sources.load(operand.entries.column(entry))
             for piece, total, value in zip(pieces, sums, x):
-                if weights is None:
+                if factor is not None:
+                    total.set(value.multiply_add(factor, total.get()))
+                elif weights is None:
                     total.set(total.get() + value)
                 else:
                     total.set(value.multiply_add(piece.spread(weights), total.get()))
         place, values = out.at((row if targets is None else targets.load(row)) * out_stride), get_all(totals)
+        if of_rows is not None:
+            values = [value * of_rows.load(row) for value in values]
         if targets is not None:
             values = [before + value for before, value in zip(load_pieces(pieces, place), values)]
         store_pieces(pieces, place, values)

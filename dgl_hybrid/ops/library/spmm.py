@@ -79,6 +79,48 @@ register(
 )
 
 
+# spmm, sum, of rows that have a factor each, or with a factor for each sum: each is the other's adjoint
+
+
+def _scaled_sum(rows: list[Tensor], out_rows: list[Tensor], x: Tensor, factors: Tensor, of_sources: bool) -> Tensor:
+    del out_rows
+    both = (factors.contiguous(), None) if of_sources else (None, factors.contiguous())
+    return choose_backend(x).scaled_sums(read_rows(rows), x.contiguous(), *both)
+
+
+def _scaled_sum_meta(
+    rows: list[Tensor], out_rows: list[Tensor], x: Tensor, factors: Tensor, of_sources: bool
+) -> Tensor:
+    return _spmm_shaped(rows, x, None)
+
+
+def _scaled_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    rows, out_rows, x, factors, ctx.of_sources = inputs
+    ctx.num_src = x.shape[0]
+    Structure.save(ctx, rows, out_rows, factors)
+
+
+def _scaled_sum_backward(ctx: Any, grad: Tensor) -> Grads:
+    rows, out_rows, factors = Structure.load(ctx)
+    *_, needs_x, needs_factors, _ = ctx.needs_input_grad
+    if needs_factors:
+        raise RuntimeError("scaled_sum: factors of rows have no gradient: they are to be the same in every epoch")
+    dx = None
+    if needs_x:
+        out_rows = by_source(rows, out_rows, ctx.num_src)
+        dx = registered("scaled_sum")(out_rows, rows, grad, factors, not ctx.of_sources)
+    return *Structure.no_grads(ctx), dx, None, None
+
+
+register(
+    "scaled_sum(Tensor[] rows, Tensor[] out_rows, Tensor x, Tensor factors, bool of_sources) -> Tensor",
+    _scaled_sum,
+    _scaled_sum_meta,
+    _scaled_sum_setup,
+    _scaled_sum_backward,
+)
+
+
 # spmm, max and min
 
 

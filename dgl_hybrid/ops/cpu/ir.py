@@ -251,10 +251,18 @@ class Pointer:
         type = Type(self.kind, lanes)
         return self.builder.emit(type, f"load {type}, ptr {self.at(index).ref}, align {_BYTES[self.kind]}")
 
-    def store(self, index: Operand, value: Value) -> None:
-        """Writes a number or a vector at `index`."""
+    def store(self, index: Operand, value: Value, *, past_cache: bool = False) -> None:
+        """Writes a number or a vector at `index`.
+
+        Args:
+            past_cache: Straight to memory, which is not read first: for what nobody reads soon. Only whole vectors of
+                the machine's length where the address is a multiple of it. Seen by other threads once the task is over,
+                since drawing the next one is an atomic operation, which such writes do not pass.
+        """
         assert value.type.kind == self.kind, f"{value.type} stored among {self.kind}"
-        self.builder.line(f"store {value.type} {value.ref}, ptr {self.at(index).ref}, align {_BYTES[self.kind]}")
+        size = _BYTES[self.kind]
+        how = f"align {size}" if not past_cache else f"align {size * value.type.lanes}, {self.builder.no_reuse()}"
+        self.builder.line(f"store {value.type} {value.ref}, ptr {self.at(index).ref}, {how}")
 
     def prefetch(self, index: Operand, count: int) -> None:
         """Asks for the cache lines of `count` numbers from `index` on."""
@@ -274,6 +282,7 @@ class KernelBuilder:
         self._body: list[str] = []
         self._count = 0
         self._arguments = 3  # the task bounds, their number, the counter
+        self._metadata: dict[str, None] = {}
 
     # ---- instructions
 
@@ -294,6 +303,11 @@ class KernelBuilder:
     def declare(self, text: str) -> None:
         """States the signature of an intrinsic."""
         self._declarations[text] = None
+
+    def no_reuse(self) -> str:
+        """Says of a load or store that what it touches is not needed again soon."""
+        self._metadata["!0 = !{i32 1}"] = None
+        return "!nontemporal !0"
 
     def intrinsic(self, name: str, type: Type, *operands: Value) -> Value:
         """Calls an intrinsic whose operands and result have one type."""
@@ -429,6 +443,7 @@ class KernelBuilder:
                 *self._body,
                 "  ret void",
                 "}",
+                *self._metadata,
                 "",
             ]
         )

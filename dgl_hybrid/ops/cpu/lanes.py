@@ -71,10 +71,10 @@ def load_pieces(pieces: list[Piece], row: Pointer) -> list[Value]:
     return [row.load(piece.begin, piece.lanes) for piece in pieces]
 
 
-def store_pieces(pieces: list[Piece], row: Pointer, values: list[Value]) -> None:
+def store_pieces(pieces: list[Piece], row: Pointer, values: list[Value], *, past_cache: bool = False) -> None:
     """Writes the row's elements."""
     for piece, value in zip(pieces, values):
-        row.store(piece.begin, value)
+        row.store(piece.begin, value, past_cache=past_cache)
 
 
 def head_sums(k: KernelBuilder, block: Block, kind: Kind, term: Callable[[Piece], Value]) -> list[Value]:

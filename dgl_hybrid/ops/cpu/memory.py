@@ -21,8 +21,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dgl_hybrid.ops.cpu.host import vector_unit
+
 MIN_HUGE_BYTES = 4 << 20
 """Smaller tensors hold no or one huge page; the allocator keeps their memory anyway."""
+
+MIN_PAST_CACHE_BYTES = 16 << 20
+"""What is smaller mostly stays in the last cache until it is read."""
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -34,6 +39,21 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         end = (tensor.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         advise(begin, end - begin)
     return tensor
+
+
+def goes_past_cache(out: Tensor, column: int, num_columns: int) -> bool:
+    """Whether some columns of a result are better written straight to memory: whole vectors of a large one.
+
+    It would be pushed out of the last cache before anybody reads it, and memory that is written over need not be read:
+    products of 100,000 rows and 128 columns take 0.9 of the time.
+    """
+    size = vector_unit().register_bytes
+    row_bytes, begin, width = (count * out.element_size() for count in (out[0].numel(), column, num_columns))
+    return (
+        out.numel() * out.element_size() >= MIN_PAST_CACHE_BYTES
+        and out.is_contiguous()
+        and not any(value % size for value in (out.data_ptr(), row_bytes, begin, width))
+    )
 
 
 def ask_for_huge_heap() -> None:

@@ -111,6 +111,8 @@ class ProductSpec:
     addend: bool
     bias: bool
     relu: bool
+    past_cache: bool
+    """Whether the result goes straight to memory."""
 
 
 def emit_products(spec: ProductSpec) -> str:
@@ -130,7 +132,7 @@ def emit_products(spec: ProductSpec) -> str:
             value = value + bias.at(panel).load(begin, lanes)
         if spec.relu:
             value = value.maximum(0.0)
-        out.at(where).store(begin, value)
+        out.at(where).store(begin, value, past_cache=spec.past_cache)
 
     panels = Panels(spec.kind, spec.num_columns)
     with k.tasks() as (_, first, end):
@@ -150,6 +152,8 @@ class GradientSpec:
     needs_addend: bool
     needs_rows: tuple[bool, ...]
     needs_weights: tuple[bool, ...]
+    past_cache: tuple[bool, ...]
+    """Whether the gradient of the rows goes straight to memory."""
 
 
 def emit_gradients(spec: GradientSpec) -> str:
@@ -207,8 +211,9 @@ def emit_gradients(spec: GradientSpec) -> str:
                         value: Value,
                         target: Pointer = target,
                         stride: int = matrix.num_columns,
+                        past_cache: bool = spec.past_cache[j],
                     ) -> None:
-                        target.at(r * stride + panel).store(column, value)
+                        target.at(r * stride + panel).store(column, value, past_cache=past_cache)
 
                     block = (Matrix(num_columns, padded), scratch, turned[j])
                     _emit_rows(k, Panels(kind, matrix.num_columns), [block], zero, count, finish)

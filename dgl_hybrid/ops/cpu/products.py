@@ -14,7 +14,7 @@ from torch import Tensor
 from dgl_hybrid.ops.cpu.host import vector_unit
 from dgl_hybrid.ops.cpu.ir import Kind
 from dgl_hybrid.ops.cpu.launch import KINDS, address, run
-from dgl_hybrid.ops.cpu.memory import new_tensor
+from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.product_kernels import (
     GradientSpec,
     Matrix,
@@ -92,6 +92,7 @@ def multiply(
         addend is not None,
         bias is not None,
         relu,
+        goes_past_cache(out, 0, num_columns),
     )
     arguments: list[int | float] = [address(x) for x in (*rows, *packed, factors, addend, bias, out)]
     run(emit_products, (spec,), cut_evenly(num_rows), arguments)
@@ -136,6 +137,7 @@ def gradients(
         needs_addend,
         tuple(needs_rows),
         tuple(needs_weights),
+        tuple(d_x is not None and goes_past_cache(d_x, 0, d_x.shape[1]) for d_x in d_rows),
     )
     operands = (*rows, grad, output, factors, d_addend, d_bias, *d_rows, *turned, *sums)
     arguments: list[int | float] = [address(x) for x in operands]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dgl_hybrid.ops.cpu.ir import Kind
 from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements, column_blocks
 from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, run
-from dgl_hybrid.ops.cpu.memory import new_tensor
+from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.spmm_kernels import (
     TARGETS_AHEAD,
     SpmmSpec,
@@ -127,8 +127,7 @@ def sum_rows(plan: RowPlan, operand: Operand, row_factors: Tensor | None = None)
     sums = [new_tensor((rows.num_rows, *operand.x.shape[1:]), operand.x.dtype) for rows in runs]
     for columns in operand.columns(plan.ordinary.num_entries):
         for rows, out in zip(runs, sums, strict=True):
-            into = (address(out, columns.begin), operand.num_columns)
-            _run_sum(plan, rows, operand, columns, into, row_factors if rows is plan.ordinary else None)
+            _run_sum(plan, rows, operand, columns, out, row_factors if rows is plan.ordinary else None)
     if plan.has_long_rows:
         of_long_rows = None if row_factors is None else row_factors[plan.long_rows]
         sums[0][plan.long_rows] = sum_rows(plan.merger, Operand(sums[1], by_edge=True), of_long_rows)
@@ -140,18 +139,20 @@ def _run_sum(
     rows: Rows,
     operand: Operand,
     columns: Columns,
-    into: tuple[int, int],
+    out: Tensor,
     row_factors: Tensor | None,
     targets: Tensor | None = None,
 ) -> None:
-    """Runs the kernel for some columns; `into` is where they go, and the elements between rows there."""
+    """Runs the kernel for some columns, those of `out`; with `targets` sums are added to its rows."""
     factors = operand.factors if columns.x is operand.x else None  # packed rows have been multiplied
     spec = replace(
         operand.spec(rows, plan.index, columns.block),
         adds=targets is not None,
         scaled_sources=factors is not None,
         scaled_rows=row_factors is not None,
+        past_cache=targets is None and len(out) > 0 and goes_past_cache(out, columns.begin, columns.block.size),
     )
+    into = (address(out, columns.begin), operand.num_columns)
     given = [address(tensor) for tensor in (factors, row_factors, targets) if tensor is not None]
     run(emit_sum, (spec,), rows.bounds, [*rows.arguments(), *operand.arguments(columns), *into, *given])
 
@@ -172,9 +173,8 @@ def add_sums(plan: RowPlan, operand: Operand, out: Tensor, targets: Tensor, row_
         for rows, into in ((plan.ordinary, out), (parts, sums)):
             if rows is None or into is None:
                 continue
-            place = (address(into, columns.begin), operand.num_columns)
             added = (row_factors, padded) if into is out else (None, None)
-            _run_sum(plan, rows, operand, columns, place, *added)
+            _run_sum(plan, rows, operand, columns, into, *added)
     if sums is not None:
         of_long_rows = None if row_factors is None else row_factors[plan.long_rows]
         merged = sum_rows(plan.merger, Operand(sums, by_edge=True), of_long_rows)

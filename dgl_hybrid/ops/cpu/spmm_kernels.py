@@ -29,7 +29,7 @@ class SpmmSpec:
     `block` are its columns. `by_edge`: the operand's rows are those of the entries' edges, not of their neighbours.
     `edge_ids`: entry k is not edge k. `weighted`: each edge has a factor per head. `least`: minimum, not maximum.
     `adds`: sums are added to rows that are there. `scaled_sources`, `scaled_rows`: the operand's rows, and the
-    sums, have a factor each.
+    sums, have a factor each. `past_cache`: sums go straight to memory.
     """
 
     value: Kind
@@ -42,6 +42,7 @@ class SpmmSpec:
     adds: bool = False
     scaled_sources: bool = False
     scaled_rows: bool = False
+    past_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def emit_sum(spec: SpmmSpec) -> str:
             values = [value * of_rows.load(row) for value in values]
         if targets is not None:
             values = [before + value for before, value in zip(load_pieces(pieces, place), values)]
-        store_pieces(pieces, place, values)
+        store_pieces(pieces, place, values, past_cache=spec.past_cache)
     return k.finish()
 
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import load_backend
-from dgl_hybrid.ops.cpu import host, products
-from dgl_hybrid.ops.cpu.host import VectorUnit
+from dgl_hybrid.ops.cpu import host, memory, products
+from dgl_hybrid.ops.cpu.host import VectorUnit, vector_unit
 from tests.helpers.thinning import pairwise
+from tests.ops.backend_checks import make_graph
 
 BLOCK_ROWS, TASK_ROWS = 256, 8192
 
@@ -134,6 +135,42 @@ def test_machines_with_other_registers(unit: VectorUnit, num_columns: int, monke
     for dtype in (torch.float32, torch.float64):
         given = operands(531, (19, 128), num_columns, dtype, factors=True, bias=True)
         check(given, relu=True, needs_rows=True, needs_addend=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("num_columns", [16, 47, 128])
+def test_results_that_go_past_the_cache(dtype: torch.dtype, num_columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = operands(BLOCK_ROWS + 9, (64, 33), num_columns, dtype, factors=True, bias=True)
+    kept = load_backend("cpu").row_products(**given, relu=True)
+    monkeypatch.setattr(memory, "MIN_PAST_CACHE_BYTES", 0)
+    size = vector_unit().register_bytes // dtype.itemsize
+    assert memory.goes_past_cache(kept, 0, num_columns) == (num_columns % size == 0)
+    check(given, relu=True, needs_rows=True, needs_addend=False)
+    assert torch.equal(load_backend("cpu").row_products(**given, relu=True), kept)
+
+
+@pytest.mark.parametrize("width", [16, 24, 128, 160])
+def test_sums_that_go_past_the_cache(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph, cpu = make_graph("hub"), load_backend("cpu")
+    x = torch.randn(graph.num_src, 1, width)
+    of_rows = torch.randn(graph.num_dst)
+    kept = [cpu.spmm(graph.in_edges, x, None, "sum")[0], cpu.scaled_sums(graph.in_edges, x, None, of_rows)]
+    monkeypatch.setattr(memory, "MIN_PAST_CACHE_BYTES", 0)
+    ours = [cpu.spmm(graph.in_edges, x, None, "sum")[0], cpu.scaled_sums(graph.in_edges, x, None, of_rows)]
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(ours, kept, strict=True))
+
+
+def test_what_goes_past_the_cache() -> None:
+    rows = torch.empty(memory.MIN_PAST_CACHE_BYTES // 512, 128)
+    size = vector_unit().register_bytes // 4
+    assert memory.goes_past_cache(rows, 0, 128)
+    assert memory.goes_past_cache(rows, size, size)
+    assert not memory.goes_past_cache(rows[1:], 0, 128), "too small"
+    assert not memory.goes_past_cache(rows, 1, size), "not at a vector's place"
+    assert not memory.goes_past_cache(rows, 0, size + 1), "not whole vectors"
+    odd = torch.empty(rows.numel() + 1)[1:].view_as(rows)
+    assert not memory.goes_past_cache(odd, 0, 128), "not aligned"
+    assert not memory.goes_past_cache(torch.empty(len(rows), 129)[:, :128], 0, 128), "not contiguous"
 
 
 def test_results_do_not_depend_on_the_number_of_threads() -> None:

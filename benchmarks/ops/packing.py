@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
-import os
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
@@ -28,16 +25,16 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.systems.team import ALLOCATORS
+from benchmarks.ops.at_once import Result, measure_at_once, write_table
 from dgl_hybrid.ops import SparseGraph, spmm
 from dgl_hybrid.ops.cpu.reductions import Operand
 
-Result = dict[str, Any]
 ROWS, READS, WIDTHS = (20_000, 40_000, 100_000, 200_000), (4, 8, 16, 32), (128, 256)
 """Of the grid: source rows, entries that read each of them on average, columns of float32."""
 HEAD = ("rows", "columns", "MB", "reads of a row", "in place, ms", "packed, ms", "gain", "packed by rule")
 README = Path(__file__).parent / "README.md"
 MARK = "<!-- packing: written by benchmarks.ops.packing, do not edit below -->"
+END = "<!-- packing: end -->"
 
 
 def measure_here(cell: tuple[int, int, int], rounds: int) -> Result:
@@ -63,35 +60,14 @@ def measure_here(cell: tuple[int, int, int], rounds: int) -> Result:
     return {"in_place_s": in_place_s, "packed_s": packed_s, "by_rule": by_rule}
 
 
-_together: Any = None
-"""Of the processes of a pool: a barrier, which only an initializer can hand them."""
-
-
-def _start(barrier: Any) -> None:
-    global _together
-    torch.set_num_threads(1)
-    _together = barrier
-
-
-def _measure(cell: tuple[int, int, int], rounds: int) -> Result:
-    _together.wait()
-    return measure_here(cell, rounds)
-
-
 def measure(cells: list[tuple[int, int, int]], *, processes: int, rounds: int) -> list[Result]:
     """Measures cells, each in all processes at once; the slowest process counts."""
-    context = multiprocessing.get_context("spawn")
     results = []
-    with (
-        mock.patch.dict(os.environ, ALLOCATORS["keep"] | {"OMP_NUM_THREADS": "1"}),
-        context.Pool(processes, _start, (context.Barrier(processes),)) as pool,
-    ):
-        for cell in cells:
-            found = pool.starmap(_measure, [(cell, rounds)] * processes, chunksize=1)
-            num_rows, reads, width = cell
-            result: Result = {"rows": num_rows, "columns": width, "reads": reads, "bytes": 4 * num_rows * width}
-            result |= {way: max(one[way] for one in found) for way in ("in_place_s", "packed_s")}
-            results.append(result | {"gain": result["in_place_s"] / result["packed_s"], "by_rule": found[0]["by_rule"]})
+    together = measure_at_once(measure_here, cells, processes=processes, rounds=rounds)
+    for (num_rows, reads, width), found in zip(cells, together, strict=True):
+        result: Result = {"rows": num_rows, "columns": width, "reads": reads, "bytes": 4 * num_rows * width}
+        result |= {way: max(one[way] for one in found) for way in ("in_place_s", "packed_s")}
+        results.append(result | {"gain": result["in_place_s"] / result["packed_s"], "by_rule": found[0]["by_rule"]})
     return results
 
 
@@ -123,15 +99,6 @@ def summarise(results: list[Result]) -> Result:
     }
 
 
-def write(results: list[Result], processes: int, file: Path) -> None:
-    """Replaces what is below the mark in the README."""
-    lines = [" | ".join(row) for row in [HEAD, ["---"] * len(HEAD), *table_rows(results)]]
-    table = "\n".join(f"| {line} |" for line in lines)
-    conditions = f"{processes} processes of one thread at once, float32, medians of the slower one."
-    above = file.read_text("utf-8").split(MARK)[0].rstrip()
-    file.write_text(f"{above}\n\n{MARK}\n\n{conditions}\n\n{table}\n", "utf-8")
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.packing", description=__doc__.split("\n")[0])
     parser.add_argument("--processes", type=int, default=2, help="at once, each with one thread (2)")
@@ -145,7 +112,7 @@ def main(arguments: list[str] | None = None) -> None:
     cells = [(rows, reads, width) for width in WIDTHS for rows in options.rows or ROWS for reads in READS]
     results = measure(cells, processes=options.processes, rounds=options.rounds)
     if options.write:
-        write(results, options.processes, README)
+        write_table(HEAD, table_rows(results), options.processes, README, begin=MARK, end=END)
     if not options.json:
         table = Table(*HEAD)
         for row in table_rows(results):

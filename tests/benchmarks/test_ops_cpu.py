@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks.ops import cpu, packing
+from benchmarks.ops import cpu, packing, products
 
 
 def test_the_grid_runs_and_is_summed_up(
@@ -49,7 +49,7 @@ def test_packing_is_measured_in_processes_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     readme = tmp_path / "README.md"
-    readme.write_text("above\n\n" + packing.MARK + "\n\nold\n")
+    readme.write_text("above\n\n" + packing.MARK + "\n\nold\n" + packing.END + "\n\nbelow\n")
     monkeypatch.setattr(packing, "README", readme)
     packing.main(["--rows", "300", "--rows", "500", "--rounds", "2", "--processes", "3", "--json", "--write"])
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -63,6 +63,7 @@ def test_packing_is_measured_in_processes_of_its_own(
     assert result["left_gain_max"] == max(cell["gain"] for cell in result["cells"])
     text = readme.read_text()
     assert text.startswith("above\n")
+    assert text.endswith("\nbelow\n")
     assert "old" not in text
     assert text.count("\n| ") == 2 + len(result["cells"])
 
@@ -79,3 +80,35 @@ def test_packed_sums_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(packing.Operand, "columns", shifted)
     with pytest.raises(AssertionError, match="not close"):
         packing.measure_here((100, 4, 64), 1)
+
+
+def test_products_are_measured_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n\n" + products.MARK + "\nold\n" + products.END + "\n\nbelow\n")
+    monkeypatch.setattr(products, "README", readme)
+    products.main(["--shrink", "500", "--rounds", "2", "--json", "--write"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["rows"], cell["outputs"]) for cell in result["cells"]] == [
+        (cell.rows // 500, cell.outputs) for cell in products.GRID
+    ]
+    for cell in result["cells"]:
+        for way in ("forward", "backward"):
+            assert cell[f"{way}_gain"] == cell[f"{way}_pytorch_s"] / cell[f"{way}_kernel_s"]
+            assert cell[f"{way}_floor"] > 0
+    assert result["forward_gain_min"] == min(cell["forward_gain"] for cell in result["cells"])
+    text = readme.read_text()
+    assert text.startswith("above\n")
+    assert text.endswith("\nbelow\n")
+    assert "old" not in text
+    assert text.count("\n| ") == 2 + len(products.GRID)
+
+
+def test_products_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = products.load_backend("cpu").row_products
+    monkeypatch.setattr(
+        type(products.load_backend("cpu")), "row_products", lambda self, *arguments: multiply(*arguments) * 1.001
+    )
+    with pytest.raises(AssertionError, match="not close"):
+        products.measure_here(products.Cell(50, (4,), 3), 1)

@@ -6,11 +6,12 @@ does (Milakov and Gimelshein, 2018) and as ring attention does across devices (L
 
     lse = log(e^lse_1 + e^lse_2)        out = out_1 · e^(lse_1 - lse) + out_2 · e^(lse_2 - lse)
 
-A part of a row all of whose logits are -inf has lse = -inf, and weighs nothing. A row of which nothing weighs anything
-is NaN, as it is unsplit.
+and `backend.PositiveSums` as `out` is. A part of a row all of whose logits are -inf has lse = -inf, and weighs nothing.
+A row of which nothing weighs anything is NaN, as it is unsplit.
 
-Backward, each part needs only the whole row's `out` and `lse`, its own sources and the gradient. Received rows are kept
-for it, or fetched again where they come in many messages, whose purpose is that they are never all here.
+Backward, each part needs only the whole row's `out` and `lse`, its own sources and the gradient. Where there are
+positive sums, the gradient of a destination is made from those of the whole row, with the held part. Received rows are
+kept for it, or fetched again where they come in many messages, whose purpose is that they are never all here.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.graph.split_exchange import SplitExchange
 from dgl_hybrid.ops import EdgeDropout, SparseGraph
-from dgl_hybrid.ops.backend import choose_backend
+from dgl_hybrid.ops.backend import PositiveSums, choose_backend
 
 AttentionOp = Literal["gat", "gatv2"]
 
@@ -37,11 +38,15 @@ _MINUS_INF = float("-inf")
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What does not depend on rows: which op, its slope, and the dropout of the held edges and of each part's."""
+    """What does not depend on rows: which op, its slope, the dropout of the held edges and of each part's.
+
+    And whether a backward will follow.
+    """
 
     op: AttentionOp
     slope: float
     dropouts: tuple[EdgeDropout | None, ...]
+    for_backward: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +69,30 @@ class _Sources:
         if self.el is None:
             return _Sources(_copy_of(wire).view(-1, heads, width), None)
         return _Sources(_copy_of(wire[:, heads:]).view(-1, heads, width), _copy_of(wire[:, :heads]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Attended:
+    """The result for some destinations: `out` (N, H, D), `lse` (N, H) and what is kept for their gradients."""
+
+    out: Tensor
+    lse: Tensor
+    positive: PositiveSums | None
+
+    def add(self, rows: Tensor, other: _Attended) -> None:
+        """Takes further entries of the rows `rows` in, whose result `other` is, as the heading says."""
+        before = self.lse.index_select(0, rows)
+        after = torch.logaddexp(before, other.lse)
+        # Where nothing has weighed anything yet, -inf less -inf would be NaN: both are to stay at 0.
+        total = after.masked_fill(after == _MINUS_INF, 0.0)
+        keeps, adds = (before - total).exp_(), (other.lse - total).exp_()
+        sums = [(self.out, other.out, (keeps.unsqueeze(-1), adds.unsqueeze(-1)))]
+        if self.positive is not None and other.positive is not None:
+            sums.append((self.positive.rows, other.positive.rows, sums[0][2]))
+            sums.append((self.positive.weights, other.positive.weights, (keeps, adds)))
+        for mine, others, (kept, added) in sums:
+            mine.index_copy_(0, rows, mine.index_select(0, rows).mul_(kept).addcmul_(others, added))
+        self.lse.index_copy_(0, rows, after)
 
 
 class SplitAttention:
@@ -99,7 +128,7 @@ class SplitAttention:
         """
         heads = x.shape[1]
         flat = x.reshape(len(x), heads, x.shape[2:].numel())
-        call = _Call("gat", negative_slope, self._dropouts(dropout))
+        call = _Call("gat", negative_slope, self._dropouts(dropout), _is_recorded(x, el, er))
         out: Tensor = _Attention.apply(self, call, flat, el.reshape(len(x), heads), er.reshape(len(er), heads), None)
         return out.reshape(len(er), heads, *x.shape[2:])
 
@@ -117,7 +146,8 @@ class SplitAttention:
         Returns:
             (N, H, D).
         """
-        call = _Call("gatv2", negative_slope, self._dropouts(dropout))
+        recorded = _is_recorded(x_src, x_dst, attention)
+        call = _Call("gatv2", negative_slope, self._dropouts(dropout), recorded)
         out: Tensor = _Attention.apply(self, call, x_src, None, x_dst, attention.reshape(x_src.shape[1:]))
         return out
 
@@ -132,38 +162,32 @@ class SplitAttention:
 
     def forward(
         self, call: _Call, sources: _Sources, dst: Tensor, attention: Tensor | None
-    ) -> tuple[Tensor, Tensor, list[_Sources]]:
-        """Returns `out` (N, H, D), `lse` (N, H), and the sources of each part unless they are to be fetched again."""
-        out, lse = dst.new_empty(0), dst.new_empty(0)
+    ) -> tuple[_Attended, list[_Sources]]:
+        """Returns the result, and the sources of each part unless they are to be fetched again."""
+        result = _Attended(dst.new_empty(0), dst.new_empty(0), None)
         received: list[_Sources] = []
 
         def held() -> None:
-            nonlocal out, lse
-            out, lse = _attend(call, 0, self.layer.held, sources, dst, attention)
-            lse[self._without_held] = _MINUS_INF
+            nonlocal result
+            result = _attend(call, 0, self.layer.held, sources, dst, attention)
+            result.lse[self._without_held] = _MINUS_INF
 
         def use(position: int, wire: Tensor) -> None:
             part, rows = self.layer.parts[position], sources.unpacked(wire)
             if not self.fetches_again:
                 received.append(rows)
             read_by = part.dst_rows
-            some, some_lse = _attend(call, 1 + position, part.edges, rows, dst.index_select(0, read_by), attention)
-            before = lse.index_select(0, read_by)
-            after = torch.logaddexp(before, some_lse)
-            # Where nothing has weighed anything yet, -inf less -inf would be NaN: both are to stay at 0.
-            total = after.masked_fill(after == _MINUS_INF, 0.0)
-            whole = out.index_select(0, read_by).mul_((before - total).exp_().unsqueeze(-1))
-            whole.addcmul_(some, (some_lse - total).exp_().unsqueeze(-1))
-            out.index_copy_(0, read_by, whole)
-            lse.index_copy_(0, read_by, after)
+            some = _attend(call, 1 + position, part.edges, rows, dst.index_select(0, read_by), attention)
+            result.add(read_by, some)
 
         self.exchange.forward(sources.fields(), held, use)
+        out, lse = result.out, result.lse
         lse[self._without_entries] = 0.0
         is_nothing = lse == _MINUS_INF
         if bool(is_nothing.any()):
             lse.masked_fill_(is_nothing, float("nan"))
             out.masked_fill_(is_nothing.unsqueeze(-1), float("nan"))
-        return out, lse, received
+        return result, received
 
     def backward(
         self,
@@ -172,8 +196,7 @@ class SplitAttention:
         received: list[_Sources],
         dst: Tensor,
         attention: Tensor | None,
-        out: Tensor,
-        lse: Tensor,
+        result: _Attended,
         grad: Tensor,
     ) -> tuple[_Sources, Tensor, Tensor | None]:
         """Returns gradients of the sources, of `dst` and of `attention`."""
@@ -188,9 +211,16 @@ class SplitAttention:
         def make(position: int) -> list[Tensor]:
             part, rows = self.layer.parts[position], received[position]
             read_by = part.dst_rows
-            some = [value.index_select(0, read_by) for value in (dst, out, lse, grad)]
-            d_rows, d_some, found = _attend_backward(call, 1 + position, part.edges, rows, attention, *some)
-            if self.fetches_again:  # held rows were first
+            its_dst, its_out, its_lse, its_grad = (
+                value.index_select(0, read_by) for value in (dst, result.out, result.lse, grad)
+            )
+            some = _Attended(its_out, its_lse, None)
+            d_rows, d_some, found = _attend_backward(
+                call, 1 + position, part.edges, rows, attention, its_dst, some, its_grad
+            )
+            if d_some is None:
+                pass  # it is in that of the held rows
+            elif self.fetches_again:  # held rows were first
                 d_dst.index_add_(0, read_by, d_some)
             else:
                 waiting.append((read_by, d_some))
@@ -199,9 +229,9 @@ class SplitAttention:
 
         def held() -> list[Tensor]:
             nonlocal d_dst, d_sources
-            d_sources, d_dst, found = _attend_backward(
-                call, 0, self.layer.held, sources, attention, dst, out, lse, grad
-            )
+            d_sources, d_held, found = _attend_backward(call, 0, self.layer.held, sources, attention, dst, result, grad)
+            assert d_held is not None
+            d_dst = d_held
             note_attention(found)
             return d_sources.fields()
 
@@ -235,6 +265,10 @@ class SplitAttention:
             self.exchange.return_gradients(position, gradients, totals)
 
 
+def _is_recorded(*operands: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
+
+
 def _copy_of(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
@@ -250,27 +284,30 @@ def _positions_of(part: RowsPart) -> Tensor:
 
 def _attend(
     call: _Call, position: int, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Returns `out` (N, H, D) and `lse` (N, H), -inf where all logits of a row are. Syncs the host."""
+) -> _Attended:
+    """Returns the result, whose `lse` is -inf where all logits of a row are. Syncs the host."""
     backend, dropout = choose_backend(sources.x), call.dropouts[position]
     if attention is not None:
-        out, lse = backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout)
+        result = _Attended(*backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout), None)
     else:
         assert sources.el is not None
-        out, lse = backend.gat(edges.in_edges, sources.x, sources.el, dst, call.slope, dropout)
-    if not bool(lse.isfinite().all()):
-        _settle_rows_of_minus_inf(call, edges, sources, dst, attention, out, lse)
-    return out, lse
+        operands = (edges.in_edges, sources.x, sources.el, dst, call.slope, dropout)
+        result = _Attended(*backend.gat(*operands, for_backward=call.for_backward))
+    if not bool(result.lse.isfinite().all()):
+        _settle_rows_of_minus_inf(call, edges, sources, dst, attention, result)
+    return result
 
 
 def _settle_rows_of_minus_inf(
-    call: _Call, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None, out: Tensor, lse: Tensor
+    call: _Call, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None, result: _Attended
 ) -> None:
     """Replaces, in place, the NaN of rows all of whose logits are -inf: `lse` by -inf, `out` by what 0 times x sums to.
 
+    Positive sums by 0: none of those logits is positive.
+
     Kernels divide by a sum of exponentials there that is 0. That a logit is NaN or +inf gives NaN, too, and that stays.
     """
-    rows = edges.in_edges
+    rows, out, lse = edges.in_edges, result.out, result.lse
     unsure = (~lse.isfinite()).any(1).nonzero().flatten()
     counts = rows.indptr.diff()[unsure].long()
     row = torch.repeat_interleave(counts)
@@ -288,6 +325,9 @@ def _settle_rows_of_minus_inf(
     nothing = torch.zeros_like(out[unsure]).index_add_(0, row, 0.0 * x)  # NaN where x is, or infinite
     lse[unsure] = lse[unsure].masked_fill(is_nothing, _MINUS_INF)
     out[unsure] = torch.where(is_nothing.unsqueeze(-1), nothing, out[unsure])
+    if result.positive is not None:
+        for sums, where in zip(result.positive, (is_nothing.unsqueeze(-1), is_nothing), strict=True):
+            sums[unsure] = sums[unsure].masked_fill(where, 0.0)
 
 
 def _attend_backward(
@@ -297,12 +337,12 @@ def _attend_backward(
     sources: _Sources,
     attention: Tensor | None,
     dst: Tensor,
-    out: Tensor,
-    lse: Tensor,
+    result: _Attended,
     grad: Tensor,
-) -> tuple[_Sources, Tensor, Tensor | None]:
-    """Returns gradients of the sources, of `dst` and of `attention`; contiguous."""
+) -> tuple[_Sources, Tensor | None, Tensor | None]:
+    """Returns gradients of the sources, of `dst` (None: see `Backend.gat_backward`) and of `attention`; contiguous."""
     backend, dropout = choose_backend(sources.x), call.dropouts[position]
+    out, lse = result.out, result.lse
     rows, out_rows = edges.in_edges, edges.out_edges
     if attention is not None:
         d_x, d_dst, d_attention = backend.gatv2_backward(
@@ -310,10 +350,10 @@ def _attend_backward(
         )
         return _Sources(d_x, None), d_dst, d_attention
     assert sources.el is not None
-    d_x, d_el, d_dst = backend.gat_backward(
-        rows, out_rows, sources.x, sources.el, dst, out, lse, grad, call.slope, dropout
+    d_x, d_el, d_er = backend.gat_backward(
+        rows, out_rows, sources.x, sources.el, dst, out, lse, result.positive, grad, call.slope, dropout
     )
-    return _Sources(d_x, d_el), d_dst, None
+    return _Sources(d_x, d_el), d_er, None
 
 
 class _Attention(torch.autograd.Function):
@@ -330,18 +370,20 @@ class _Attention(torch.autograd.Function):
         x, dst = x.contiguous(), dst.contiguous()
         el = None if el is None else el.contiguous()
         attention = None if attention is None else attention.contiguous()
-        out, lse, received = split.forward(call, _Sources(x, el), dst, attention)
+        result, received = split.forward(call, _Sources(x, el), dst, attention)
         ctx.split, ctx.call, ctx.num_received = split, call, len(received)
         kept = [tensor for rows in received for tensor in (rows.x, rows.el)]
-        ctx.save_for_backward(x, el, dst, attention, out, lse, *kept)
-        return out
+        positive = result.positive or (None, None)
+        ctx.save_for_backward(x, el, dst, attention, result.out, result.lse, *positive, *kept)
+        return result.out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, el, dst, attention, out, lse, *kept = ctx.saved_tensors
+        x, el, dst, attention, out, lse, positive_rows, positive_weights, *kept = ctx.saved_tensors
+        positive = None if positive_rows is None else PositiveSums(positive_rows, positive_weights)
         received = [_Sources(kept[2 * k], kept[2 * k + 1]) for k in range(ctx.num_received)]
         d_sources, d_dst, d_attention = ctx.split.backward(
-            ctx.call, _Sources(x, el), received, dst, attention, out, lse, grad.contiguous()
+            ctx.call, _Sources(x, el), received, dst, attention, _Attended(out, lse, positive), grad.contiguous()
         )
         return None, None, d_sources.x, d_sources.el, d_dst, d_attention

@@ -12,7 +12,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -29,12 +29,35 @@ BackendName = Literal["naive", "cpu", "cuda"]
 _logger = logging.getLogger(__name__)
 
 
+class PositiveSums(NamedTuple):
+    """What `gat` sums over the entries of each row with el[u] + er[v] > 0 alone, for the gradient of er.
+
+    The gradients of a row's logits add up to 0, so with the derivative of leaky_relu, 1 or `slope`, and
+    delta[v] = grad[v] · out[v]
+
+        d_er[v] = (1 - slope) * sum of d_logit[e] over those entries
+                = (1 - slope) * (grad[v] · rows[v] - delta[v] * weights[v])
+
+    which needs nothing of any edge. Sums of parts of a row's entries add up as `out` does.
+
+    Attributes:
+        rows: (N, H, D) of el's dtype: sums of drop(a) * x[u].
+        weights: (N, H), same dtype: sums of a, which nothing was dropped of.
+    """
+
+    rows: Tensor
+    weights: Tensor
+
+
 class Backend(Protocol):
     """Pure functions on tensors, without autograd inside.
 
     Rows without entries give 0, arg -1 and log-sum-exp 0. Sums of float16 and bfloat16 are taken in float32. `rows`
     are the edges by destination and `out_rows` the same edges by source, unless a line says otherwise.
     """
+
+    keeps_positive_sums: bool
+    """Whether `gat_backward` makes the gradient of er from `PositiveSums`, or from those of edges."""
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         """Reduces x[u] * w[e] over the entries of each row.
@@ -102,16 +125,26 @@ class Backend(Protocol):
         """(E, H): out * (grad - sum over the row of out * grad)."""
 
     def gat(
-        self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        rows: Adjacency,
+        x: Tensor,
+        el: Tensor,
+        er: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+        *,
+        for_backward: bool = False,
+    ) -> tuple[Tensor, Tensor, PositiveSums | None]:
         """Attention a = softmax over the row of leaky_relu(el[u] + er[v], slope); out = sum of drop(a) * x[u].
 
         Args:
             x: (S, H, D).
             el: (S, H) float32, float64 for float64 x.
             er: (N, H), likewise.
+            for_backward: `gat_backward` will be called with what is returned.
         Returns:
-            `(out, lse)`: (N, H, D) in the dtype of x; (N, H) in that of el: log of the sum of exp of the logits.
+            `(out, lse, positive)`: (N, H, D) in the dtype of x; (N, H) in that of el: log of the sum of exp of the
+            logits; None if it is not for the backward, and of backends that do not keep them.
         """
 
     def gat_backward(
@@ -123,11 +156,16 @@ class Backend(Protocol):
         er: Tensor,
         out: Tensor,
         lse: Tensor,
+        positive: PositiveSums | None,
         grad: Tensor,
         slope: float,
         dropout: EdgeDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """`(dx, d_el, d_er)`; materialises nothing of size E * H * D."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """`(dx, d_el, d_er)`; materialises nothing of size E * H * D.
+
+        `out` and `lse` may be of rows that have further entries elsewhere. Then d_er is what these add to it, or, of a
+        backend that keeps positive sums, all of it where they are given, and None where they are not.
+        """
 
     def gatv2(
         self,

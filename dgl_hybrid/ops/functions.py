@@ -177,8 +177,9 @@ def gat(
     sum_dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     el, er = (part.reshape(part.shape[0], num_heads).to(sum_dtype) for part in (el, er))
     flat = x.reshape(x.shape[0], num_heads, x.shape[2:].numel())
+    is_recorded = torch.is_grad_enabled() and any(operand.requires_grad for operand in (flat, el, er))
     out: Tensor
-    out, _ = torch.ops.dgl_hybrid.gat(
+    out, *_ = torch.ops.dgl_hybrid.gat(
         graph.in_edges.tensors(),
         _out_edges_for(graph, x, el, er),
         flat,
@@ -186,6 +187,7 @@ def gat(
         er,
         float(negative_slope),
         *_dropout_for(graph, dropout),
+        is_recorded,
     )
     return out.reshape(graph.num_dst, num_heads, *x.shape[2:])
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
+from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
 from dgl_hybrid.ops.row_mask import multiply_by_mask
@@ -26,6 +26,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 class NaiveBackend:
     """Implements `backend.Backend`; see there for shapes."""
+
+    keeps_positive_sums = False
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         dtype = _dtype_of(x, w)
@@ -104,10 +106,19 @@ class NaiveBackend:
         return (out * (wide_grad - total[edge_rows(rows)])).to(grad.dtype)
 
     def gat(
-        self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        rows: Adjacency,
+        x: Tensor,
+        el: Tensor,
+        er: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+        *,
+        for_backward: bool = False,
+    ) -> tuple[Tensor, Tensor, PositiveSums | None]:
+        del for_backward
         logits = F.leaky_relu(_attention_sums(rows, el, er), slope)
-        return self._attend(rows, x, logits, dropout, lse_dtype=el.dtype)
+        return *self._attend(rows, x, logits, dropout, lse_dtype=el.dtype), None
 
     def gat_backward(
         self,
@@ -118,10 +129,12 @@ class NaiveBackend:
         er: Tensor,
         out: Tensor,
         lse: Tensor,
+        positive: PositiveSums | None,
         grad: Tensor,
         slope: float,
         dropout: EdgeDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        del positive
         sums = _attention_sums(rows, el, er)
         weights, d_logits = _attention_gradients(rows, x, F.leaky_relu(sums, slope), out, lse, grad, dropout)
         d_sums = d_logits * _leaky_slope(sums, slope)

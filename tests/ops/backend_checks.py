@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import Backend, Reduce
+from dgl_hybrid.ops.backend import Backend, PositiveSums, Reduce
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.sparse_graph import Adjacency, SparseGraph
 from dgl_hybrid.training.dropout import replicated_dropout
@@ -279,11 +279,15 @@ def _check_gat_once(
     expected_grads = torch.autograd.grad(expected.out, (x64, el64, er64), grad.double())
 
     rows, out_rows, x, el, er, grad_, kept = _on(device, graph.in_edges, graph.out_edges, *operands, grad, dropout)
-    out, lse = _twice(lambda: backend.gat(rows, x, el, er, SLOPE, kept))
+    out, lse, *sums = _twice(lambda: _attended(backend, rows, x, el, er, kept))
+    positive = PositiveSums(*sums) if sums else None
+    alone, _, nothing = backend.gat(rows, x, el, er, SLOPE, kept)
+    assert nothing is None
+    assert torch.equal(alone.nan_to_num(), out.nan_to_num()), "what is kept for the backward changes the forward"
     assert lse.dtype == sum_dtype
     _compare("gat", out, expected.out, case.dtype)
     _compare("lse of gat", lse, expected.lse, sum_dtype)
-    grads = _twice(lambda: backend.gat_backward(rows, out_rows, x, el, er, out, lse, grad_, SLOPE, kept))
+    grads = _twice(lambda: backend.gat_backward(rows, out_rows, x, el, er, out, lse, positive, grad_, SLOPE, kept))
     scales = (
         0.0,
         _rms(_added(expected.logit_scale, ends["u"], graph.num_src)),
@@ -293,6 +297,15 @@ def _check_gat_once(
         assert got.dtype == like.dtype
         terms = expected.value_terms if name == "dx" else None
         _compare(f"{name} of gat", got, wanted, case.dtype, scale=scale, terms=terms)
+
+
+def _attended(
+    backend: Backend, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, dropout: EdgeDropout | None
+) -> tuple[Tensor, ...]:
+    """What gat returns for its backward, without structure."""
+    out, lse, positive = backend.gat(rows, x, el, er, SLOPE, dropout, for_backward=True)
+    assert (positive is not None) == backend.keeps_positive_sums
+    return out, lse, *(positive or ())
 
 
 def check_gatv2(backend: Backend, case: Case, *, device: str = "cpu") -> None:

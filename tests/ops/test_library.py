@@ -52,8 +52,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
     el, er = leaf(4, 2, dtype=sum_dtype), leaf(5, 2, dtype=sum_dtype)
     arg = OPS.spmm_select(rows, [], x.detach(), None, "max")[1]
     dropout = pack_dropout(EdgeDropout.from_call(0.5, seed=1, step=2, call_index=3, edge_keys=torch.arange(7) * 2**34))
-    none = pack_dropout(None)
-    out, lse = OPS.gat(rows, [], x.detach(), el.detach(), er.detach(), 0.2, *none)
+    none, nothing = pack_dropout(None), (torch.empty(0), torch.empty(0))
+    out, lse, *positive = OPS.gat(rows, [], x.detach(), el.detach(), er.detach(), 0.2, *none, True)
     offsets = torch.tensor([0, 3, 3, 7])
     # 4 rows of 6 columns in two blocks: (0, 1), (1, 5), (3, 0), (3, 1).
     by_row = [torch.tensor([0, 1, 2, 2, 4], dtype=torch.int32), torch.tensor([1, 5, 0, 1], dtype=torch.int32)]
@@ -79,8 +79,11 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         ],
         "edge_softmax": [(rows, w), (in_order, w)],
         "edge_softmax_backward": [(rows, w, random(7, 2))],
-        "gat": [(rows, out_rows, x, el, er, 0.2, *dropout), (in_order, [], x, el, er, 0.2, *none)],
-        "gat_backward": [(rows, out_rows, x, el, er, out, lse, y, 0.2, *dropout)],
+        "gat": [(rows, out_rows, x, el, er, 0.2, *dropout, True), (in_order, [], x, el, er, 0.2, *none, False)],
+        "gat_backward": [
+            (rows, out_rows, x, el, er, out, lse, *positive, y, 0.2, *dropout),
+            (rows, out_rows, x, el, er, out, lse, *nothing, y, 0.2, *dropout),
+        ],
         "gatv2": [(rows, out_rows, x, y, random(2, 3), 0.2, *dropout), (in_order, [], x, y, random(2, 3), 0.2, *none)],
         "gatv2_backward": [(rows, out_rows, x, y, random(2, 3), out, lse, y, 0.2, *dropout)],
         "sparse_product": [

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgl_hybrid.ops.backend import PositiveSums
 from dgl_hybrid.ops.cpu.attention_kernels import (
     AttentionSpec,
     emit_backward_by_destination,
@@ -63,16 +64,20 @@ def attend(
     attention: Tensor | None,
     slope: float,
     dropout: EdgeDropout | None,
-) -> tuple[Tensor, Tensor]:
-    """`(out (N, H, D), lse (N, H))` of gat from el and er, or of gatv2 from x_src, x_dst and the `attention` vector."""
+    *,
+    with_positive: bool = False,
+) -> tuple[Tensor, Tensor, PositiveSums | None]:
+    """`(out (N, H, D), lse (N, H), positive)` of gat from el and er, or of gatv2 from x_src, x_dst and `attention`."""
     scores = _Scores(right, left, left[0].numel() if len(left) else 0, attention, slope)
-    out, largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout, _TOTAL_OF_NONE_IN_ROW)
+    out, positive = _new_sums(plan.ordinary, x, with_positive)
+    largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout, _TOTAL_OF_NONE_IN_ROW, out, positive)
     lse = _log_sum_exp(largest, total)
     if plan.has_long_rows:
         merger, row_of_part = plan.merger, plan.long_row_of_part
         part_scores = _Scores(right[plan.long_rows][row_of_part], left, scores.moving_stride, attention, slope)
-        out_parts, largest, total = _run_forward(
-            plan.index, plan.parts, x, part_scores, dropout, _TOTAL_OF_NONE_IN_PART
+        out_parts, positive_parts = _new_sums(plan.parts, x, with_positive)
+        largest, total = _run_forward(
+            plan.index, plan.parts, x, part_scores, dropout, _TOTAL_OF_NONE_IN_PART, out_parts, positive_parts
         )
         # float64 between the parts: an error of lse is a relative error of everything in the row.
         lse_parts = total.double().log_().add_(largest).unsqueeze(-1)
@@ -82,28 +87,30 @@ def attend(
         weights = weights.div_(row_total[row_of_part]).squeeze(-1).to(x.dtype)
         out[plan.long_rows] = sum_rows(merger, Operand(out_parts, weights=weights, by_edge=True))
         lse[plan.long_rows] = row_total.log_().add_(row_largest).squeeze(-1).to(x.dtype)
-    return out, lse
+        if positive is not None and positive_parts is not None:
+            merged = sum_rows(merger, Operand(positive_parts.rows, weights=weights, by_edge=True))
+            positive.rows[plan.long_rows] = merged
+            parts_of_row = positive_parts.weights.mul_(weights).unsqueeze(-1)
+            positive.weights[plan.long_rows] = sum_rows(merger, Operand(parts_of_row, by_edge=True)).squeeze(-1)
+    return out, lse, positive
 
 
 def gat_backward(
-    plan: RowPlan,
     out_plan: RowPlan,
     x: Tensor,
     el: Tensor,
     er: Tensor,
     out: Tensor,
     lse: Tensor,
+    positive: PositiveSums | None,
     grad: Tensor,
     slope: float,
     dropout: EdgeDropout | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`(dx, d_el, d_er)`."""
-    num_heads = x.shape[1]
-    statistics = _statistics(er, lse, grad, out)
-    d_edges = new_tensor((plan.whole.num_entries, num_heads), x.dtype)
-    scores = _Scores(el, statistics, 3 * num_heads, None, slope)
-    dx, d_el = _backward_by_source(out_plan, x, grad, statistics, scores, d_edges, dropout)
-    d_er = sum_rows(plan, Operand(d_edges.unsqueeze(-1), by_edge=True)).squeeze(-1)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """`(dx, d_el, d_er)`; d_er is None without `positive`."""
+    statistics, d_er = _statistics(er, lse, grad, out, positive, slope)
+    scores = _Scores(el, statistics, 3 * x.shape[1], None, slope)
+    dx, d_el = _backward_by_source(out_plan, x, grad, statistics, scores, None, dropout)
     return dx, d_el, d_er
 
 
@@ -122,7 +129,7 @@ def gatv2_backward(
     """`(dx_src, dx_dst, d_attention)`."""
     num_heads, width = x_src.shape[1:]
     stride = num_heads * width
-    statistics = _statistics(None, lse, grad, out)
+    statistics, _ = _statistics(None, lse, grad, out)
     d_edges = new_tensor((plan.whole.num_entries, num_heads), x_src.dtype)
     scores = _Scores(x_src, x_dst, stride, attention, slope)
     dx_src, _ = _backward_by_source(out_plan, x_src, grad, statistics, scores, d_edges, dropout)
@@ -155,7 +162,14 @@ def _head_blocks(num_heads: int, width: int, max_elements: int) -> Iterator[tupl
 
 
 def _spec(
-    rows: Rows, index: Kind, scores: _Scores, dtype: torch.dtype, block: Block, dropout: EdgeDropout | None
+    rows: Rows,
+    index: Kind,
+    scores: _Scores,
+    dtype: torch.dtype,
+    block: Block,
+    dropout: EdgeDropout | None,
+    *,
+    positive: bool = False,
 ) -> AttentionSpec:
     return AttentionSpec(
         KINDS[dtype],
@@ -165,17 +179,33 @@ def _spec(
         rows.has_edge_ids,
         dropout is not None,
         dropout is not None and dropout.edge_keys is not None,
+        positive,
     )
 
 
+def _new_sums(rows: Rows, x: Tensor, with_positive: bool) -> tuple[Tensor, PositiveSums | None]:
+    """Room for `out` and what goes with it, of that many rows."""
+    shape = (rows.num_rows, *x.shape[1:])
+    positive = PositiveSums(new_tensor(shape, x.dtype), new_tensor(shape[:2], x.dtype)) if with_positive else None
+    return new_tensor(shape, x.dtype), positive
+
+
 def _run_forward(
-    index: Kind, rows: Rows, x: Tensor, scores: _Scores, dropout: EdgeDropout | None, total_of_none: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    index: Kind,
+    rows: Rows,
+    x: Tensor,
+    scores: _Scores,
+    dropout: EdgeDropout | None,
+    total_of_none: float,
+    out: Tensor,
+    positive: PositiveSums | None,
+) -> tuple[Tensor, Tensor]:
+    """Writes `out` and `positive`; returns each row's largest logit and the sum of exp of what logits are above it."""
     num_heads, width = x.shape[1:]
-    out = new_tensor((rows.num_rows, num_heads, width), x.dtype)
+    positive_rows, positive_weights = positive or (None, None)
     largest, total = (new_tensor((rows.num_rows, num_heads), x.dtype) for _ in range(2))
     for head, block in _head_blocks(num_heads, width, accumulator_elements(x.dtype)):
-        spec = _spec(rows, index, scores, x.dtype, block, dropout)
+        spec = _spec(rows, index, scores, x.dtype, block, dropout, positive=positive is not None)
         drop, _keep = dropout_arguments(dropout, num_heads, head)
         arguments = [
             *rows.arguments(),
@@ -183,22 +213,34 @@ def _run_forward(
             *[address(x, head * width), num_heads * width, num_heads],
             *[address(out, head * width), address(largest, head), address(total, head)],
             total_of_none,
+            *[address(positive_rows, head * width), address(positive_weights, head)],
             *drop,
         ]
         run(emit_forward, (spec,), rows.bounds, arguments)
-    return out, largest, total
+    return largest, total
 
 
-def _statistics(er: Tensor | None, lse: Tensor, grad: Tensor, out: Tensor) -> Tensor:
-    """(N, 3, H) of er, lse and delta, or (N, 2, H) without er."""
+def _statistics(
+    er: Tensor | None,
+    lse: Tensor,
+    grad: Tensor,
+    out: Tensor,
+    positive: PositiveSums | None = None,
+    slope: float = 1.0,
+) -> tuple[Tensor, Tensor | None]:
+    """(N, 3, H) of er, lse and delta, or (N, 2, H) without er; and d_er (N, H) if `positive` is given."""
     num_rows, num_heads, width = grad.shape
+    positive_rows, positive_weights = positive or (None, None)
+    d_er = None if positive is None else new_tensor((num_rows, num_heads), grad.dtype)
     statistics = new_tensor((num_rows, 2 if er is None else 3, num_heads), grad.dtype)
     for head, block in _head_blocks(num_heads, width, accumulator_elements(grad.dtype)):
         arguments: list[int | float] = [address(er, head), address(lse, head)]
         arguments += [address(grad, head * width), address(out, head * width), address(statistics, head)]
         arguments += [num_heads * width, num_heads]
-        run(emit_statistics, (KINDS[grad.dtype], block, er is not None), cut_evenly(num_rows), arguments)
-    return statistics
+        arguments += [address(positive_rows, head * width), address(positive_weights, head), address(d_er, head), slope]
+        spec = (KINDS[grad.dtype], block, er is not None, d_er is not None)
+        run(emit_statistics, spec, cut_evenly(num_rows), arguments)
+    return statistics, d_er
 
 
 def _backward_by_source(
@@ -207,10 +249,10 @@ def _backward_by_source(
     grad: Tensor,
     statistics: Tensor,
     scores: _Scores,
-    d_edges: Tensor,
+    d_edges: Tensor | None,
     dropout: EdgeDropout | None,
 ) -> tuple[Tensor, Tensor]:
-    """`(dx, d_el)`; d_el has no content for gatv2. Writes `d_edges`."""
+    """`(dx, d_el)`; d_el has no content for gatv2, which writes `d_edges`."""
     dx, d_el = _run_by_source(out_plan.index, out_plan.ordinary, x, grad, statistics, scores, d_edges, dropout)
     if out_plan.has_long_rows:
         rows = out_plan.long_rows[out_plan.long_row_of_part]
@@ -232,7 +274,7 @@ def _run_by_source(
     grad: Tensor,
     statistics: Tensor,
     scores: _Scores,
-    d_edges: Tensor,
+    d_edges: Tensor | None,
     dropout: EdgeDropout | None,
 ) -> tuple[Tensor, Tensor]:
     num_heads, width = x.shape[1:]

@@ -9,8 +9,10 @@ and then out += exp * x[u]. Backward, rows = sources: alpha again from lse, dot 
 
     d_logit = w * dot - alpha * delta[v]     with delta[v] = grad[v] · out[v] = Σ over the row of w * dot
 
-gat needs d_logit * leaky_relu' summed by source (here) and by destination, for which it is written per edge; gatv2
-writes d_logit per edge, from which a pass over destinations computes dx_dst and d_attention.
+gat needs d_logit * leaky_relu' summed by source (here) and by destination: see `backend.PositiveSums`, which its
+forward makes on the way. gatv2 writes d_logit per edge, from which a pass over destinations computes dx_dst and
+d_attention.
+
 All kernels handle some whole heads; pointers to (rows, H) and (rows, H, D) arrays begin at the first of them.
 """
 
@@ -42,7 +44,10 @@ _LEAST: dict[Kind, float] = {"f32": (2.0**-23 - 2.0) * 2.0**127, "f64": -sys.flo
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a kernel is compiled for. `block` are its heads; `v2`: logits from a row, not from two numbers."""
+    """What a kernel is compiled for.
+
+    `block` are its heads; `v2`: logits from a row, not from two numbers; `positive`: gat, with `backend.PositiveSums`.
+    """
 
     value: Kind
     index: Kind
@@ -51,6 +56,7 @@ class AttentionSpec:
     edge_ids: bool
     dropout: bool = False
     edge_keys: bool = False
+    positive: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +136,10 @@ def emit_forward(spec: AttentionSpec) -> str:
     x, stride, head_stride = k.pointer(kind), k.integer(), k.integer()
     out, out_maximum, out_total = k.pointer(kind), k.pointer(kind), k.pointer(kind)
     total_of_none = k.number(kind)
+    positive_rows, positive_weights = k.pointer(kind), k.pointer(kind)
     dropout = DropoutArguments.declare(k, kind, spec.edge_keys) if spec.dropout else None
     chunk = LogitChunk(k, kind, block.heads)
+    chosen = LogitChunk(k, kind, block.heads) if spec.positive else None
     factors = k.scratch(kind, chunk.padded)
     pieces = block.pieces(kind)
     distance = prefetch_distance(block.size * ELEMENT_BYTES[kind])
@@ -141,57 +149,75 @@ def emit_forward(spec: AttentionSpec) -> str:
         largest = k.variable(chunk.constant(_LEAST[kind]))
         total = k.variable(chunk.constant(0.0))
         totals = zero_variables(k, pieces, kind)
+        chosen_pieces = [] if chosen is None else pieces
+        chosen_total, chosen_totals = k.variable(chunk.constant(0.0)), zero_variables(k, chosen_pieces, kind)
         row_scores = scores.of_row(row)
         with chunk.chunks(begin, end) as (first, count):
             chunk.clear_last(count)
+            if chosen is not None:
+                chosen.clear_last(count)
             with k.loop(0, count) as j:
                 if spec.v2:
                     ahead = entries.column(entries.ahead(first + j, distance))
                     row_scores.moving_row(ahead).prefetch(0, block.size)
                 row_scores.put(chunk, j, entries.column(first + j))
+                if chosen is not None:
+                    chosen.put(j, row_scores.z(entries.column(first + j)))
             old = largest.get()
             new = old.maximum(chunk.maximum(count))
             largest.set(new)
             rescale = exp(old - new)
             factors.store(0, rescale)
             total.set(total.get().multiply_add(rescale, chunk.exponentiate(count, new)))
+            if chosen is not None:
+                share = chosen.select_where_positive(count, chunk)
+                chosen_total.set(chosen_total.get().multiply_add(rescale, share))
             if dropout is not None:
                 with k.loop(0, count) as j:
-                    chunk.put(j, chunk.get(j) * dropout.factors(entries.edge(first + j), block.heads))
-            sums = zero_variables(k, pieces, kind)
+                    kept = dropout.factors(entries.edge(first + j), block.heads)
+                    for weights in (chunk, chosen):
+                        if weights is not None:
+                            weights.put(j, weights.get(j) * kept)
+            sums, chosen_sums = zero_variables(k, pieces, kind), zero_variables(k, chosen_pieces, kind)
             with k.loop(0, count) as j:
                 entry = first + j
                 if not spec.v2:
                     ahead = entries.column(entries.ahead(entry, distance))
                     x.at(ahead * stride).prefetch(0, block.size)
                     row_scores.moving_row(ahead).prefetch(0, block.heads)
-                weights = chunk.row(j)
                 values = load_pieces(pieces, x.at(entries.column(entry) * stride))
-                for piece, value, factor in zip(pieces, sums, values):
-                    value.set(factor.multiply_add(piece.spread(weights), value.get()))
-            for piece, so_far, value in zip(pieces, totals, sums):
-                so_far.set(so_far.get().multiply_add(piece.spread(factors), value.get()))
+                for weights, terms in ((chunk, sums), (chosen, chosen_sums)):
+                    for piece, so_far, value in zip(pieces, terms, values):
+                        assert weights is not None
+                        so_far.set(value.multiply_add(piece.spread(weights.row(j)), so_far.get()))
+            for piece, so_far, term in zip([*pieces, *chosen_pieces], totals + chosen_totals, sums + chosen_sums):
+                so_far.set(so_far.get().multiply_add(piece.spread(factors), term.get()))
         is_empty = begin.compare("eq", end)
         # The largest finite logit adds 1, so the sum is 0 only where there is none.
         is_none = total.get().compare("oeq", 0.0)
         sum_of_exp = is_none.select(is_empty.select(1.0, total_of_none), total.get())
         maximum = is_none.select(is_empty.select(0.0, k.constant(kind, float("-inf"))), largest.get())
         factors.store(0, chunk.constant(1.0) / sum_of_exp)
-        for piece, value in zip(pieces, totals):
-            out.at(row * stride).store(piece.begin, value.get() * piece.spread(factors))
+        for target, sums in ((out, totals), (positive_rows, chosen_totals)):
+            for piece, sum_ in zip(pieces, sums):
+                target.at(row * stride).store(piece.begin, sum_.get() * piece.spread(factors))
+        if chosen is not None:
+            share = chosen_total.get() / sum_of_exp
+            positive_weights.store(row * head_stride, chunk.heads_of(share))
         out_total.store(row * head_stride, chunk.heads_of(sum_of_exp))
         out_maximum.store(row * head_stride, chunk.heads_of(maximum))
     return k.finish()
 
 
-def emit_statistics(kind: Kind, block: Block, with_er: bool) -> str:
-    """What the backward reads per destination, side by side: (er,) lse, delta, each per head.
+def emit_statistics(kind: Kind, block: Block, with_er: bool, with_d_er: bool) -> str:
+    """What the backward reads per destination, side by side: (er,) lse, delta, each per head; and d_er if asked for.
 
-    One cache line per entry of the backward instead of three.
+    One cache line per entry of the backward instead of three. d_er as `backend.PositiveSums` has it.
     """
     k = KernelBuilder()
     er, lse, grad, out, statistics = (k.pointer(kind) for _ in range(5))
     stride, head_stride = k.integer(), k.integer()
+    positive_rows, positive_weights, d_er, slope = k.pointer(kind), k.pointer(kind), k.pointer(kind), k.number(kind)
     pieces = Block(block.heads, 1).pieces(kind)
     with k.rows() as row:
         copied = [er, lse] if with_er else [lse]
@@ -199,17 +225,30 @@ def emit_statistics(kind: Kind, block: Block, with_er: bool) -> str:
         for place, source in enumerate(copied):
             values = load_pieces(pieces, source.at(row * head_stride))
             store_pieces(pieces, target.at(head_stride * place), values)
-        left, right = grad.at(row * stride), out.at(row * stride)
 
-        def term(piece: Piece) -> Value:
-            return left.load(piece.begin, piece.lanes) * right.load(piece.begin, piece.lanes)
+        def store_dots(right: Pointer, target: Pointer, row: Value = row) -> None:
+            left, right = grad.at(row * stride), right.at(row * stride)
 
-        store_head_sums(k, block, kind, term, target.at(head_stride * len(copied)))
+            def term(piece: Piece) -> Value:
+                return left.load(piece.begin, piece.lanes) * right.load(piece.begin, piece.lanes)
+
+            store_head_sums(k, block, kind, term, target)
+
+        delta = target.at(head_stride * len(copied))
+        store_dots(out, delta)
+        if with_d_er:
+            own = d_er.at(row * head_stride)
+            store_dots(positive_rows, own)
+            for piece in pieces:
+                deltas, dots = delta.load(piece.begin, piece.lanes), own.load(piece.begin, piece.lanes)
+                weights = positive_weights.at(row * head_stride).load(piece.begin, piece.lanes)
+                rest = k.constant(kind, 1.0, piece.lanes) - slope.shuffle([0] * piece.lanes)
+                own.store(piece.begin, (dots - deltas * weights) * rest)
     return k.finish()
 
 
 def emit_backward_by_source(spec: AttentionSpec) -> str:
-    """dx[u], and per edge d_logit (gatv2) or d_z (gat, with their sums d_el[u]); rows are sources."""
+    """dx[u], and d_el[u] (gat) or per edge d_logit (gatv2); rows are sources."""
     k = KernelBuilder()
     kind, block = spec.value, spec.block
     entries = Entries.declare(k, spec.index, spec.edge_ids)
@@ -263,10 +302,10 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
                 d_edge = weights.get(j) * dots.get(j) - less
                 if spec.v2:
                     dots.put(j, d_edge)
+                    d_edges.store(entries.edge(first + j) * head_stride, d_edge)
                 else:
-                    d_edge = d_edge * leaky_relu_slope(row_scores.z(column), scores.slope)
-                    d_el_sum.set(d_el_sum.get() + d_edge)
-                d_edges.store(entries.edge(first + j) * head_stride, d_edge)
+                    slopes = leaky_relu_slope(row_scores.z(column), scores.slope)
+                    d_el_sum.set(d_edge.multiply_add(slopes, d_el_sum.get()))
             if spec.v2:
                 with k.loop(0, count) as j:
                     column = entries.column(first + j)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
+from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
 from dgl_hybrid.ops.cpu import products, reductions
 from dgl_hybrid.ops.cpu.attention import attend, gat_backward, gatv2_backward
 from dgl_hybrid.ops.cpu.edge_kernels import (
@@ -35,6 +35,8 @@ _MAX_DOT_ELEMENTS = 512
 
 class CpuBackend:
     """Implements `backend.Backend` (see there) for float32 and float64; float16 and bfloat16 by float32 copies."""
+
+    keeps_positive_sums = True
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         plan = RowPlan.of(rows)
@@ -149,10 +151,19 @@ class CpuBackend:
         return d_logits.to(grad.dtype)
 
     def gat(
-        self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = attend(RowPlan.of(rows), _wide(x), el, er, None, slope, dropout)
-        return out.to(x.dtype), lse
+        self,
+        rows: Adjacency,
+        x: Tensor,
+        el: Tensor,
+        er: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+        *,
+        for_backward: bool = False,
+    ) -> tuple[Tensor, Tensor, PositiveSums | None]:
+        plan = RowPlan.of(rows)
+        out, lse, positive = attend(plan, _wide(x), el, er, None, slope, dropout, with_positive=for_backward)
+        return out.to(x.dtype), lse, positive
 
     def gat_backward(
         self,
@@ -163,12 +174,14 @@ class CpuBackend:
         er: Tensor,
         out: Tensor,
         lse: Tensor,
+        positive: PositiveSums | None,
         grad: Tensor,
         slope: float,
         dropout: EdgeDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        del rows
         dx, d_el, d_er = gat_backward(
-            RowPlan.of(rows), RowPlan.of(out_rows), _wide(x), el, er, _wide(out), lse, _wide(grad), slope, dropout
+            RowPlan.of(out_rows), _wide(x), el, er, _wide(out), lse, positive, _wide(grad), slope, dropout
         )
         return dx.to(x.dtype), d_el, d_er
 
@@ -182,7 +195,7 @@ class CpuBackend:
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor]:
         x = _wide(x_src)
-        out, lse = attend(RowPlan.of(rows), x, x, _wide(x_dst), _wide(attention), slope, dropout)
+        out, lse, _ = attend(RowPlan.of(rows), x, x, _wide(x_dst), _wide(attention), slope, dropout)
         return out.to(x_src.dtype), lse
 
     def gatv2_backward(

@@ -90,6 +90,17 @@ class LogitChunk:
             total.set(total.get() + value)
         return total.get().fold_sum(self.padded)
 
+    def select_where_positive(self, count: Value, values: LogitChunk) -> Value:
+        """Replaces each value by that of `values` where it is positive, by 0 elsewhere; returns their sums."""
+        zero = self._k.constant(self._kind, 0.0, self._group_lanes)
+        total = self._k.variable(zero)
+        with self._groups(count) as at:
+            is_positive = self._scratch.load(at, self._group_lanes).compare("ogt", 0.0)
+            value = is_positive.select(values._scratch.load(at, self._group_lanes), zero)
+            self._scratch.store(at, value)
+            total.set(total.get() + value)
+        return total.get().fold_sum(self.padded)
+
     @contextmanager
     def _groups(self, count: Value) -> Iterator[Value]:
         with self._k.loop(0, count * self.padded, self._group_lanes) as at:

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import EdgeOp, Reduce, Target
+from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
 from dgl_hybrid.ops.cuda.launch import Argument, Launcher, Options
 from dgl_hybrid.ops.cuda.layout import (
     BLOCK,
@@ -50,6 +50,8 @@ class CudaBackend:
     Raises:
         KernelError: No CUDA driver, no GPU, or no NVRTC on this machine.
     """
+
+    keeps_positive_sums = False
 
     def __init__(self, launcher: Launcher | None = None, task_lists: TaskLists | None = None) -> None:
         if launcher is None:
@@ -170,12 +172,21 @@ class CudaBackend:
         return d_logits
 
     def gat(
-        self, rows: Adjacency, x: Tensor, el: Tensor, er: Tensor, slope: float, dropout: EdgeDropout | None
-    ) -> tuple[Tensor, Tensor]:
+        self,
+        rows: Adjacency,
+        x: Tensor,
+        el: Tensor,
+        er: Tensor,
+        slope: float,
+        dropout: EdgeDropout | None,
+        *,
+        for_backward: bool = False,
+    ) -> tuple[Tensor, Tensor, PositiveSums | None]:
+        del for_backward
         num_heads, width = x.shape[1:]
         if width == 0:  # the weights are defined all the same
-            out, lse = self.gat(rows, x.new_zeros(len(x), num_heads, 1), el, er, slope, dropout)
-            return out[..., :0].contiguous(), lse
+            out, lse, _ = self.gat(rows, x.new_zeros(len(x), num_heads, 1), el, er, slope, dropout)
+            return out[..., :0].contiguous(), lse, None
         columns = num_heads * width
         out = x.new_empty(rows.num_rows, num_heads, width)
         lse = el.new_empty(rows.num_rows, num_heads)
@@ -187,7 +198,7 @@ class CudaBackend:
         arguments += [c_int(num_heads), c_int(width), c_float(slope), *_dropout_arguments(dropout)]
         self._launch("gat_fwd_kernel", options, layout, tasks.num_tasks, layout.tiles(columns), arguments)
         self._merge_attention(options, layout, tasks, partials, out, lse)
-        return out, lse
+        return out, lse, None
 
     def gat_backward(
         self,
@@ -198,10 +209,12 @@ class CudaBackend:
         er: Tensor,
         out: Tensor,
         lse: Tensor,
+        positive: PositiveSums | None,
         grad: Tensor,
         slope: float,
         dropout: EdgeDropout | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        del positive
         num_heads, width = x.shape[1:]
         if width == 0:
             return torch.empty_like(x), torch.zeros_like(el), torch.zeros_like(er)

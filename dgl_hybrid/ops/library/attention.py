@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import choose_backend
+from dgl_hybrid.ops.backend import PositiveSums, choose_backend
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.library.registration import (
     Grads,
@@ -54,43 +54,59 @@ def _gat(
     p: float,
     keys: Tensor | None,
     edge_keys: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del out_rows
     dropout = _unpack_dropout(p, keys, edge_keys)
-    return choose_backend(x).gat(read_rows(rows), x.contiguous(), el.contiguous(), er.contiguous(), slope, dropout)
+    x, el, er = x.contiguous(), el.contiguous(), er.contiguous()
+    out, lse, positive = choose_backend(x).gat(read_rows(rows), x, el, er, slope, dropout, for_backward=for_backward)
+    return out, lse, *(positive or (el.new_empty(0), el.new_empty(0)))
 
 
 def _gat_meta(
-    rows: list[Tensor], out_rows: list[Tensor], x: Tensor, el: Tensor, er: Tensor, *_: Any
-) -> tuple[Tensor, Tensor]:
-    num_rows = num_rows_of(rows)
-    return x.new_empty(num_rows, x.shape[1], x.shape[2]), el.new_empty(num_rows, x.shape[1])
+    rows: list[Tensor],
+    out_rows: list[Tensor],
+    x: Tensor,
+    el: Tensor,
+    er: Tensor,
+    slope: float,
+    p: float,
+    keys: Tensor | None,
+    edge_keys: Tensor | None,
+    for_backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del out_rows, er, slope, p, keys, edge_keys
+    shape = (num_rows_of(rows), x.shape[1], x.shape[2])
+    has_positive = for_backward and choose_backend(x).keeps_positive_sums
+    positive = (el.new_empty(shape), el.new_empty(shape[:2])) if has_positive else (el.new_empty(0), el.new_empty(0))
+    return x.new_empty(shape), el.new_empty(shape[:2]), *positive
 
 
-def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    """For gat and gatv2: (rows, out_rows, three operands, slope, dropout)."""
-    rows, out_rows, first, second, third, ctx.slope, ctx.p, keys, edge_keys = inputs
-    out, lse = output
-    ctx.mark_non_differentiable(lse)
-    Structure.save(ctx, rows, out_rows, first, second, third, out, lse, keys, edge_keys)
+def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    """For gat and gatv2: (rows, out_rows, three operands, slope, dropout) to `out` and what the backward needs."""
+    rows, out_rows, first, second, third, ctx.slope, ctx.p, keys, edge_keys, *_ = inputs
+    out, *notes = output
+    ctx.mark_non_differentiable(*notes)
+    Structure.save(ctx, rows, out_rows, first, second, third, keys, edge_keys, out, *notes)
 
 
 def _attention_backward(name: str) -> Callable[..., Grads]:
-    def backward(ctx: Any, grad: Tensor, _lse_grad: None) -> Grads:
-        rows, out_rows, first, second, third, out, lse, keys, edge_keys = Structure.load(ctx)
+    def backward(ctx: Any, grad: Tensor, *_no_grads: None) -> Grads:
+        rows, out_rows, first, second, third, keys, edge_keys, out, *notes = Structure.load(ctx)
         out_rows = by_source(rows, out_rows, first.shape[0])
         dropout = (ctx.p, keys, edge_keys)
-        grads = registered(name)(rows, out_rows, first, second, third, out, lse, grad, ctx.slope, *dropout)
+        grads = registered(name)(rows, out_rows, first, second, third, out, *notes, grad, ctx.slope, *dropout)
         needed = ctx.needs_input_grad[2:5]
         wanted = (d if need else None for d, need in zip(grads, needed, strict=True))
-        return *Structure.no_grads(ctx), *wanted, None, None, None, None
+        others = len(ctx.needs_input_grad) - 5
+        return *Structure.no_grads(ctx), *wanted, *[None] * others
 
     return backward
 
 
 register(
-    f"gat(Tensor[] rows, Tensor[] out_rows, Tensor x, Tensor el, Tensor er, float slope, {_DROPOUT}) "
-    "-> (Tensor, Tensor)",
+    f"gat(Tensor[] rows, Tensor[] out_rows, Tensor x, Tensor el, Tensor er, float slope, {_DROPOUT}, "
+    "bool for_backward) -> (Tensor, Tensor, Tensor, Tensor)",
     _gat,
     _gat_meta,
     _attention_setup,
@@ -106,6 +122,8 @@ def _gat_backward(
     er: Tensor,
     out: Tensor,
     lse: Tensor,
+    positive_rows: Tensor,
+    positive_weights: Tensor,
     grad: Tensor,
     slope: float,
     p: float,
@@ -113,9 +131,17 @@ def _gat_backward(
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, el, er, out, lse, grad = (tensor.contiguous() for tensor in (x, el, er, out, lse, grad))
-    dropout = _unpack_dropout(p, keys, edge_keys)
-    backend = choose_backend(x)
-    return backend.gat_backward(read_rows(rows), read_rows(out_rows), x, el, er, out, lse, grad, slope, dropout)
+    dropout, backend, by_destination = _unpack_dropout(p, keys, edge_keys), choose_backend(x), read_rows(rows)
+    positive: PositiveSums | None = PositiveSums(positive_rows.contiguous(), positive_weights.contiguous())
+    if positive_weights.shape != lse.shape:  # another backend ran the forward
+        positive = None
+        if backend.keeps_positive_sums:
+            _, _, positive = backend.gat(by_destination, x, el, er, slope, dropout, for_backward=True)
+    by_source = read_rows(out_rows)
+    grads = backend.gat_backward(by_destination, by_source, x, el, er, out, lse, positive, grad, slope, dropout)
+    dx, d_el, d_er = grads
+    assert d_er is not None
+    return dx, d_el, d_er
 
 
 def _three_like(rows: list[Tensor], out_rows: list[Tensor], *operands: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +167,7 @@ def _refuse_double_backward(name: str, parts: str) -> Callable[..., Grads]:
 
 register(
     "gat_backward(Tensor[] rows, Tensor[] out_rows, Tensor x, Tensor el, Tensor er, Tensor out, Tensor lse, "
-    f"Tensor grad, float slope, {_DROPOUT}) -> (Tensor, Tensor, Tensor)",
+    f"Tensor positive_rows, Tensor positive_weights, Tensor grad, float slope, {_DROPOUT}) -> (Tensor, Tensor, Tensor)",
     _gat_backward,
     _three_like,
     _refuse_setup,

@@ -59,8 +59,10 @@ def run_gat(backend: Backend, where: slice, dtype: torch.dtype, dropout: EdgeDro
     x, grad = random(GRAPH.num_src, HEADS, WIDTH, dtype=dtype), random(GRAPH.num_dst, HEADS, WIDTH, dtype=dtype)
     el, er = random(GRAPH.num_src, HEADS, dtype=dtype), random(GRAPH.num_dst, HEADS, dtype=dtype)
     el[where, 0] = float("-inf")
-    out, lse = backend.gat(GRAPH.in_edges, x, el, er, SLOPE, dropout)
-    return out, lse, *backend.gat_backward(GRAPH.in_edges, GRAPH.out_edges, x, el, er, out, lse, grad, SLOPE, dropout)
+    rows, out_rows = GRAPH.in_edges, GRAPH.out_edges
+    out, lse, positive = backend.gat(rows, x, el, er, SLOPE, dropout, for_backward=True)
+    grads = backend.gat_backward(rows, out_rows, x, el, er, out, lse, positive, grad, SLOPE, dropout)
+    return out, lse, *grads
 
 
 def run_gatv2(backend: Backend, where: slice, dtype: torch.dtype, dropout: EdgeDropout | None) -> Results:

@@ -57,15 +57,18 @@ def everything(graph: SparseGraph) -> list[Tensor]:
     cpu, rows, out_rows = CpuBackend(), graph.in_edges, graph.out_edges
     largest, arg = cpu.spmm(rows, x, None, "max")
     assert arg is not None
-    out, lse = cpu.gat(rows, x, el, er, 0.2, dropout)
+    out, lse, positive = cpu.gat(rows, x, el, er, 0.2, dropout, for_backward=True)
+    assert positive is not None
     out2, lse2 = cpu.gatv2(rows, x, y, attention, 0.2, None)
     alpha = cpu.edge_softmax(rows, w)
-    results = [largest, arg, out, lse, out2, lse2, alpha]
+    results = [largest, arg, out, lse, *positive, out2, lse2, alpha]
     results += [cpu.spmm(rows, x, weights, "sum")[0] for weights in (None, w)]
     results += [cpu.spmm_select_backward(out_rows, y, arg, w), cpu.spmm_select_backward_edges(rows, y, arg, x)]
     results += [cpu.sddmm(rows, x, y, "dot", "u", "v"), cpu.sddmm(rows, x, y, "sub", "v", "u")]
     results += [cpu.edge_softmax_backward(rows, alpha, w)]
-    results += cpu.gat_backward(rows, out_rows, x, el, er, out, lse, y, 0.2, dropout)
+    grads = cpu.gat_backward(rows, out_rows, x, el, er, out, lse, positive, y, 0.2, dropout)
+    assert grads[2] is not None
+    results += grads
     results += cpu.gatv2_backward(rows, out_rows, x, y, attention, out2, lse2, y, 0.2, None)
     results += [cpu.segment_reduce(rows.indptr, w, "sum")[0]]
     return results

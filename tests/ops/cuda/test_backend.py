@@ -184,7 +184,7 @@ def gat_case(*, dropout: bool) -> Case:
     def case(o: Operands) -> tuple[list[Tensor], Run]:
         chosen = dropout_of(o) if dropout else None
         tensors = [o.u(), o.per_node("u"), o.per_node("v")]
-        return tensors, lambda b, t: b.gat(o.rows, t[0], t[1], t[2], SLOPE, chosen)
+        return tensors, lambda b, t: b.gat(o.rows, t[0], t[1], t[2], SLOPE, chosen)[:2]
 
     return case
 
@@ -193,8 +193,14 @@ def gat_backward_case(*, dropout: bool) -> Case:
     def case(o: Operands) -> tuple[list[Tensor], Run]:
         chosen = dropout_of(o, keys=False) if dropout else None
         x, el, er = o.u(), o.per_node("u"), o.per_node("v")
-        out, lse = NaiveBackend().gat(o.rows, x, el, er, SLOPE, chosen)
-        return [x, el, er, out, lse, o.v()], lambda b, t: b.gat_backward(o.rows, o.out_rows, *t, SLOPE, chosen)
+        out, lse, positive = NaiveBackend().gat(o.rows, x, el, er, SLOPE, chosen, for_backward=True)
+        assert positive is None
+
+        def run(b: Backend, t: list[Tensor]):  # type: ignore[no-untyped-def]
+            x, el, er, out, lse, grad = t
+            return b.gat_backward(o.rows, o.out_rows, x, el, er, out, lse, None, grad, SLOPE, chosen)
+
+        return [x, el, er, out, lse, o.v()], run
 
     return case
 
@@ -410,9 +416,9 @@ def test_nothing_to_do(
         softmax_out = b.edge_softmax(rows, weights)
         yield softmax_out
         yield b.edge_softmax_backward(rows, softmax_out, weights)
-        out, lse = b.gat(rows, x, left, right, SLOPE, None)
+        out, lse, positive = b.gat(rows, x, left, right, SLOPE, None, for_backward=True)
         yield from (out, lse)
-        yield from b.gat_backward(rows, out_rows, x, left, right, out, lse, y, SLOPE, None)
+        yield from b.gat_backward(rows, out_rows, x, left, right, out, lse, positive, y, SLOPE, None)
         out, lse = b.gatv2(rows, x, y, a, SLOPE, None)
         yield from (out, lse)
         yield from b.gatv2_backward(rows, out_rows, x, y, a, out, lse, y, SLOPE, None)

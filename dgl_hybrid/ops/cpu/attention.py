@@ -10,13 +10,8 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import PositiveSums
-from dgl_hybrid.ops.cpu.attention_kernels import (
-    AttentionSpec,
-    emit_backward_by_destination,
-    emit_backward_by_source,
-    emit_forward,
-    emit_statistics,
-)
+from dgl_hybrid.ops.cpu import gat_kernels, gatv2_kernels
+from dgl_hybrid.ops.cpu.attention_kernels import AttentionSpec, emit_statistics
 from dgl_hybrid.ops.cpu.ir import Kind
 from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements
 from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, dropout_arguments, run
@@ -33,6 +28,10 @@ _TOTAL_OF_NONE_IN_PART = 1.0
 a finite logit, and if none has one, the merger divides 0 by 0."""
 
 
+_MAX_KEPT_BYTES = 64
+"""Of an entry, in each buffer between the two passes of gat: with more heads at once these would leave the cache."""
+
+
 @dataclass(frozen=True)
 class _Scores:
     """What gives the logits: z = fixed[row] + moving[neighbour], of (., H) numbers, or (., H, D) with `attention`."""
@@ -46,14 +45,23 @@ class _Scores:
     def arguments(self, head: int, width: int) -> list[int | float]:
         """The kernels' arguments for the heads from `head` on."""
         first = head if self.attention is None else head * width
-        return [
-            address(self.fixed, first),
-            self.fixed[0].numel() if len(self.fixed) else 0,
-            address(self.moving, first),
-            self.moving_stride,
-            address(self.attention, first),
-            self.slope,
-        ]
+        attention = [] if self.attention is None else [address(self.attention, first)]
+        fixed = [address(self.fixed, first), self.fixed[0].numel() if len(self.fixed) else 0]
+        return [*fixed, address(self.moving, first), self.moving_stride, *attention, self.slope]
+
+    def blocks(self, x: Tensor) -> Iterator[tuple[int, Block]]:
+        """The heads that kernels handle at once, of rows like those of `x`."""
+        num_heads, width = x.shape[1:]
+        most = num_heads if self.attention is not None else _MAX_KEPT_BYTES // x.element_size()
+        return _head_blocks(num_heads, width, accumulator_elements(x.dtype), most)
+
+    def rows_of(self, plan: RowPlan) -> Rows:
+        """The ordinary rows, in tasks as kernels need them."""
+        return plan.kept_ordinary if self.attention is None else plan.ordinary
+
+    def parts_of(self, plan: RowPlan) -> Rows:
+        """The parts of long rows, likewise."""
+        return plan.kept_parts if self.attention is None else plan.parts
 
 
 def attend(
@@ -69,15 +77,16 @@ def attend(
 ) -> tuple[Tensor, Tensor, PositiveSums | None]:
     """`(out (N, H, D), lse (N, H), positive)` of gat from el and er, or of gatv2 from x_src, x_dst and `attention`."""
     scores = _Scores(right, left, left[0].numel() if len(left) else 0, attention, slope)
-    out, positive = _new_sums(plan.ordinary, x, with_positive)
-    largest, total = _run_forward(plan.index, plan.ordinary, x, scores, dropout, _TOTAL_OF_NONE_IN_ROW, out, positive)
+    rows = scores.rows_of(plan)
+    out, positive = _new_sums(rows, x, with_positive)
+    largest, total = _run_forward(plan.index, rows, x, scores, dropout, _TOTAL_OF_NONE_IN_ROW, out, positive)
     lse = _log_sum_exp(largest, total)
     if plan.has_long_rows:
-        merger, row_of_part = plan.merger, plan.long_row_of_part
+        merger, row_of_part, parts = plan.merger, plan.long_row_of_part, scores.parts_of(plan)
         part_scores = _Scores(right[plan.long_rows][row_of_part], left, scores.moving_stride, attention, slope)
-        out_parts, positive_parts = _new_sums(plan.parts, x, with_positive)
+        out_parts, positive_parts = _new_sums(parts, x, with_positive)
         largest, total = _run_forward(
-            plan.index, plan.parts, x, part_scores, dropout, _TOTAL_OF_NONE_IN_PART, out_parts, positive_parts
+            plan.index, parts, x, part_scores, dropout, _TOTAL_OF_NONE_IN_PART, out_parts, positive_parts
         )
         # float64 between the parts: an error of lse is a relative error of everything in the row.
         lse_parts = total.double().log_().add_(largest).unsqueeze(-1)
@@ -154,9 +163,9 @@ def _log_sum_exp(largest: Tensor, total: Tensor) -> Tensor:
     return total.double().log_().add_(largest).to(largest.dtype)
 
 
-def _head_blocks(num_heads: int, width: int, max_elements: int) -> Iterator[tuple[int, Block]]:
-    """Cuts heads into blocks of whole heads, of at most so many elements or one head."""
-    step = max(1, max_elements // max(1, width))
+def _head_blocks(num_heads: int, width: int, max_elements: int, most: int) -> Iterator[tuple[int, Block]]:
+    """Cuts heads into blocks of whole heads, of at most `most` and so many elements, or of one head."""
+    step = max(1, min(most, max_elements // max(1, width)))
     for head in range(0, num_heads, step):
         yield head, Block(min(step, num_heads - head), width)
 
@@ -164,7 +173,6 @@ def _head_blocks(num_heads: int, width: int, max_elements: int) -> Iterator[tupl
 def _spec(
     rows: Rows,
     index: Kind,
-    scores: _Scores,
     dtype: torch.dtype,
     block: Block,
     dropout: EdgeDropout | None,
@@ -175,7 +183,6 @@ def _spec(
         KINDS[dtype],
         index,
         block,
-        scores.attention is not None,
         rows.has_edge_ids,
         dropout is not None,
         dropout is not None and dropout.edge_keys is not None,
@@ -203,9 +210,15 @@ def _run_forward(
     """Writes `out` and `positive`; returns each row's largest logit and the sum of exp of what logits are above it."""
     num_heads, width = x.shape[1:]
     positive_rows, positive_weights = positive or (None, None)
+
+    def positives(head: int) -> list[int]:
+        sums = [address(positive_rows, head * width), address(positive_weights, head)]
+        return sums if scores.attention is None else []
+
     largest, total = (new_tensor((rows.num_rows, num_heads), x.dtype) for _ in range(2))
-    for head, block in _head_blocks(num_heads, width, accumulator_elements(x.dtype)):
-        spec = _spec(rows, index, scores, x.dtype, block, dropout, positive=positive is not None)
+    kernels = gat_kernels if scores.attention is None else gatv2_kernels
+    for head, block in scores.blocks(x):
+        spec = _spec(rows, index, x.dtype, block, dropout, positive=positive is not None)
         drop, _keep = dropout_arguments(dropout, num_heads, head)
         arguments = [
             *rows.arguments(),
@@ -213,10 +226,10 @@ def _run_forward(
             *[address(x, head * width), num_heads * width, num_heads],
             *[address(out, head * width), address(largest, head), address(total, head)],
             total_of_none,
-            *[address(positive_rows, head * width), address(positive_weights, head)],
+            *positives(head),
             *drop,
         ]
-        run(emit_forward, (spec,), rows.bounds, arguments)
+        run(kernels.emit_forward, (spec,), rows.bounds, arguments)
     return largest, total
 
 
@@ -233,7 +246,7 @@ def _statistics(
     positive_rows, positive_weights = positive or (None, None)
     d_er = None if positive is None else new_tensor((num_rows, num_heads), grad.dtype)
     statistics = new_tensor((num_rows, 2 if er is None else 3, num_heads), grad.dtype)
-    for head, block in _head_blocks(num_heads, width, accumulator_elements(grad.dtype)):
+    for head, block in _head_blocks(num_heads, width, accumulator_elements(grad.dtype), num_heads):
         arguments: list[int | float] = [address(er, head), address(lse, head)]
         arguments += [address(grad, head * width), address(out, head * width), address(statistics, head)]
         arguments += [num_heads * width, num_heads]
@@ -253,12 +266,12 @@ def _backward_by_source(
     dropout: EdgeDropout | None,
 ) -> tuple[Tensor, Tensor]:
     """`(dx, d_el)`; d_el has no content for gatv2, which writes `d_edges`."""
-    dx, d_el = _run_by_source(out_plan.index, out_plan.ordinary, x, grad, statistics, scores, d_edges, dropout)
+    dx, d_el = _run_by_source(out_plan.index, scores.rows_of(out_plan), x, grad, statistics, scores, d_edges, dropout)
     if out_plan.has_long_rows:
         rows = out_plan.long_rows[out_plan.long_row_of_part]
         part_scores = _Scores(scores.fixed[rows], scores.moving, scores.moving_stride, scores.attention, scores.slope)
         dx_parts, d_el_parts = _run_by_source(
-            out_plan.index, out_plan.parts, x[rows], grad, statistics, part_scores, d_edges, dropout
+            out_plan.index, scores.parts_of(out_plan), x[rows], grad, statistics, part_scores, d_edges, dropout
         )
         dx[out_plan.long_rows] = sum_rows(out_plan.merger, Operand(dx_parts, by_edge=True))
         if scores.attention is None:
@@ -281,8 +294,9 @@ def _run_by_source(
     places = statistics.shape[1]
     dx = new_tensor(tuple(x.shape), x.dtype)
     d_el = new_tensor((rows.num_rows, num_heads if scores.attention is None else 0), x.dtype)
-    for head, block in _head_blocks(num_heads, width, accumulator_elements(x.dtype)):
-        spec = _spec(rows, index, scores, x.dtype, block, dropout)
+    kernels = gat_kernels if scores.attention is None else gatv2_kernels
+    for head, block in scores.blocks(x):
+        spec = _spec(rows, index, x.dtype, block, dropout)
         drop, _keep = dropout_arguments(dropout, num_heads, head)
         arguments = [
             *rows.arguments(),
@@ -291,10 +305,10 @@ def _run_by_source(
             address(statistics, (places - 2) * num_heads + head),
             address(statistics, (places - 1) * num_heads + head),
             places * num_heads,
-            *[address(dx, head * width), address(d_el, head), address(d_edges, head)],
+            *[address(dx, head * width), address(d_el if d_edges is None else d_edges, head)],
             *drop,
         ]
-        run(emit_backward_by_source, (spec,), rows.bounds, arguments)
+        run(kernels.emit_backward_by_source, (spec,), rows.bounds, arguments)
     return dx, d_el
 
 
@@ -302,13 +316,13 @@ def _backward_by_destination(index: Kind, rows: Rows, scores: _Scores, d_edges: 
     """Writes `dx`; returns (T, H, D) float64: what each task adds to the gradient of the attention vector."""
     num_heads, width = dx.shape[1:]
     partial = torch.zeros(rows.num_tasks, num_heads, width, dtype=torch.float64)
-    for head, block in _head_blocks(num_heads, width, accumulator_elements(dx.dtype)):
-        spec = _spec(rows, index, scores, dx.dtype, block, None)
+    for head, block in scores.blocks(dx):
+        spec = _spec(rows, index, dx.dtype, block, None)
         arguments = [
             *rows.arguments(),
             *scores.arguments(head, width),
             *[address(d_edges, head), num_heads],
             *[address(dx, head * width), num_heads * width, address(partial, head * width)],
         ]
-        run(emit_backward_by_destination, (spec,), rows.bounds, arguments)
+        run(gatv2_kernels.emit_backward_by_destination, (spec,), rows.bounds, arguments)
     return partial

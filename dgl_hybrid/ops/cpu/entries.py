@@ -51,14 +51,20 @@ class Entries:
     @contextmanager
     def task_rows(self) -> Iterator[tuple[Value, Value, Value, Value]]:
         """Runs the body for each row: (its task, the row, its first entry, the entry behind its last)."""
-        with self.builder.tasks() as (task, first, stop), self.builder.loop(first, stop) as row:
+        with self.builder.tasks() as (task, first, stop), self.rows_between(first, stop) as (row, begin, end):
+            yield task, row, begin, end
+
+    @contextmanager
+    def rows_between(self, first: Value, stop: Value) -> Iterator[tuple[Value, Value, Value]]:
+        """Runs the body for each of these rows: (the row, its first entry, the entry behind its last)."""
+        with self.builder.loop(first, stop) as row:
             begin, end = self.begins.load(row).convert("i64"), self.ends.load(row).convert("i64")
             with self.builder.when((end - begin).compare("sle", self.limit)):
-                yield task, row, begin, end
+                yield row, begin, end
 
     @contextmanager
     def rows(self) -> Iterator[tuple[Value, Value, Value]]:
-        """The same without the task."""
+        """As `task_rows`, without the task."""
         with self.task_rows() as (_, row, begin, end):
             yield row, begin, end
 

@@ -158,6 +158,14 @@ class Value:
             f"shufflevector {self.type} {self.ref}, {self.type} poison, <{len(lanes)} x i32> <{mask}>",
         )
 
+    def join(self, other: Value, lanes: Sequence[int]) -> Value:
+        """The vector whose lane i is lane `lanes[i]` of this one and `other`, of the same type, side by side."""
+        mask = ", ".join(f"i32 {lane}" for lane in lanes)
+        return self.builder.emit(
+            Type(self.type.kind, len(lanes)),
+            f"shufflevector {self.type} {self.ref}, {self.type} {self.like(other).ref}, <{len(lanes)} x i32> <{mask}>",
+        )
+
     def pad(self, lanes: int, fill: float) -> Value:
         """This vector with lanes of `fill` added behind it."""
         if self.type.lanes == lanes:

@@ -77,10 +77,12 @@ def store_pieces(pieces: list[Piece], row: Pointer, values: list[Value], *, past
         row.store(piece.begin, value, past_cache=past_cache)
 
 
-def head_sums(k: KernelBuilder, block: Block, kind: Kind, term: Callable[[Piece], Value]) -> list[Value]:
-    """Per head of the block the sum of `term` over its elements; `term` gives a vector per piece."""
-    sums = []
-    for pieces in block.head_pieces(kind):
+def head_sums(
+    k: KernelBuilder, block: Block, kind: Kind, term: Callable[[Piece], Value], heads: range | None = None
+) -> list[Value]:
+    """Per head of the block (or of those given) the sum of `term` over its elements; it gives a vector per piece."""
+    sums, by_head = [], block.head_pieces(kind)
+    for pieces in by_head if heads is None else [by_head[head] for head in heads]:
         if not pieces:
             sums.append(k.constant(kind, 0.0))
             continue
@@ -91,6 +93,59 @@ def head_sums(k: KernelBuilder, block: Block, kind: Kind, term: Callable[[Piece]
             total = total + value.sum()
         sums.append(total)
     return sums
+
+
+_TRANSPOSED_BYTES = 16
+"""Vectors are turned in parts of this size, of which processors move the lanes fastest."""
+
+
+def head_groups(block: Block, kind: Kind) -> list[range]:
+    """The heads whose sums `grouped_head_sums` gives in one vector."""
+    together = _TRANSPOSED_BYTES // ELEMENT_BYTES[kind]
+    if block.heads == 1 or block.width < together:
+        return [range(head, head + 1) for head in range(block.heads)]
+    return [range(first, min(first + together, block.heads)) for first in range(0, block.heads, together)]
+
+
+def grouped_head_sums(
+    k: KernelBuilder, block: Block, kind: Kind, term: Callable[[Piece], Value]
+) -> Iterator[tuple[range, Value]]:
+    """What `head_sums` gives, in vectors: (heads, their sums).
+
+    Several vectors are added up together, since that halves how many there are where each alone would halve how many of
+    its lanes are of use: (a0 + a1, a2 + a3, b0 + b1, b2 + b3), and so on.
+    """
+    pieces = block.head_pieces(kind)
+    for heads in head_groups(block, kind):
+        if len(heads) == 1:
+            yield heads, head_sums(k, block, kind, term, heads)[0]
+            continue
+        together = _TRANSPOSED_BYTES // ELEMENT_BYTES[kind]
+        sums = [_narrowed([term(piece) for piece in pieces[head]], together) for head in heads]
+        lanes = min(value.type.lanes for value in sums)
+        sums = [value.fold_sum(lanes) for value in sums]
+        sums += [k.constant(kind, 0.0, lanes)] * (together - len(heads))
+        while len(sums) > 1:
+            sums = [_pairs_added(left, right, together) for left, right in zip(sums[::2], sums[1::2])]
+        yield heads, sums[0].fold_sum(together).shuffle(range(len(heads)))
+
+
+def _narrowed(terms: list[Value], least: int) -> Value:
+    """The sum of vectors of falling length, of which those below `least` lanes are added to the first of its lanes."""
+    total = terms[0]
+    for value in terms[1:]:
+        if value.type.lanes < least:
+            value = value.pad(least, 0.0)
+        total = total.fold_sum(value.type.lanes) + value
+    return total
+
+
+def _pairs_added(left: Value, right: Value, together: int) -> Value:
+    """In each part of `together` lanes the sums of neighbours, first of `left`, then of `right`."""
+    lanes = left.type.lanes
+    half = range(together // 2)
+    firsts = [part + base + 2 * i for part in range(0, lanes, together) for base in (0, lanes) for i in half]
+    return left.join(right, firsts) + left.join(right, [lane + 1 for lane in firsts])
 
 
 def store_head_sums(

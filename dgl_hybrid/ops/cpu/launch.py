@@ -105,6 +105,11 @@ class RowPlan:
         """All rows but the long ones, each in its place."""
         return replace(self.whole, limit=LONG_ROW_ENTRIES)
 
+    @property
+    def kept_ordinary(self) -> Rows:
+        """The same in tasks for kernels that keep numbers of entries: see `tasks.KEPT_ENTRIES`."""
+        return replace(self.ordinary, bounds=self._tasks.kept_bounds)
+
     @cached_property
     def whole(self) -> Rows:
         """All rows, for kernels whose rows cannot be cut or need not be."""
@@ -129,6 +134,11 @@ class RowPlan:
         count = len(tasks.part_begins)
         bounds = np.array([*range(0, count, PARTS_PER_TASK), count], dtype=np.int64)
         return replace(self.ordinary, bounds=bounds, begins=tasks.part_begins, ends=tasks.part_ends)
+
+    @property
+    def kept_parts(self) -> Rows:
+        """The same in tasks as those of `kept_ordinary`."""
+        return replace(self.parts, bounds=self._tasks.kept_part_bounds)
 
     @cached_property
     def long_row_of_part(self) -> Tensor:

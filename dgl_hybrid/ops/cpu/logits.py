@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logits of some of a row's entries, laid out so that exp and maximum run on full vectors.
+"""Numbers per entry and head, logits first of all, laid out so that exp and maximum run on full vectors.
 
 With 4 heads and 16 lanes one vector holds the logits of 4 entries; with one head, of 16:
 
@@ -10,6 +10,7 @@ The number of heads is padded to a power of two (above the machine's lanes, to a
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -23,18 +24,25 @@ CHUNK_ENTRIES = 64
 
 
 class LogitChunk:
-    """Room for the logits of up to CHUNK_ENTRIES entries, one value per entry and head.
+    """Room for the logits of up to so many entries, one value per entry and head.
 
-    What the methods call a head vector has `padded` lanes, one per head and some without meaning.
+    What the methods call a head vector has `padded` lanes, one per head and some without meaning. Whole vectors are
+    written and read behind the last entry.
     """
 
-    def __init__(self, k: KernelBuilder, kind: Kind, heads: int) -> None:
+    def __init__(self, k: KernelBuilder, kind: Kind, heads: int, entries: int = CHUNK_ENTRIES) -> None:
         lanes = vector_unit().register_bytes // ELEMENT_BYTES[kind]
         self._k, self._kind, self._heads = k, kind, heads
         self.padded = next((2**i for i in range(lanes.bit_length()) if 2**i >= heads), -(-heads // lanes) * lanes)
         self._group_lanes = max(lanes, self.padded)
         self._group_entries = self._group_lanes // self.padded
-        self._scratch = k.scratch(kind, CHUNK_ENTRIES * self.padded)
+        self._scratch = k.scratch(kind, entries * self.padded + self._group_lanes)
+
+    def at(self, first: Value) -> LogitChunk:
+        """The same room from its entry `first` on."""
+        part = copy.copy(self)
+        part._scratch = self.row(first)
+        return part
 
     @contextmanager
     def chunks(self, begin: Value, end: Value) -> Iterator[tuple[Value, Value]]:
@@ -50,10 +58,10 @@ class LogitChunk:
         """The heads' values of a head vector, without padding."""
         return vector.shuffle(range(self._heads))
 
-    def clear_last(self, count: Value) -> None:
-        """Sets what lies behind the last of `count` entries to minus infinity; before they are put (count > 0)."""
+    def clear_last(self, count: Value, value: float = float("-inf")) -> None:
+        """Sets what lies behind the last of `count` entries in its vector; before they are put (count > 0)."""
         last = (count - 1) & -self._group_entries
-        self._scratch.store(last * self.padded, self._k.constant(self._kind, float("-inf"), self._group_lanes))
+        self._scratch.store(last * self.padded, self._k.constant(self._kind, value, self._group_lanes))
 
     def put(self, j: Value, logits: Value) -> None:
         """Sets the values of the chunk's entry j, one per head."""
@@ -88,6 +96,20 @@ class LogitChunk:
             value = exp(value if spread is None else value - spread)
             self._scratch.store(at, value)
             total.set(total.get() + value)
+        return total.get().fold_sum(self.padded)
+
+    def multiply(self, count: Value, factors: LogitChunk) -> None:
+        """Multiplies each value by that of `factors`."""
+        with self._groups(count) as at:
+            value = self._scratch.load(at, self._group_lanes)
+            self._scratch.store(at, value * factors._scratch.load(at, self._group_lanes))
+
+    def weighted_sum(self, count: Value, weights: LogitChunk) -> Value:
+        """The sum of the values times those of `weights`: a head vector."""
+        total = self._k.variable(self._k.constant(self._kind, 0.0, self._group_lanes))
+        with self._groups(count) as at:
+            value, weight = (chunk._scratch.load(at, self._group_lanes) for chunk in (self, weights))
+            total.set(value.multiply_add(weight, total.get()))
         return total.get().fold_sum(self.padded)
 
     def select_where_positive(self, count: Value, values: LogitChunk) -> Value:

@@ -26,6 +26,13 @@ LONG_ROW_ENTRIES = 2 * PART_ENTRIES
 
 PARTS_PER_TASK = 8
 
+KEPT_ENTRIES = 1024
+"""Entries of a task whose kernel keeps a few numbers of each between two passes over them: enough that the change from
+one pass to the other costs nothing, few enough that the numbers stay in the first two caches."""
+
+MAX_KEPT_ENTRIES = KEPT_ENTRIES + LONG_ROW_ENTRIES
+"""The most that such a task has: its last row is not cut."""
+
 MAX_TASKS = 256
 """So many tasks of entries at most (and of rows): enough for balance on 64 threads."""
 
@@ -36,18 +43,22 @@ class RowTasks:
 
     Attributes:
         bounds: (T + 1,) int64: task t has the rows bounds[t] to bounds[t + 1].
+        kept_bounds: (K + 1,) int64: the same for tasks of at most `MAX_KEPT_ENTRIES` entries, long rows not counted.
         long_rows: (K,) int64: the rows of more than `LONG_ROW_ENTRIES` entries, ascending.
         part_offsets: (K + 1,) in the dtype of the offsets: long row i has the parts part_offsets[i] to
             part_offsets[i + 1].
         part_begins: (P,) in the dtype of the offsets: the first entry of each part.
         part_ends: (P,) the same: the entry behind its last.
+        kept_part_bounds: (K + 1,) int64: as `kept_bounds`, of parts.
     """
 
     bounds: npt.NDArray[np.int64]
+    kept_bounds: npt.NDArray[np.int64]
     long_rows: npt.NDArray[np.int64]
     part_offsets: npt.NDArray[Any]
     part_begins: npt.NDArray[Any]
     part_ends: npt.NDArray[Any]
+    kept_part_bounds: npt.NDArray[np.int64]
 
 
 def cut_rows(indptr: npt.NDArray[Any]) -> RowTasks:
@@ -63,18 +74,31 @@ def cut_rows(indptr: npt.NDArray[Any]) -> RowTasks:
     bounds = np.concatenate(
         [[0, num_rows], np.searchsorted(indptr, marks), np.arange(row_step, num_rows, row_step)], dtype=np.int64
     )
-    long_rows = np.flatnonzero(np.diff(indptr) > LONG_ROW_ENTRIES)
+    lengths = np.diff(indptr)
+    is_long = lengths > LONG_ROW_ENTRIES
+    long_rows = np.flatnonzero(is_long)
     cuts = [
         np.linspace(first, end, -(-(end - first) // PART_ENTRIES) + 1).astype(indptr.dtype)
         for first, end in zip(indptr[long_rows].tolist(), indptr[long_rows + 1].tolist())
     ]
+    begins, ends = (np.concatenate([indptr[:0], *(cut[side] for cut in cuts)]) for side in (np.s_[:-1], np.s_[1:]))
     return RowTasks(
         np.unique(bounds),
+        _cut_for_keeping(np.where(is_long, 0, lengths)),
         long_rows,
         np.cumsum([0, *(len(cut) - 1 for cut in cuts)], dtype=indptr.dtype),
-        np.concatenate([indptr[:0], *(cut[:-1] for cut in cuts)]),
-        np.concatenate([indptr[:0], *(cut[1:] for cut in cuts)]),
+        begins,
+        ends,
+        _cut_for_keeping(ends - begins),
     )
+
+
+def _cut_for_keeping(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
+    """Bounds of tasks that begin wherever another `KEPT_ENTRIES` entries are full."""
+    num_rows = len(lengths)
+    number = (np.cumsum(lengths, dtype=np.int64) - lengths) // KEPT_ENTRIES
+    cuts = np.flatnonzero(np.diff(number)) + 1
+    return np.unique(np.concatenate([[0, num_rows], cuts, np.arange(MIN_TASK_ROWS, num_rows, MIN_TASK_ROWS)]))
 
 
 def cut_evenly(num_rows: int) -> npt.NDArray[np.int64]:

@@ -3,21 +3,18 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
 
-from dgl_hybrid.ops.cpu import compiler, lanes, logits
-from dgl_hybrid.ops.cpu.attention_kernels import (
-    AttentionSpec,
-    emit_backward_by_destination,
-    emit_backward_by_source,
-    emit_forward,
-)
+from dgl_hybrid.ops.cpu import compiler, gat_kernels, gatv2_kernels, lanes, logits
+from dgl_hybrid.ops.cpu.attention_kernels import AttentionSpec, emit_statistics
 from dgl_hybrid.ops.cpu.backend import CpuBackend
 from dgl_hybrid.ops.cpu.edge_kernels import SddmmSpec, SoftmaxSpec, emit_edge_softmax, emit_sddmm
 from dgl_hybrid.ops.cpu.elementary import exp
@@ -26,6 +23,9 @@ from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind
 from dgl_hybrid.ops.cpu.lanes import Block, column_blocks
 from dgl_hybrid.ops.cpu.launch import run
 from dgl_hybrid.ops.cpu.spmm_kernels import SpmmSpec, emit_select, emit_sum
+from dgl_hybrid.ops.cpu.tasks import KEPT_ENTRIES, LONG_ROW_ENTRIES, MAX_KEPT_ENTRIES, MIN_TASK_ROWS, cut_rows
+from dgl_hybrid.ops.naive import NaiveBackend
+from dgl_hybrid.ops.sparse_graph import SparseGraph
 from tests.ops.backend_checks import (
     Case,
     check_edge_softmax,
@@ -62,6 +62,54 @@ def test_heads_wider_than_any_block(width: int) -> None:
     check_sddmm(CpuBackend(), Case("hand", heads=1, width=width))
 
 
+ROW_LENGTHS = {
+    "tasks end between rows": [1000, 24, 1, 1023, 1024, 2, 30],
+    "the last row of a task is not cut": [1023, 2048, 1, 1023, 2047, 5],
+    "long rows between": [3, 2049, 5, 3000, 0, 1020, 2500, 7, 4096],
+    "rows without entries": [0, 0, 1024, 0, 2048, 0, 0, 1, 0],
+    "more rows than entries": [0] * 5000 + [1] * 3 + [0] * 5000 + [900],
+}
+
+
+def graph_of(lengths: list[int]) -> SparseGraph:
+    """Rows of those lengths, from 700 sources."""
+    generator = torch.Generator().manual_seed(3)
+    dst = torch.repeat_interleave(torch.tensor(lengths))
+    src = torch.randint(700, (len(dst),), generator=generator)
+    order = torch.randperm(len(dst), generator=generator)
+    return SparseGraph.from_coo(src[order], dst[order], 700, len(lengths))
+
+
+@pytest.mark.parametrize("name", ROW_LENGTHS)
+@pytest.mark.parametrize("heads", [1, 3, 4, 9])
+def test_rows_of_gat_that_fill_its_tasks(name: str, heads: int) -> None:
+    """Also by source, since what rows are of one direction the other has as columns."""
+    graph = graph_of(ROW_LENGTHS[name])
+    generator = torch.Generator().manual_seed(4)
+    for g in (graph, graph.reverse()):
+        x, grad = (torch.randn(n, heads, 8, generator=generator).double() for n in (g.num_src, g.num_dst))
+        el, er = (torch.randn(n, heads, generator=generator).double() for n in (g.num_src, g.num_dst))
+        found = []
+        for backend in (CpuBackend(), NaiveBackend()):
+            out, lse, positive = backend.gat(g.in_edges, x, el, er, 0.2, None, for_backward=True)
+            grads = backend.gat_backward(g.in_edges, g.out_edges, x, el, er, out, lse, positive, grad, 0.2, None)
+            found.append((out, lse, *grads))
+        for mine, reference in zip(*found, strict=True):
+            torch.testing.assert_close(mine, reference, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ROW_LENGTHS)
+def test_tasks_that_keep_entries_have_room_for_them(name: str) -> None:
+    lengths = np.array(ROW_LENGTHS[name])
+    cut = cut_rows(np.concatenate([[0], np.cumsum(lengths)]))
+    for bounds, rows in ((cut.kept_bounds, lengths), (cut.kept_part_bounds, cut.part_ends - cut.part_begins)):
+        assert bounds[0] == 0
+        assert bounds[-1] == len(rows)
+        kept = np.where(rows > LONG_ROW_ENTRIES, 0, rows)
+        assert all(kept[a:b].sum() <= MAX_KEPT_ENTRIES for a, b in itertools.pairwise(bounds.tolist()))
+        assert len(bounds) <= 2 + len(rows) // MIN_TASK_ROWS + kept.sum() // KEPT_ENTRIES
+
+
 def test_more_heads_than_registers_hold() -> None:
     for check in (check_edge_softmax, check_gat, check_gatv2):
         check(CpuBackend(), Case("power-law", heads=19, width=9))
@@ -86,17 +134,19 @@ def test_kernels_compile_for_other_machines_without_calls(monkeypatch: pytest.Mo
         pytest.skip(f"this llvmlite has no code generator for {triple}: {error}")
     block = Block(4, 20)
     spmm = SpmmSpec("f32", "i32", block, edge_ids=True, weighted=True)
-    attention = {v2: AttentionSpec("f32", "i32", block, v2, True, True, True) for v2 in (False, True)}
+    attention = AttentionSpec("f32", "i32", block, True, True, True)
     kernels = {
         "sum": emit_sum(spmm),
         "select": emit_select(spmm),
         "dot": emit_sddmm(SddmmSpec("f32", "i32", block, "dot", "u", "v", True)),
         "softmax": emit_edge_softmax(SoftmaxSpec("f64", "i64", 5, True)),
-        "gat": emit_forward(attention[False]),
-        "gatv2": emit_forward(attention[True]),
-        "gat backward": emit_backward_by_source(attention[False]),
-        "gatv2 backward": emit_backward_by_source(attention[True]),
-        "gatv2 destinations": emit_backward_by_destination(AttentionSpec("f32", "i32", block, True, True)),
+        "gat": gat_kernels.emit_forward(attention),
+        "gat for backward": gat_kernels.emit_forward(replace(attention, positive=True)),
+        "gatv2": gatv2_kernels.emit_forward(attention),
+        "attention statistics": emit_statistics("f32", block, True, True),
+        "gat backward": gat_kernels.emit_backward_by_source(attention),
+        "gatv2 backward": gatv2_kernels.emit_backward_by_source(attention),
+        "gatv2 destinations": gatv2_kernels.emit_backward_by_destination(AttentionSpec("f32", "i32", block, True)),
     }
     for kernel, assembly in kernels.items():
         machine = target.create_target_machine(cpu=cpu, features=features, opt=2)

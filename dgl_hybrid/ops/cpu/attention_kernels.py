@@ -24,7 +24,10 @@ of -inf they would be NaN."""
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a kernel is compiled for: `block` are its heads; `positive`: gat, with `backend.PositiveSums`."""
+    """What a kernel is compiled for.
+
+    `block` are its heads; of gat, `positive`: with `backend.PositiveSums`, `past_cache`: how sums are written.
+    """
 
     value: Kind
     index: Kind
@@ -33,24 +36,26 @@ class AttentionSpec:
     dropout: bool = False
     edge_keys: bool = False
     positive: bool = False
+    past_cache: bool = False
 
 
 def emit_statistics(kind: Kind, block: Block, with_er: bool, with_d_er: bool) -> str:
     """What the backward reads per destination, side by side: (er,) lse, delta, each per head; and d_er if asked for.
 
-    One cache line per entry of the backward instead of three. d_er as `backend.PositiveSums` has it.
+    One cache line per entry of the backward instead of three, `place` numbers for each of them. d_er as
+    `backend.PositiveSums` has it.
     """
     k = KernelBuilder()
     er, lse, grad, out, statistics = (k.pointer(kind) for _ in range(5))
-    stride, head_stride = k.integer(), k.integer()
+    stride, head_stride, place = k.integer(), k.integer(), k.integer()
     positive_rows, positive_weights, d_er, slope = k.pointer(kind), k.pointer(kind), k.pointer(kind), k.number(kind)
     pieces = Block(block.heads, 1).pieces(kind)
     with k.rows() as row:
         copied = [er, lse] if with_er else [lse]
-        target = statistics.at(row * head_stride * (len(copied) + 1))
-        for place, source in enumerate(copied):
+        target = statistics.at(row * place * (len(copied) + 1))
+        for number, source in enumerate(copied):
             values = load_pieces(pieces, source.at(row * head_stride))
-            store_pieces(pieces, target.at(head_stride * place), values)
+            store_pieces(pieces, target.at(place * number), values)
 
         def store_dots(right: Pointer, target: Pointer, row: Value = row) -> None:
             left, right = grad.at(row * stride), right.at(row * stride)
@@ -60,7 +65,7 @@ def emit_statistics(kind: Kind, block: Block, with_er: bool, with_d_er: bool) ->
 
             store_head_sums(k, block, kind, term, target)
 
-        delta = target.at(head_stride * len(copied))
+        delta = target.at(place * len(copied))
         store_dots(out, delta)
         if with_d_er:
             own = d_er.at(row * head_stride)

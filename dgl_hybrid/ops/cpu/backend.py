@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
-from dgl_hybrid.ops.cpu import products, reductions
-from dgl_hybrid.ops.cpu.attention import attend, gat_backward, gatv2_backward
+from dgl_hybrid.ops.cpu import gat, gatv2, products, reductions
 from dgl_hybrid.ops.cpu.edge_kernels import (
     SddmmSpec,
     SoftmaxSpec,
@@ -162,7 +161,7 @@ class CpuBackend:
         for_backward: bool = False,
     ) -> tuple[Tensor, Tensor, PositiveSums | None]:
         plan = RowPlan.of(rows)
-        out, lse, positive = attend(plan, _wide(x), el, er, None, slope, dropout, with_positive=for_backward)
+        out, lse, positive = gat.attend(plan, _wide(x), el, er, slope, dropout, with_positive=for_backward)
         return out.to(x.dtype), lse, positive
 
     def gat_backward(
@@ -180,7 +179,7 @@ class CpuBackend:
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         del rows
-        dx, d_el, d_er = gat_backward(
+        dx, d_el, d_er = gat.backward(
             RowPlan.of(out_rows), _wide(x), el, er, _wide(out), lse, positive, _wide(grad), slope, dropout
         )
         return dx.to(x.dtype), d_el, d_er
@@ -195,7 +194,7 @@ class CpuBackend:
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor]:
         x = _wide(x_src)
-        out, lse, _ = attend(RowPlan.of(rows), x, x, _wide(x_dst), _wide(attention), slope, dropout)
+        out, lse = gatv2.attend(RowPlan.of(rows), x, _wide(x_dst), _wide(attention), slope, dropout)
         return out.to(x_src.dtype), lse
 
     def gatv2_backward(
@@ -211,7 +210,7 @@ class CpuBackend:
         slope: float,
         dropout: EdgeDropout | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        dx_src, dx_dst, d_attention = gatv2_backward(
+        dx_src, dx_dst, d_attention = gatv2.backward(
             RowPlan.of(rows),
             RowPlan.of(out_rows),
             _wide(x_src),

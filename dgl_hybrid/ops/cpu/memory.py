@@ -47,13 +47,11 @@ def goes_past_cache(out: Tensor, column: int, num_columns: int) -> bool:
     It would be pushed out of the last cache before anybody reads it, and memory that is written over need not be read:
     products of 100,000 rows and 128 columns take 0.9 of the time.
     """
+    if out.numel() * out.element_size() < MIN_PAST_CACHE_BYTES or not out.is_contiguous():
+        return False
     size = vector_unit().register_bytes
     row_bytes, begin, width = (count * out.element_size() for count in (out[0].numel(), column, num_columns))
-    return (
-        out.numel() * out.element_size() >= MIN_PAST_CACHE_BYTES
-        and out.is_contiguous()
-        and not any(value % size for value in (out.data_ptr(), row_bytes, begin, width))
-    )
+    return not any(value % size for value in (out.data_ptr(), row_bytes, begin, width))
 
 
 def ask_for_huge_heap() -> None:

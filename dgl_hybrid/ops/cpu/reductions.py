@@ -75,13 +75,14 @@ class Operand:
         row_bytes = self.num_columns * self.x.element_size()
         return (
             not self.by_edge
-            and row_bytes >= 2 * self._slice_bytes
+            and row_bytes >= 2 * self.slice_bytes
             and len(self.x) * row_bytes >= LEAST_PACKED_BYTES
             and num_reads >= LEAST_PACKED_READS * len(self.x)
         )
 
     @property
-    def _slice_bytes(self) -> int:
+    def slice_bytes(self) -> int:
+        """How much of each row is packed at a time."""
         wide, narrow = SLICE_BYTES
         return wide if len(self.x) * wide <= LEAST_PACKED_BYTES else narrow
 
@@ -98,23 +99,26 @@ class Operand:
             for begin, block in column_blocks(*self.shape, accumulator_elements(self.x.dtype)):
                 yield self.in_place(begin, block)
             return
-        size = self._slice_bytes // self.x.element_size()
-        rows = self.x.view(len(self.x), self.num_columns)
-        memory = new_tensor((len(rows) * size,), self.x.dtype)
+        size = self.slice_bytes // self.x.element_size()
+        memory = new_tensor((len(self.x) * size,), self.x.dtype)
         for begin, block in column_blocks(*self.shape, size):
-            packed = memory[: len(rows) * block.size].view(len(rows), block.size)
-            taken = rows[:, begin : begin + block.size]
-            if self.factors is None:
-                packed.copy_(taken)
-            else:
-                torch.mul(taken, self.factors.unsqueeze(-1), out=packed)
-            yield Columns(begin, block, packed, 0, block.size)
+            yield self.packed(begin, block, memory)
 
     def arguments(self, columns: Columns) -> list[int]:
         """The kernels' arguments for these columns."""
         heads, width = self.shape
         first = address(columns.x, columns.offset)
         return [first, columns.stride, address(self.weights, columns.begin // width), heads]
+
+    def packed(self, begin: int, block: Block, memory: Tensor) -> Columns:
+        """Columns, multiplied by the factors, in memory for as many."""
+        packed = memory[: len(self.x) * block.size].view(len(self.x), block.size)
+        taken = self.x.view(len(self.x), self.num_columns)[:, begin : begin + block.size]
+        if self.factors is None:
+            packed.copy_(taken)
+        else:
+            torch.mul(taken, self.factors.unsqueeze(-1), out=packed)
+        return Columns(begin, block, packed, 0, block.size)
 
     def in_place(self, begin: int, block: Block) -> Columns:
         """Columns where they are."""
@@ -150,7 +154,7 @@ def _run_sum(
         adds=targets is not None,
         scaled_sources=factors is not None,
         scaled_rows=row_factors is not None,
-        past_cache=targets is None and len(out) > 0 and goes_past_cache(out, columns.begin, columns.block.size),
+        past_cache=targets is None and goes_past_cache(out, columns.begin, columns.block.size),
     )
     into = (address(out, columns.begin), operand.num_columns)
     given = [address(tensor) for tensor in (factors, row_factors, targets) if tensor is not None]

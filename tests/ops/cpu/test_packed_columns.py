@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dgl_hybrid.ops import SparseGraph, spmm
+from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, spmm
 from dgl_hybrid.ops.cpu import reductions
 from dgl_hybrid.ops.cpu.lanes import Block
 from dgl_hybrid.ops.cpu.reductions import Operand
@@ -71,6 +71,45 @@ def test_backward_packs_the_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     packed.clear()
     spmm(graph, x).square().sum().backward()
     assert len(packed) == 2 * 64 * 8 // reductions.SLICE_BYTES[1], "forward and backward"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("heads", "width"), [(4, 32), (3, 24), (9, 4), (2, 40), (5, 1)], ids=str)
+@pytest.mark.parametrize("dropped", [False, True])
+@pytest.mark.parametrize("longest", [0, 2 * LONG_ROW_ENTRIES + 5])
+def test_attention_packs_whole_heads(
+    dtype: torch.dtype, heads: int, width: int, dropped: bool, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is gathered: sources forward, the gradients of destinations backward."""
+    graph = random_graph(longest=longest)
+    generator = torch.Generator().manual_seed(heads)
+    x = torch.randn(NUM_SRC, heads, width, dtype=dtype, generator=generator, requires_grad=True)
+    el = torch.randn(NUM_SRC, heads, dtype=dtype, generator=generator, requires_grad=True)
+    er = torch.randn(NUM_DST, heads, dtype=dtype, generator=generator, requires_grad=True)
+    grad = torch.randn(NUM_DST, heads, width, dtype=dtype, generator=generator)
+    dropout = EdgeDropout.from_call(0.3, seed=1, step=2, call_index=3) if dropped else None
+    packed: list[int] = []
+    pack = Operand.packed
+
+    def watched(self: Operand, begin: int, block: Block, memory: torch.Tensor):  # type: ignore[no-untyped-def]
+        packed.append(block.heads)
+        return pack(self, begin, block, memory)
+
+    monkeypatch.setattr(Operand, "packed", watched)
+
+    def run() -> list[torch.Tensor]:
+        out = gat(graph, x, el, er, dropout=dropout)
+        return [out, *torch.autograd.grad(out, (x, el, er), grad)]
+
+    expected = run()
+    assert packed == [], "so few rows stay where they are"
+    monkeypatch.setattr(reductions, "LEAST_PACKED_BYTES", 1)
+    found = run()
+    row_bytes = heads * width * dtype.itemsize
+    assert len(packed) == 0 if row_bytes < 2 * reductions.SLICE_BYTES[1] else sum(packed) == 2 * heads
+    for packed_result, result in zip(found, expected, strict=True):
+        tolerance = (1e-5 if dtype == torch.float32 else 1e-13) * max(longest, 1) ** 0.5
+        torch.testing.assert_close(packed_result, result, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, spmm
+from dgl_hybrid.ops.cpu import gat as cpu_gat
 from dgl_hybrid.ops.cpu import reductions
 from dgl_hybrid.ops.cpu.lanes import Block
 from dgl_hybrid.ops.cpu.reductions import Operand
@@ -104,6 +105,7 @@ def test_attention_packs_whole_heads(
     expected = run()
     assert packed == [], "so few rows stay where they are"
     monkeypatch.setattr(reductions, "LEAST_PACKED_BYTES", 1)
+    monkeypatch.setattr(cpu_gat, "_LEAST_PACKED_READS", 1)
     found = run()
     row_bytes = heads * width * dtype.itemsize
     assert len(packed) == 0 if row_bytes < 2 * reductions.SLICE_BYTES[1] else sum(packed) == 2 * heads

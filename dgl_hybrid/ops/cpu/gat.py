@@ -51,14 +51,14 @@ def attend(
     if plan.has_long_rows:
         parts = Attended.room(plan.kept_parts.num_rows, x, with_positive=with_positive)
         er_parts = er[plan.long_rows][plan.long_row_of_part]
-    for columns in _columns(x, plan.ordinary.num_entries):
-        terms = _terms(el, columns)
+    for head, columns in _columns(x, plan.ordinary.num_entries):
+        terms = el[:, head : head + columns.block.heads].contiguous()  # in a nearer cache than those of all heads
         for run_over, fixed, result, total_of_none in (
             (plan.kept_ordinary, er, rows, TOTAL_OF_NONE_IN_ROW),
             (plan.kept_parts, er_parts, parts, TOTAL_OF_NONE_IN_PART),
         ):
             if result is not None:
-                _forward(plan.index, run_over, columns, terms, fixed, slope, dropout, total_of_none, result)
+                _forward(plan.index, run_over, head, columns, terms, fixed, slope, dropout, total_of_none, result)
     return put_together(plan, rows, parts)
 
 
@@ -81,43 +81,37 @@ def backward(
         of_parts = out_plan.long_rows[out_plan.long_row_of_part]
         sides.append((out_plan.kept_parts, x[of_parts], el[of_parts]))
     grads = [(new_tensor(tuple(own.shape), x.dtype), new_tensor(tuple(term.shape), x.dtype)) for _, own, term in sides]
-    for columns in _columns(grad, out_plan.ordinary.num_entries):
-        head, block = columns.begin // max(1, x.shape[2]), columns.block
-        statistics = new_tensor((len(er), 3, block.heads), x.dtype)
-        fill_statistics(statistics, head, block, er, lse, grad, out, positive, d_er, slope)
+    for head, columns in _columns(grad, out_plan.ordinary.num_entries):
+        statistics = new_tensor((len(er), 3, columns.block.heads), x.dtype)
+        fill_statistics(statistics, head, columns.block, er, lse, grad, out, positive, d_er, slope)
         for (rows, own, term), (dx, d_el) in zip(sides, grads, strict=True):
-            _backward(out_plan.index, rows, own, columns, statistics, term, slope, dropout, dx, d_el)
-    (dx, d_el), *of_parts_ = grads
-    for dx_parts, d_el_parts in of_parts_:
+            _backward(out_plan.index, rows, own, head, columns, statistics, term, slope, dropout, dx, d_el)
+    (dx, d_el), *grads_of_parts = grads
+    for dx_parts, d_el_parts in grads_of_parts:
         dx[out_plan.long_rows] = sum_rows(out_plan.merger, Operand(dx_parts, by_edge=True))
         merged = sum_rows(out_plan.merger, Operand(d_el_parts.unsqueeze(-1), by_edge=True))
         d_el[out_plan.long_rows] = merged.squeeze(-1)
     return dx, d_el, d_er
 
 
-def _columns(gathered: Tensor, num_reads: int) -> Iterator[Columns]:
-    """Yields all columns of (., H, D), whole heads at a time: see `Operand.columns`."""
+def _columns(gathered: Tensor, num_reads: int) -> Iterator[tuple[int, Columns]]:
+    """Yields all columns of (., H, D), whole heads at a time, with the first head: see `Operand.columns`."""
     operand, (num_heads, width) = Operand(gathered), gathered.shape[1:]
     size, max_heads = operand.slice_bytes // gathered.element_size(), _MAX_KEPT_BYTES // gathered.element_size()
     slices = list(head_blocks(num_heads, width, size, max_heads))
     if len(slices) > 1 and operand.is_packed(num_reads) and num_reads >= _LEAST_PACKED_READS * len(gathered):
         memory = new_tensor((len(gathered) * slices[0][1].size,), gathered.dtype)
         for head, block in slices:
-            yield operand.packed(head * width, block, memory)
+            yield head, operand.packed(head * width, block, memory)
         return
     for head, block in head_blocks(num_heads, width, accumulator_elements(gathered.dtype), max_heads):
-        yield operand.in_place(head * width, block)
-
-
-def _terms(terms: Tensor, columns: Columns) -> Tensor:
-    """(., B): those of the columns' heads alone, which fit a nearer cache than those of all heads."""
-    head = columns.begin // max(1, columns.block.width)
-    return terms[:, head : head + columns.block.heads].contiguous()
+        yield head, operand.in_place(head * width, block)
 
 
 def _forward(
     index: Kind,
     rows: Rows,
+    head: int,
     columns: Columns,
     terms: Tensor,
     er: Tensor,
@@ -127,7 +121,7 @@ def _forward(
     result: Attended,
 ) -> None:
     num_heads, width = result.out.shape[1:]
-    head, block = columns.begin // max(1, width), columns.block
+    block = columns.block
     positive_rows, positive_weights = result.positive or (None, None)
     sums = [result.out] if positive_rows is None else [result.out, positive_rows]
     spec = replace(
@@ -152,6 +146,7 @@ def _backward(
     index: Kind,
     rows: Rows,
     x: Tensor,
+    head: int,
     columns: Columns,
     statistics: Tensor,
     el: Tensor,
@@ -161,7 +156,7 @@ def _backward(
     d_el: Tensor,
 ) -> None:
     num_heads, width = x.shape[1:]
-    head, block = columns.begin // max(1, width), columns.block
+    block = columns.block
     drop, _keep = dropout_arguments(dropout, num_heads, head)
     arguments = [
         *rows.arguments(),

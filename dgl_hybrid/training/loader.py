@@ -81,10 +81,11 @@ class FullGraphLoader:
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
-            more hybrids and NeutronStar's then take turns of four epochs, those near the fastest of five or ten more,
-            and the one that measured fastest stays. Changing a plan takes as long as many epochs, so True lets trials
-            take a tenth of the time trained so far; a number is another share, `math.inf` has them all at once, for
-            benchmarks (24 to 84 epochs with six candidates), False none. `is_settled` says when they are over; plans
+            more hybrids and NeutronStar's then take turns of four epochs, those near the fastest of five or ten more
+            (short epochs are timed more often, for half of what a change of plans takes), and the one that measured
+            fastest stays. Changing a plan takes as long as many epochs, so True lets trials take a tenth of the time
+            trained so far; a number is another share, `math.inf` has them all at once, for benchmarks (24 to 84 epochs
+            with six candidates, short ones up to 216), False none. `is_settled` says when they are over; plans
             are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so read by
             them in every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;

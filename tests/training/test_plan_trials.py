@@ -20,7 +20,16 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.planner import RankEstimate, Topology, uniform_topology
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import planning
-from dgl_hybrid.training.plan_trials import CLOSE, DRIFT_WINDOW, FINAL_EPOCHS, TIMED_EPOCHS, WARM_UP_EPOCHS, PlanTrials
+from dgl_hybrid.training.plan_trials import (
+    CLOSE,
+    DRIFT_WINDOW,
+    FINAL_EPOCHS,
+    MAX_TIMED_EPOCHS,
+    TIMED_EPOCHS,
+    TIMED_SHARE,
+    WARM_UP_EPOCHS,
+    PlanTrials,
+)
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -28,7 +37,7 @@ from tests.helpers.world import run_ranks
 
 AT_ONCE = math.inf
 FIRST, FINAL = WARM_UP_EPOCHS + TIMED_EPOCHS, WARM_UP_EPOCHS + FINAL_EPOCHS
-MOST_EPOCHS = 6 * (FIRST + len(CLOSE) * FINAL) + 1
+MOST_EPOCHS = 6 * (1 + len(CLOSE)) * (WARM_UP_EPOCHS + MAX_TIMED_EPOCHS) + 1
 """Enough for trials to end, whatever they measure."""
 
 
@@ -50,6 +59,23 @@ def run_trials(trials: PlanTrials, seconds: list[float], *, warm_up_s: float = 9
         is_warming_up = len(ran) <= WARM_UP_EPOCHS or ran[-WARM_UP_EPOCHS - 1] != trials.current
         trials.record(warm_up_s if is_warming_up else seconds[trials.current])
     return ran
+
+
+@pytest.mark.parametrize(
+    ("change_s", "timed"),
+    [(0.0, TIMED_EPOCHS), (1.9 / TIMED_SHARE, TIMED_EPOCHS), (5.0 / TIMED_SHARE, 5), (99.0, MAX_TIMED_EPOCHS)],
+)
+def test_short_epochs_are_timed_for_a_share_of_what_the_change_took(change_s: float, timed: int) -> None:
+    """Those of the first candidate take a second; finals are as long, but where nothing has to be changed."""
+    trials, ran, seconds = PlanTrials(3), [], [1.0, 9.0, 1.1]
+    while not trials.is_settled:
+        begins = not ran or ran[-1] != trials.current
+        ran.append(trials.current)
+        trials.record(seconds[trials.current], change_s * seconds[trials.current] if begins else 0.0)
+    turn, final = WARM_UP_EPOCHS + timed, WARM_UP_EPOCHS + max(timed, FINAL_EPOCHS)
+    assert ran[: 3 * turn] == [0] * turn + [1] * turn + [2] * turn
+    # There and back: 2 goes on, then 0; 0 goes on, then 2.
+    assert ran[3 * turn :] == [2] * FINAL + [0] * (final + FINAL) + [2] * final
 
 
 def test_every_candidate_has_its_turn_and_the_fastest_stays() -> None:

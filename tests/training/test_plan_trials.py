@@ -113,13 +113,23 @@ def test_who_is_found_slower_in_a_second_look_gets_no_third() -> None:
     assert trials.measured_s == [1.3, 1.1, 1.0]
 
 
-def test_the_fastest_of_the_timed_epochs_counts_and_the_first_of_equals_stays() -> None:
+def test_the_lower_quartile_of_timed_epochs_counts() -> None:
+    """One of two, since the other may have been disturbed; of five, not the one that was as fast as no other."""
     trials = PlanTrials(2)
-    for epoch_s in (9.0, 9.0, 5.0, 1.0, 9.0, 9.0, 1.0, 2.0, *(9.0, 9.0, 5.0, 5.0, 5.0) * 4):
+    for epoch_s in (9.0, 9.0, 5.0, 1.0, 9.0, 9.0, 1.0, 2.0):
+        trials.record(epoch_s)
+    assert trials.measured_s == [1.0, 1.0]
+    for epoch_s in (9.0, 9.0, 5.0, 5.0, 5.0) * 2:
         assert not trials.is_settled
         trials.record(epoch_s)
     assert trials.is_settled
-    assert trials.measured_s == [1.0, 1.0]
+    assert trials.measured_s == [5.0, 2.0]
+    assert trials.current == 1
+
+
+def test_the_first_of_equals_stays() -> None:
+    trials = PlanTrials(2)
+    run_trials(trials, [1.0, 1.0])
     assert trials.current == 0
 
 

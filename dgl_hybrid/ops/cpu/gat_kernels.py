@@ -11,12 +11,13 @@ makes on the way.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from dgl_hybrid.ops.cpu.attention_kernels import LEAST, AttentionSpec
 from dgl_hybrid.ops.cpu.elementary import DropoutArguments, leaky_relu, leaky_relu_slope
 from dgl_hybrid.ops.cpu.entries import Entries, prefetch_distance
-from dgl_hybrid.ops.cpu.ir import KernelBuilder, Pointer, Value
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Pointer, Value, Variable
 from dgl_hybrid.ops.cpu.lanes import (
     ELEMENT_BYTES,
     Piece,
@@ -63,6 +64,20 @@ class _Logits:
         return own + self.moving.at(self.entries.column(entry) * self.moving_stride).load(0, self.spec.block.heads)
 
 
+_Body = Callable[[Value, Value, Value], None]
+"""Given a row, its first entry and the one behind its last."""
+
+
+def _run_twice(k: KernelBuilder, entries: Entries, filled: Variable, weigh: _Body, add_up: _Body) -> None:
+    """Runs both over each task's rows, one after the other; `filled` is how many entries the rows before have."""
+    with k.tasks() as (_, first, stop):
+        for body in (weigh, add_up):
+            filled.set(0)
+            with entries.rows_between(first, stop) as (row, begin, end):
+                body(row, begin, end)
+                filled.set(filled.get() + (end - begin))
+
+
 def emit_forward(spec: AttentionSpec) -> str:
     """out[v] = Σ w x[u]; with each row's largest logit m and the sum l of exp(logit - m), so that lse = m + log l.
 
@@ -83,8 +98,9 @@ def emit_forward(spec: AttentionSpec) -> str:
     factors = k.scratch(kind, weights.padded)
     filled = k.variable(k.constant("i64", 0))
 
-    def weigh(row: Value, begin: Value, count: Value) -> None:
+    def weigh(row: Value, begin: Value, end: Value) -> None:
         """Puts the weights of a row, not divided by their sum, into the buffers behind those of the rows before."""
+        count = end - begin
         largest, total = k.variable(weights.constant(LEAST[kind])), k.variable(weights.constant(0.0))
         chosen_total = k.variable(weights.constant(0.0))
         here = weights.at(filled.get())
@@ -143,15 +159,7 @@ def emit_forward(spec: AttentionSpec) -> str:
             values = [value * piece.spread(factors) for piece, value in zip(pieces, get_all(sums))]
             store_pieces(pieces, target.at(row * stride), values, past_cache=spec.past_cache)
 
-    with k.tasks() as (_, first, stop):
-        filled.set(0)
-        with entries.rows_between(first, stop) as (row, begin, end):
-            weigh(row, begin, end - begin)
-            filled.set(filled.get() + (end - begin))
-        filled.set(0)
-        with entries.rows_between(first, stop) as (row, begin, end):
-            add_up(row, begin, end)
-            filled.set(filled.get() + (end - begin))
+    _run_twice(k, entries, filled, weigh, add_up)
     return k.finish()
 
 
@@ -171,8 +179,9 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
     weights, slopes, deltas = (LogitChunk(k, kind, block.heads, MAX_KEPT_ENTRIES) for _ in range(3))
     filled = k.variable(k.constant("i64", 0))
 
-    def weigh(row: Value, begin: Value, count: Value) -> None:
+    def weigh(row: Value, begin: Value, end: Value) -> None:
         """Puts w and w * leaky_relu' of a row into the buffers; d_el = - Σ alpha * delta * leaky_relu'."""
+        count = end - begin
         rest = k.variable(weights.constant(0.0))
         here, slopes_here, deltas_here = (chunk.at(filled.get()) for chunk in (weights, slopes, deltas))
         with k.when(count.compare("sgt", 0)):
@@ -227,13 +236,5 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
             at = row * head_stride + heads[0]
             d_el.store(at, d_el.load(at, len(heads)) + total)
 
-    with k.tasks() as (_, first, stop):
-        filled.set(0)
-        with entries.rows_between(first, stop) as (row, begin, end):
-            weigh(row, begin, end - begin)
-            filled.set(filled.get() + (end - begin))
-        filled.set(0)
-        with entries.rows_between(first, stop) as (row, begin, end):
-            add_up(row, begin, end)
-            filled.set(filled.get() + (end - begin))
+    _run_twice(k, entries, filled, weigh, add_up)
     return k.finish()

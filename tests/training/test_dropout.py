@@ -199,7 +199,7 @@ def test_gradients_to_the_second_order(shape: tuple[int, ...]) -> None:
 
 
 def test_the_backward_uses_the_mask_of_the_forward() -> None:
-    x = torch.randn(3000, 50, requires_grad=True)
+    x = torch.rand(3000, 50).add_(1.0).requires_grad_()  # never 0, as one normal number in some ten million is
     ids = torch.randperm(3000)
     y = replicated_dropout(x, 0.5, ids, seed=0, step=9, call_index=1)
     upstream = torch.randn_like(y)

@@ -227,6 +227,21 @@ def test_a_compiled_op_takes_other_sizes() -> None:
         assert torch.equal(got, expected)
 
 
+@pytest.mark.parametrize("dropped", [False, True])
+def test_gat_whose_backward_runs_on_another_backend(backend: BackendName, dropped: bool) -> None:
+    """What the one keeps for its backward the other does not."""
+    graph = make_graph("hand")
+    x, el, er = (leaf(*shape, dtype=torch.float64) for shape in ((4, 2, 3), (4, 2), (5, 2)))
+    dropout = EdgeDropout.from_call(0.5, seed=1, step=2, call_index=3) if dropped else None
+    upstream = leaf(5, 2, 3, dtype=torch.float64).detach()
+    out = gat(graph, x, el, er, dropout=dropout)
+    expected = torch.autograd.grad(out, (x, el, er), upstream, retain_graph=True)
+    with use_backend("cpu" if backend == "naive" else "naive"):
+        found = torch.autograd.grad(out, (x, el, er), upstream)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 def test_autocast_compiles_without_breaks() -> None:
     graph = make_graph("hand")
     x, w = leaf(4, 2, 3, dtype=torch.bfloat16).detach(), leaf(7, 2, 1).detach()

@@ -131,15 +131,14 @@ def _gat_backward(
     edge_keys: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x, el, er, out, lse, grad = (tensor.contiguous() for tensor in (x, el, er, out, lse, grad))
-    dropout, backend, by_destination = _unpack_dropout(p, keys, edge_keys), choose_backend(x), read_rows(rows)
+    structure = (read_rows(rows), read_rows(out_rows))
+    dropout, backend = _unpack_dropout(p, keys, edge_keys), choose_backend(x)
     positive: PositiveSums | None = PositiveSums(positive_rows.contiguous(), positive_weights.contiguous())
     if positive_weights.shape != lse.shape:  # another backend ran the forward
         positive = None
         if backend.keeps_positive_sums:
-            _, _, positive = backend.gat(by_destination, x, el, er, slope, dropout, for_backward=True)
-    by_source = read_rows(out_rows)
-    grads = backend.gat_backward(by_destination, by_source, x, el, er, out, lse, positive, grad, slope, dropout)
-    dx, d_el, d_er = grads
+            _, _, positive = backend.gat(structure[0], x, el, er, slope, dropout, for_backward=True)
+    dx, d_el, d_er = backend.gat_backward(*structure, x, el, er, out, lse, positive, grad, slope, dropout)
     assert d_er is not None
     return dx, d_el, d_er
 

@@ -212,10 +212,10 @@ def make(graph: str, scale: float, ranks: int, cache: Path) -> PreparedGraph:
         original: list[IntArray] = []
         for rank in range(ranks):
             part = load_partition(prepared.part_config, rank)
-            sources = np.unique(part.src_global.numpy())
+            sources = np.unique(part.lists.src_global.numpy())
             first, last = part.node_offsets[rank : rank + 2].tolist()
             halo_rows += int(((sources < first) | (sources >= last)).sum())
-            num_edges += len(part.src_global)
+            num_edges += len(part.lists.src_global)
             num_nodes += part.num_inner
             num_train += int(part.node_data["train_mask"].sum())
             feat_dim = int(part.node_data["feat"].shape[1])

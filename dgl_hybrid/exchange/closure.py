@@ -12,9 +12,9 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.exchange.locality import OrderedRows, RowOrder, order_rows
-from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow_dtype
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import are_many, difference, find_sorted, indptr_of, place_of, union, unique
+from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow_dtype
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,9 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.segments import find_sorted, indptr_of, unique
 from dgl_hybrid.partition import EdgeLists
+
+NewRows = Callable[[tuple[int, ...], torch.dtype], Tensor]
+"""(shape, dtype) to an uninitialised CPU tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +85,20 @@ def request_ids(communicator: Communicator, ownership: Ownership, ids_sorted_glo
     )
 
 
-def fetch_rows(communicator: Communicator, ownership: Ownership, rows: Tensor, ids_global: Tensor) -> Tensor:
+def fetch_rows(
+    communicator: Communicator,
+    ownership: Ownership,
+    rows: Tensor,
+    ids_global: Tensor,
+    *,
+    new_rows: NewRows | None = None,
+) -> Tensor:
     """Fetches static rows from their owners. Collective; not differentiable.
 
     Args:
         rows: (N, ...) the rows this rank owns, by local position.
         ids_global: (n,) int64 in any order, duplicates allowed; owned ids are answered locally.
+        new_rows: Makes the tensor of CPU rows that is returned; None: as any other.
 
     Returns:
         (n, ...) rows in the order asked.
@@ -97,13 +109,16 @@ def fetch_rows(communicator: Communicator, ownership: Ownership, rows: Tensor, i
     received = communicator.exchange(
         rows.index_select(0, routing.send_local.to(rows.device)), routing.send_counts, routing.recv_counts
     )
+    out: Tensor | None = None
+    if new_rows is not None and rows.device.type == "cpu" and not rows.requires_grad:
+        out = new_rows((len(ids_global), *rows.shape[1:]), rows.dtype)
     if bool(mine.all()):
-        return rows.index_select(0, (ids_global - ownership.start).to(rows.device))
+        return torch.index_select(rows, 0, (ids_global - ownership.start).to(rows.device), out=out)
     table = rows.new_empty((len(distinct), *rows.shape[1:]))
     table[mine] = rows.index_select(0, (distinct[mine] - ownership.start).to(rows.device))
     table[~mine] = received
     _, position = find_sorted(distinct, ids_global, ownership.total)
-    return table.index_select(0, position.to(rows.device))
+    return torch.index_select(table, 0, position.to(rows.device), out=out)
 
 
 def fetch_lists(

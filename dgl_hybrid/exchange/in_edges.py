@@ -30,7 +30,7 @@ class InEdges:
 
     @property
     def num_fetched_edges(self) -> int:
-        return len(self._fetched_lists.src_global)
+        return self._fetched_lists.num_edges
 
     def forget_fetched(self) -> None:
         """Drops the lists that were asked for: many of three layers' are as long as the graph. Each rank on its own.

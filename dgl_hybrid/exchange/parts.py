@@ -21,9 +21,9 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.narrow_ids import narrow
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.ops import SparseGraph
+from dgl_hybrid.partition.narrow_ids import narrow
 
 Range = tuple[int, int]
 

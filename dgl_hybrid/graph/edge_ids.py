@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
+from dgl_hybrid.partition.narrow_ids import NarrowIds
 
 
 class EdgeIds:

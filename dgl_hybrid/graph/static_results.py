@@ -15,6 +15,7 @@ every rank; whether somebody wrote into one is agreed on before each epoch (`Ful
 
 from __future__ import annotations
 
+import random
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ IsStatic = Callable[[Tensor], bool]
 Rows = Tensor | SparseRows
 """What a layer multiplies by its weight."""
 
-SAMPLED_ELEMENTS = 4096
+NUM_SAMPLES, SAMPLED_ELEMENTS = 16, 256
+"""Of an operand that is compared: so many runs of so many elements, on as many pages. Rows may lie on disk."""
 MAX_DENSITY = 0.4
 """Of rows that are kept by their entries, on CPU: an entry takes as long as 1.7 to 2 elements of a dense product."""
 
@@ -60,10 +62,14 @@ class _Operand:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Bytes of elements at even distances; NaN equals itself in them."""
+    """Bytes of short runs of elements, the same of every tensor of this size; NaN equals itself in them."""
     flat = tensor.detach().reshape(-1)
-    stride = max(1, len(flat) // SAMPLED_ELEMENTS)
-    return flat[::stride].clone().view(torch.uint8)
+    if len(flat) <= NUM_SAMPLES * SAMPLED_ELEMENTS:
+        return flat.clone().view(torch.uint8)
+    # At odd places, as columns come again at even distances.
+    generator = random.Random(len(flat))
+    starts = [generator.randrange(len(flat) - SAMPLED_ELEMENTS) for _ in range(NUM_SAMPLES)]
+    return torch.cat([flat[start : start + SAMPLED_ELEMENTS] for start in starts]).view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,6 +174,17 @@ class StaticResults:
     def was_changed(self) -> bool:
         """Whether somebody wrote into a kept result or into what one was made of."""
         return any(kept.was_changed for kept in self._kept.values())
+
+    def resting_operands(self) -> list[Tensor]:
+        """Returns what results were made of and nothing of this block reads any more: the results are read instead."""
+        found: dict[int, Tensor] = {}
+        read: set[int] = set()
+        for kept in self._kept.values():
+            operands = [tensor for operand in kept.operands if (tensor := operand.tensor()) is not None]
+            if kept.result is None:
+                read.update(map(id, operands))
+            found.update({id(tensor): tensor for tensor in operands})
+        return [tensor for name, tensor in found.items() if name not in read]
 
     def clear(self) -> None:
         """Drops everything; every rank does so at the same point of its program."""

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import gather_segments, indptr_of
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow
 
 
 def _tiny_sizes(num_layers: int, taken: set[int]) -> tuple[list[int], list[int]]:

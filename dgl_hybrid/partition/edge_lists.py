@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.narrow_ids import NarrowIds
 from dgl_hybrid.partition.split import counts_to_offsets, expand_ranges
 
 _CHUNK_EDGES = 1 << 20
@@ -55,7 +56,7 @@ class EdgeLists(ABC):
 
 
 class StoredLists(EdgeLists):
-    """Lists held as tensors.
+    """Lists held as tensors, their ids in four bytes where they fit: only plans read them.
 
     Args:
         indptr: (R+1,) int64.
@@ -63,8 +64,24 @@ class StoredLists(EdgeLists):
     """
 
     def __init__(self, indptr: Tensor, src_global: Tensor, eid_global: Tensor) -> None:
-        self.indptr, self.src_global, self.eid_global = indptr, src_global, eid_global
+        self.indptr = indptr
+        self._src, self._eid = NarrowIds(src_global), NarrowIds(eid_global)
         self.counts = indptr.diff()
+
+    @property
+    def num_edges(self) -> int:
+        """E."""
+        return len(self._src)
+
+    @property
+    def src_global(self) -> Tensor:
+        """(E,) int64, made anew."""
+        return self._src.peek()
+
+    @property
+    def eid_global(self) -> Tensor:
+        """(E,) int64, made anew."""
+        return self._eid.peek()
 
     @staticmethod
     def empty() -> StoredLists:
@@ -73,7 +90,7 @@ class StoredLists(EdgeLists):
 
     def gather(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         positions = expand_ranges(self.indptr[rows], self.indptr[rows + 1])
-        return self.counts[rows], self.src_global[positions], self.eid_global[positions]
+        return self.counts[rows], self._src.peek(positions), self._eid.peek(positions)
 
     def sum_by_source(self, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
         sources, position = torch.unique(self.src_global, return_inverse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import dgl
@@ -14,6 +13,7 @@ from dgl.data.utils import load_tensors
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.ops.cpu.memory import unmap_read_files_in
 from dgl_hybrid.partition.edge_lists import StoredLists
 from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
@@ -43,20 +43,12 @@ class LocalPartition:
     """(P+1,) int64."""
     edge_offsets: Tensor
     """(P+1,) int64."""
-    indptr: Tensor
-    """(N+1,) int64: in-edges of inner vertices, CSC."""
-    src_global: Tensor
-    """(E,) int64."""
-    eid_global: Tensor
-    """(E,) int64."""
+    lists: StoredLists
+    """In-edge lists of inner vertices."""
     halo_global: Tensor
     """(Hc,) int64, sorted."""
-    halo_indptr: Tensor
-    """(Hc+1,) int64."""
-    halo_src_global: Tensor
-    """(Eh,) int64."""
-    halo_eid_global: Tensor
-    """(Eh,) int64."""
+    halo_lists: StoredLists
+    """In-edge lists of the vertices of `halo_global`."""
     in_degrees: Tensor
     """(N,) int64, full graph."""
     out_degrees: Tensor | None
@@ -73,17 +65,7 @@ class LocalPartition:
     @property
     def num_inner(self) -> int:
         """N."""
-        return self.indptr.numel() - 1
-
-    @cached_property
-    def lists(self) -> StoredLists:
-        """In-edge lists of inner vertices."""
-        return StoredLists(self.indptr, self.src_global, self.eid_global)
-
-    @cached_property
-    def halo_lists(self) -> StoredLists:
-        """In-edge lists of the vertices of `halo_global`."""
-        return StoredLists(self.halo_indptr, self.halo_src_global, self.halo_eid_global)
+        return self.lists.num_rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +121,8 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
             f"the full graph (got {int(in_degrees.sum())}). {_REMEDY}"
         )
     halo_global, halo_indptr, halo_edges = _complete_halo(summary, part_id, structure, sidecar)
+    if sidecar is not None:
+        unmap_read_files_in(summary.folder / f"part{part_id}")  # most never ask for original edge ids again
     return LocalPartition(
         part_id=part_id,
         num_parts=summary.num_parts,
@@ -147,13 +131,9 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
         halo_hops=summary.halo_hops,
         node_offsets=torch.tensor(summary.node_offsets),
         edge_offsets=torch.tensor(summary.edge_offsets),
-        indptr=counts_to_offsets(in_degrees),
-        src_global=structure.src[owned].clone(),  # a view would keep those of halo vertices, too
-        eid_global=structure.eid[owned].clone(),
+        lists=StoredLists(counts_to_offsets(in_degrees), structure.src[owned], structure.eid[owned]),
         halo_global=halo_global,
-        halo_indptr=halo_indptr,
-        halo_src_global=structure.src[halo_edges],
-        halo_eid_global=structure.eid[halo_edges],
+        halo_lists=StoredLists(halo_indptr, structure.src[halo_edges], structure.eid[halo_edges]),
         in_degrees=in_degrees,
         out_degrees=None if sidecar is None else sidecar.out_degrees,
         orig_node_ids=None if sidecar is None else sidecar.orig_node_ids,

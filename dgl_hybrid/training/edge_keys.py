@@ -8,7 +8,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
+from dgl_hybrid.partition.narrow_ids import NarrowIds
 
 
 class EdgeKeys:

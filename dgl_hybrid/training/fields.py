@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
+from dgl_hybrid.ops.cpu.resting_rows import new_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +110,8 @@ class StoredField(GraphField):
             if read is None or read.was_changed:
                 # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
                 with torch.inference_mode(False):
-                    rows = fetch_rows(self._row_sets.communicator, self.ownership, self.local, known).to(ids.device)
+                    communicator = self._row_sets.communicator
+                    rows = fetch_rows(communicator, self.ownership, self.local, known, new_rows=new_rows).to(ids.device)
                 if key not in self._read:
                     weakref.finalize(ids, self._read.pop, key, None)
                 read = self._read[key] = _Read(rows, rows._version)

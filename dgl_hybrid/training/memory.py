@@ -8,6 +8,7 @@ import gc
 import resource
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -43,10 +44,12 @@ class FreeMemory:
 
     Args:
         at_once: Whether memory is scarcer than time.
+        rest: Called before memory goes back: takes rows that nobody reads out of it.
     """
 
-    def __init__(self, *, at_once: bool) -> None:
+    def __init__(self, *, at_once: bool, rest: Callable[[], None]) -> None:
         self._at_once = at_once
+        self._rest = rest
         self._is_thorough = False
         self._waits_since: float | None = None
 
@@ -68,6 +71,7 @@ class FreeMemory:
     def give_back(self) -> None:
         """Gives back what waits, if anything does."""
         if self._waits_since is not None:
+            self._rest()
             give_back_memory(thoroughly=self._is_thorough)
         self._waits_since, self._is_thorough = None, False
 

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
+from dgl_hybrid.ops.cpu.resting_rows import own_rows
 from dgl_hybrid.sampling.hooks import answer_pulls
 from dgl_hybrid.training.fields import RowSets, was_changed
 from dgl_hybrid.training.learned_rows import settle_gradient
@@ -126,7 +127,7 @@ class StableReads:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
             else:
                 self._settle_if_learned(name, read)
-            rows = self._pull(name, ids_global).to(id_tensor.device)
+            rows = own_rows(self._pull(name, ids_global).to(id_tensor.device))
             read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
         return read.rows
 

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.exchange.closure import LevelSets
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
 from dgl_hybrid.graph import model_timing
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
 from dgl_hybrid.graph.model_timing import Measured, fit_times, time_model
@@ -20,6 +19,7 @@ from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import _structure_of_one_rank, build_blocks_like
 from dgl_hybrid.graph.trace import trace_model
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from dgl_hybrid.partition.narrow_ids import NarrowIds
 from dgl_hybrid.planner import synthetic_trace
 
 IN, HIDDEN, OUT = 5, 9, 3

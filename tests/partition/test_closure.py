@@ -17,11 +17,11 @@ EMPTY = torch.empty(0, dtype=torch.int64)
 def closure_of(part: LocalPartition, num_hops: int) -> Closure:
     return khop_closure(
         first_inner=int(part.node_offsets[part.part_id]),
-        indptr=part.indptr,
-        src_global=part.src_global,
+        indptr=part.lists.indptr,
+        src_global=part.lists.src_global,
         halo_global=part.halo_global,
-        halo_indptr=part.halo_indptr,
-        halo_src_global=part.halo_src_global,
+        halo_indptr=part.halo_lists.indptr,
+        halo_src_global=part.halo_lists.src_global,
         num_hops=num_hops,
     )
 

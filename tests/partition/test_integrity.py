@@ -184,7 +184,7 @@ def test_the_folder_can_be_moved(folder: Path, tmp_path: Path) -> None:
     before = load_partition(folder / "g.json", 1)
     shutil.move(folder, tmp_path / "elsewhere" / "deep")
     after = load_partition(tmp_path / "elsewhere" / "deep" / "g.json", 1)
-    assert torch.equal(before.src_global, after.src_global)
+    assert torch.equal(before.lists.src_global, after.lists.src_global)
     verify_partition(tmp_path / "elsewhere" / "deep" / "g.json")
 
 
@@ -212,11 +212,11 @@ def test_plain_folder_agrees_with_the_graph(plain: Path) -> None:
         assert torch.equal(part.in_degrees, graph.in_degrees()[original])
         dst = torch.repeat_interleave(torch.arange(part.num_inner), part.in_degrees)
         weights = torch.zeros(part.num_inner, dtype=torch.float64).index_add(
-            0, dst, part.edge_data["w"][part.eid_global - part.edge_offsets[part_id]]
+            0, dst, part.edge_data["w"][part.lists.eid_global - part.edge_offsets[part_id]]
         )
         expected = torch.zeros(graph.num_nodes(), dtype=torch.float64).index_add(0, graph.edges()[1], graph.edata["w"])
         assert torch.allclose(weights, expected[original], rtol=0, atol=1e-12)  # sums in another order
-        total += part.src_global.numel()
+        total += part.lists.src_global.numel()
     assert total == graph.num_edges()
 
 
@@ -229,10 +229,10 @@ def test_plain_halo_lists_need_the_owner_as_witness(plain: Path) -> None:
     for row, vertex in enumerate(part.halo_global.tolist()):
         owner = int(torch.searchsorted(part.node_offsets, vertex, right=True)) - 1
         k = vertex - int(part.node_offsets[owner])
-        theirs = slice(int(everything[owner].indptr[k]), int(everything[owner].indptr[k + 1]))
-        ours = slice(int(part.halo_indptr[row]), int(part.halo_indptr[row + 1]))
-        assert torch.equal(part.halo_eid_global[ours], everything[owner].eid_global[theirs])
-        assert torch.equal(part.halo_src_global[ours], everything[owner].src_global[theirs])
+        theirs = slice(int(everything[owner].lists.indptr[k]), int(everything[owner].lists.indptr[k + 1]))
+        ours = slice(int(part.halo_lists.indptr[row]), int(part.halo_lists.indptr[row + 1]))
+        assert torch.equal(part.halo_lists.eid_global[ours], everything[owner].lists.eid_global[theirs])
+        assert torch.equal(part.halo_lists.src_global[ours], everything[owner].lists.src_global[theirs])
     shutil.rmtree(plain / "part2")
     alone = load_partition(config, 0)
     assert bool((alone.halo_global < int(part.node_offsets[2])).all())
@@ -263,7 +263,7 @@ def test_plain_folder_in_another_order(what: str, plain: Path) -> None:
         before, after = getattr(expected, name), getattr(part, name)
         if isinstance(before, torch.Tensor):
             assert torch.equal(before, after), name
-    assert len(part.halo_src_global), "lists of the halo are compared, too"
+    assert len(part.halo_lists.src_global), "lists of the halo are compared, too"
 
 
 def test_plain_folder_of_one_hop_claims_nothing(tmp_path: Path) -> None:

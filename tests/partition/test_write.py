@@ -64,9 +64,12 @@ def test_parts_together_are_the_graph(name: str, num_parts: int, num_hops: int, 
             assert torch.equal(data, graph.edata[key][part.orig_edge_ids])
         assert set(part.node_data) == set(graph.ndata)
         assert set(part.edge_data) == set(graph.edata)
-        lists = [(first + k, part.indptr, k, part.src_global, part.eid_global) for k in range(part.num_inner)]
+        lists = [
+            (first + k, part.lists.indptr, k, part.lists.src_global, part.lists.eid_global)
+            for k in range(part.num_inner)
+        ]
         lists += [
-            (int(v), part.halo_indptr, k, part.halo_src_global, part.halo_eid_global)
+            (int(v), part.halo_lists.indptr, k, part.halo_lists.src_global, part.halo_lists.eid_global)
             for k, v in enumerate(part.halo_global)
         ]
         for vertex, indptr, row, src, eid in lists:
@@ -98,11 +101,11 @@ def test_plain_dgl_reads_the_same(num_parts: int, num_hops: int, method: str, tm
         src, dst = local.edges(order="eid")
         assert torch.equal(inner[dst], inner_edge)
         order = torch.argsort(nids[dst[inner_edge]] * graph.num_edges() + eids[inner_edge])
-        assert torch.equal(nids[src[inner_edge]][order], ours.src_global)
+        assert torch.equal(nids[src[inner_edge]][order], ours.lists.src_global)
         assert ours.out_degrees is not None
         # What DistGraph.out_degrees answers from the owner's part.
         assert torch.equal(local.out_degrees(torch.arange(last - first)), ours.out_degrees)
-        assert torch.equal(book.nid2partid(ours.src_global), _owner(ours, ours.src_global))
+        assert torch.equal(book.nid2partid(ours.lists.src_global), _owner(ours, ours.lists.src_global))
         assert torch.equal(node_feats["_N/feat"], ours.node_data["feat"])
         assert torch.equal(edge_feats["_N:_E:_N/w"], ours.edge_data["w"])
 
@@ -164,16 +167,16 @@ def test_hand_drawn_folder(tmp_path: Path) -> None:
     part = load_partition(config, 1)  # owns vertices 3, 4, 5
     assert part.node_offsets.tolist() == [0, 3, 6]
     assert part.edge_offsets.tolist() == [0, 4, 7]  # edges into 0, 1, 2, 2 come first
-    assert part.indptr.tolist() == [0, 1, 2, 3]
-    assert part.src_global.tolist() == [1, 3, 4]
-    assert part.eid_global.tolist() == [4, 5, 6]
+    assert part.lists.indptr.tolist() == [0, 1, 2, 3]
+    assert part.lists.src_global.tolist() == [1, 3, 4]
+    assert part.lists.eid_global.tolist() == [4, 5, 6]
     assert part.edge_data["w"].tolist() == [3.0, 4.0, 5.0]
     assert part.in_degrees.tolist() == [1, 1, 1]
     assert part.out_degrees is not None
     assert part.out_degrees.tolist() == [1, 2, 1]
     # The only in-edge of vertex 0 starts here; 1 and 2 have in-edges that one hop does not store.
     assert part.halo_global.tolist() == [0]
-    assert part.halo_src_global.tolist() == [5]
+    assert part.halo_lists.src_global.tolist() == [5]
     assert load_partition(write(hand_drawn(), tmp_path / "q", 2, 2, "contiguous"), 1).halo_global.tolist() == [0, 1]
 
 
@@ -196,7 +199,7 @@ def test_parts_without_edges_and_a_graph_without_edges(tmp_path: Path) -> None:
         for part_id in range(3):
             part = load_partition(config, part_id)
             assert part.num_inner == 2
-            assert part.src_global.numel() == (graph.num_edges() if part_id == 0 else 0)
+            assert part.lists.src_global.numel() == (graph.num_edges() if part_id == 0 else 0)
             assert dgl.distributed.load_partition(str(config), part_id)[0].num_nodes() == 2
 
 
@@ -219,7 +222,7 @@ def test_trainer_ids_are_written_and_the_graph_is_left_alone(tmp_path: Path) -> 
         part = load_partition(tmp_path / "g.json", part_id)
         assert set(part.node_data["trainer_id"].tolist()) <= {2 * part_id, 2 * part_id + 1}
         owner = torch.repeat_interleave(part.node_data["trainer_id"], part.in_degrees)
-        order = part.eid_global - part.edge_offsets[part_id]
+        order = part.lists.eid_global - part.edge_offsets[part_id]
         assert torch.equal(part.edge_data["trainer_id"][order], owner)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
-from dgl_hybrid.exchange.narrow_ids import NarrowIds
+from dgl_hybrid.partition.narrow_ids import NarrowIds
 from dgl_hybrid.training.edge_keys import EdgeKeys
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law

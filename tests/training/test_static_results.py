@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +27,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
 from dgl_hybrid.ops import SparseRows
+from dgl_hybrid.ops.cpu import resting_rows
 from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import (
     LAYERS,
@@ -56,6 +59,8 @@ class Run:
     """Results kept by their entries."""
     num_without_edges: int = 0
     """Vertices of the first layer whose owners aggregate for them."""
+    num_left: int = 0
+    """Fields that were left on disk."""
 
 
 def train(
@@ -67,6 +72,7 @@ def train(
     optimized: bool = False,
     change: str = "",
     keep_static: bool = True,
+    rests: bool = False,
 ) -> Run:
     g = PartitionedGraph.open(part_config)
     model = case.build(g.ndata["feat"].shape[1])
@@ -111,6 +117,10 @@ def train(
         events = Counter(event.layer for event in g.communicator.clock.drain())
         run.first_layer_exchanges.append(events[1])
         optimizer.step()
+        if rests:
+            num_resident = len(resting_rows._in_memory)
+            loader._leave_rows_on_disk()
+            run.num_left += num_resident - len(resting_rows._in_memory)
     results = blocks[0].static_results
     run.kept_bytes = results.num_bytes
     replicas = blocks[0].structure.replicas
@@ -202,6 +212,86 @@ def test_cached_vertices_get_what_their_owners_aggregate(
     keeps = kind in (KEPT_WHEN_OPTIMIZED if optimized else KEPT_BY_ITSELF)
     if num_layers > 1:  # else nothing is cached but a borrowed seed
         assert any(run.num_without_edges for run in runs) == keeps
+
+
+def train_at_rest(rank: int, world_size: int, part_config: str, case: Case, **options: Any) -> Run:
+    """As `train`; after each epoch, rows of any size that nobody reads are left on disk, also where that is memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resting_rows, "LEAST_BYTES", 1)
+        patch.setattr(resting_rows, "_folder_on_disk", tempfile.gettempdir)
+        return train(rank, world_size, part_config, case, rests=True, **options)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
+@pairwise(
+    kind=["gcn_both", "gcn_none", "sage_gcn", "gin", "gin_learned", "sage_mean", "gat"],
+    world_size=[1, 2, 3, 4],
+    plan=["depcomm", "planned:depcache", "planned-random:1:0.5"],
+)
+def test_raw_rows_that_nobody_reads_can_be_left_on_disk(
+    kind: str, world_size: int, plan: str, partitions: PartitionStore
+) -> None:
+    case = Case(kind=kind, plan=plan, num_layers=2)
+    runs = run_ranks(
+        world_size, train_at_rest, partitions.get("power_law", power_law(), world_size), case, optimized=True
+    )
+    assert_same(runs, reference(case))
+    for run in runs:  # once: they stay there, or were read all the same and go back for good
+        assert run.num_left == (0 if kind in ("sage_mean", "gat") else 1)
+
+
+class WithSkip(nn.Module):
+    """A convolution whose result raw rows may be added to."""
+
+    def __init__(self, num_features: int, *, skips: bool) -> None:
+        super().__init__()
+        self.conv, self.skip = dglnn.GraphConv(num_features, 4), nn.Linear(num_features, 4)
+        self.skips = skips
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Any:
+        y = self.conv(blocks[0], x)
+        return y + self.skip(x[: len(y)]) if self.skips else y
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
+@pytest.mark.parametrize("skips", [False, True])
+def test_raw_rows_stay_on_disk_unless_the_model_reads_them(
+    skips: bool, partitions: PartitionStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = power_law()
+    graph.ndata["feat"] = torch.rand(
+        graph.num_nodes(), resting_rows.LEAST_BYTES // (8 * graph.num_nodes()) + 1
+    ).double()
+    monkeypatch.setattr(resting_rows, "_folder_on_disk", tempfile.gettempdir)
+    g = PartitionedGraph.open(partitions.get("wide_power_law", graph, 1))
+    model = WithSkip(graph.ndata["feat"].shape[1], skips=skips).double()
+    optimize(model)
+    gradients: list[list[Tensor]] = []
+    for rests in (False, True):
+        loader = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.empty(0, dtype=torch.int64)])
+        num_before, num_on_disk = len(resting_rows._on_disk), []
+        for _ in range(4):
+            if rests:
+                loader._leave_rows_on_disk()
+            num_on_disk.append(len(resting_rows._on_disk) - num_before)
+            for input_nodes, _, blocks in loader:
+                model.zero_grad()
+                model(blocks, g.ndata["feat"][input_nodes]).pow(2).sum().backward()
+            gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+        later = [] if not rests else [1, 0, 0] if skips else [1, 1, 1]
+        assert num_on_disk == ([0, *later] if rests else [0] * 4)
+        del loader, blocks, input_nodes
+    for found in gradients[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found, gradients[0], strict=True))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
+@pytest.mark.parametrize("change", ["sets the field", "writes in place", "writes on rank 0 between epochs"])
+def test_what_was_made_of_rows_on_disk_is_made_anew(change: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    case = Case(kind="gcn_both", plan="planned-random:1:0.6", num_layers=3)
+    runs = run_ranks(3, train_at_rest, folder, case, optimized=True, change=change)
+    assert_same(runs, reference(case, change=change))
 
 
 @pytest.mark.parametrize("change", ["sets the field", "writes in place", "writes on rank 0 between epochs"])
@@ -473,6 +563,36 @@ def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
     assert not results.are_static((known.requires_grad_(),))
     results.clear()
     assert results.num_bytes == 0
+
+
+@pytest.mark.parametrize("num_columns", [1, 16, 31, 602])
+@pytest.mark.parametrize("change", ["all scaled", "a column scaled", "rows shuffled"])
+def test_changes_of_many_elements_are_found_that_pytorch_does_not_count(num_columns: int, change: str) -> None:
+    if num_columns == 1 and change == "a column scaled":
+        change = "all scaled"
+    known = torch.rand(4096, num_columns, generator=torch.Generator().manual_seed(0))
+    results = StaticResults(lambda x: x is known)
+    results.get("sum", (known,), lambda: torch.ones(2))
+    assert not results.was_changed
+    if change == "all scaled":
+        known.data.mul_(1.001)
+    elif change == "a column scaled":
+        known.data[:, num_columns // 2].mul_(1.001)
+    else:
+        known.data.copy_(known[torch.randperm(4096)])
+    assert results.was_changed
+
+
+def test_rows_rest_that_nothing_reads_but_what_was_made_of_them() -> None:
+    known, other = torch.ones(3, 2), torch.ones(3, 2)
+    results = StaticResults(lambda x: True)
+    results.get("sum", (known,), lambda: torch.ones(2))
+    results.get("sum", (other,), lambda: torch.ones(2))
+    assert {id(x) for x in results.resting_operands()} == {id(known), id(other)}
+    assert results.rows_of(other, 2) is not None
+    assert [id(x) for x in results.resting_operands()] == [id(known)], "of dense rows themselves products are made"
+    del known
+    assert not results.resting_operands()
 
 
 def test_a_kept_result_that_became_a_leaf_is_made_anew() -> None:

@@ -34,11 +34,17 @@ def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """An uninitialised CPU tensor."""
     tensor = torch.empty(shape, dtype=dtype)
     num_bytes = math.prod(shape) * tensor.element_size()
-    if num_bytes >= MIN_HUGE_BYTES and (advise := _madvise()) is not None:
-        begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (tensor.data_ptr() + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        advise(begin, end - begin)
+    if num_bytes >= MIN_HUGE_BYTES:
+        ask_for_huge_pages(tensor.data_ptr(), num_bytes)
     return tensor
+
+
+def ask_for_huge_pages(address: int, num_bytes: int) -> None:
+    """Asks for huge pages in the whole pages of some memory."""
+    if (advise := _madvise()) is not None:
+        begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(begin, end - begin)
 
 
 def goes_past_cache(out: Tensor, column: int, num_columns: int) -> bool:
@@ -75,16 +81,32 @@ def ask_for_huge_heap() -> None:
 def unmap_code_in(folder: Path) -> int:
     """Takes a library that has done its work out of this process's resident memory; returns how many bytes that was.
 
-    Only pages that are as they are on disk: whoever calls the library again finds them where they were, in the system's
-    page cache or on disk. What the process has written to (data, relocated tables) stays. The system lists files by
-    their real paths: `folder` may be reached through links, as environments often are.
+    Whoever calls it again finds its code where it was. What the process may write to (data, relocated tables) stays:
+    other threads might be about to.
+    """
+    return _unmap_in(folder, lambda mapping: not mapping.is_writable)
+
+
+def unmap_read_files_in(folder: Path) -> int:
+    """Takes files that this process has mapped and read out of its resident memory; returns how many bytes that was.
+
+    Whoever reads again finds everything where it was. Nobody may write to these mappings meanwhile; what somebody wrote
+    before stays, with all that is mapped with it.
+    """
+    return _unmap_in(folder, lambda mapping: True)
+
+
+def _unmap_in(folder: Path, is_chosen: Callable[[_Mapping], bool]) -> int:
+    """Drops pages that are as they are on disk, and stay in the system's page cache as long as there is room.
+
+    The system lists files by their real paths: `folder` may be reached through links, as environments often are.
     """
     advise = _madvise("MADV_DONTNEED")
     if advise is None:
         return 0
     unmapped = 0
     for mapping in _mappings_in(folder.resolve()):
-        if mapping.is_writable or mapping.private_bytes:
+        if mapping.private_bytes or not is_chosen(mapping):
             continue
         advise(mapping.begin, mapping.end - mapping.begin)
         unmapped += mapping.resident_bytes

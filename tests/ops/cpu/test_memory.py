@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in
+from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in, unmap_read_files_in
 
 
 def flags_of_heap() -> list[str]:
@@ -132,3 +132,21 @@ def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
     assert changed[:1] == b"b"
     assert read[:] == b"a" * len(read)
     assert unmap_code_in(tmp_path / "other") == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what of a file is resident")
+def test_files_that_were_read_leave_and_can_be_read_again(tmp_path: Path) -> None:
+    file = tmp_path / "ids"
+    file.write_bytes(b"a" * 4 * mmap.PAGESIZE)
+    with file.open("r+b") as handle:
+        changed, read = (
+            mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            for _ in range(2)
+        )
+    changed[0] = ord("b")
+    assert read[:] == b"a" * len(read)
+    assert unmap_code_in(tmp_path) == 0, "it could be written to"
+    assert unmap_read_files_in(tmp_path) == len(read)
+    assert unmap_read_files_in(tmp_path) == 0
+    assert changed[:2] == b"ba"
+    assert read[:] == b"a" * len(read)

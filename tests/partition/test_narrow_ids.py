@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dgl_hybrid.exchange.narrow_ids import NarrowIds, narrow
+from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow
 
 
 @pytest.mark.parametrize(

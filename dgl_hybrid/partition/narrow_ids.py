@@ -20,7 +20,7 @@ def narrow(ids: Tensor, bound: int) -> Tensor:
 
 
 class NarrowIds:
-    """Ids that most programs never look at: held as int32 where they fit, spelled out when somebody first asks.
+    """Ids that are seldom looked at: held as int32 where they fit, spelled out when somebody asks.
 
     Args:
         ids: (n,) int64, any values.
@@ -39,6 +39,6 @@ class NarrowIds:
             self._held = self.peek()
         return self._held
 
-    def peek(self) -> Tensor:
-        """Returns the (n,) int64 ids, for once."""
-        return self._held.to(torch.int64)
+    def peek(self, positions: Tensor | None = None) -> Tensor:
+        """Returns the (n,) int64 ids, or those at some positions, for once."""
+        return (self._held if positions is None else self._held[positions]).to(torch.int64)

@@ -127,18 +127,17 @@ class StableReads:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
             else:
                 self._settle_if_learned(name, read)
-            rows = own_rows(self._pull(name, ids_global).to(id_tensor.device))
+            rows = self._pull(name, ids_global, id_tensor.device)
             read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
         return read.rows
 
-    def _pull(self, name: str, ids_global: Tensor) -> Tensor:
+    def _pull(self, name: str, ids_global: Tensor, device: torch.device) -> Tensor:
         self.num_pulls += 1
         self._is_pulling = True
         try:
             # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
             with torch.inference_mode(False):
-                rows: Tensor = self._client.pull(name=name, id_tensor=ids_global)
-                return rows
+                return own_rows(self._client.pull(name=name, id_tensor=ids_global).to(device))
         finally:
             self._is_pulling = False
 

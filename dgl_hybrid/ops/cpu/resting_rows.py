@@ -106,7 +106,11 @@ def take_back_if_read(rows: Tensor) -> int:
     if held is None or 2 * _resident_bytes(held) < held.nbytes:
         return 0
     content = held.copy()
-    _map_over(held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    try:
+        _map_over(held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    except OSError as error:
+        _logger.info("%.0f MB of raw rows stay on disk (%s)", held.nbytes / 1e6, error)
+        return 0
     ask_for_huge_pages(held.ctypes.data, held.nbytes)
     held[:] = content
     del _on_disk[held.ctypes.data]

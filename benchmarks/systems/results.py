@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import time
@@ -105,6 +106,14 @@ def package_versions() -> dict[str, str]:
     return {**{name: version(name) for name in names}, "python": platform.python_version()}
 
 
+def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns what the processor calls itself; machines of several kinds are told apart by it in one table."""
+    if not cpuinfo.is_file():
+        return platform.processor() or "unknown"
+    fields = dict(re.findall(r"^(model name|model)[ \t]*: *(.+)$", cpuinfo.read_text("utf-8"), re.MULTILINE))
+    return f"{fields.get('model name', 'unknown')}, model {fields.get('model', 'unknown')}"
+
+
 def describe_run() -> dict[str, Any]:
     """Returns the fields of every line of a run."""
 
@@ -123,6 +132,7 @@ def describe_run() -> dict[str, Any]:
         "machine": {
             "cores": len(os.sched_getaffinity(0)),
             "arch": platform.machine(),
+            "processor": processor_name(),
             "system": f"{platform.system()} {platform.release()}",
             "libc": " ".join(platform.libc_ver()),
         },

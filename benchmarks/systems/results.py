@@ -126,6 +126,7 @@ def describe_run() -> dict[str, Any]:
         "device": "cpu",
         "dtype": "float32",
         "seed": 0,
+        "subnormals": "flushed",
         "git_sha": git("rev-parse", "--short", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches")),
         "code": code_version(),

@@ -103,6 +103,9 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     job = Job.from_json(sys.argv[1])
     torch.set_num_threads(job.threads)
+    # Epoch after epoch on the same few labels makes gradients subnormal, and processors slow at them. Before any thread
+    # is started: threads have the setting of the one that started them.
+    torch.set_flush_denormal(True)
     system = SYSTEMS[job.system](job)
     system.join()
     link = Link(job.socket, system.rank)

@@ -573,7 +573,10 @@ class FullGraphLoader:
         Where rates were given, and where the model is gone, the candidates of before have another turn.
         """
         if self.communicator.rank == 0:
-            _logger.info("epochs no longer take what plans were chosen by: candidates are tried anew")
+            _logger.info(
+                "epochs no longer take what plans were chosen by: candidates are tried anew (where epochs only get "
+                "longer as training goes on, gradients may have become subnormal: torch.set_flush_denormal)"
+            )
         planning_s, seen = 0.0, self._seen_call() if self._maker.measures_rates else None
         if seen is not None:
             self.graph.topology = None

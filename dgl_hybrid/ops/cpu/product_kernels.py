@@ -23,7 +23,8 @@ _MAX_ROWS = 24
 _MAX_AHEAD_BYTES = 16 << 10
 """Of the next tile's rows, if they are asked for: the machine foresees wider ones, which would fill the cache."""
 _SCRATCH_BYTES = 128 << 10
-_MAX_BLOCK_ROWS = 256
+_MAX_BLOCK_ROWS = 64
+"""With a panel of a gradient, their columns for one tile fit in the first cache, however wide the rows are."""
 
 Finish = Callable[[Value, Value, int, Value], None]
 """Takes a row, the first column of a panel, a column within it, and the elements from there on."""

@@ -16,7 +16,7 @@ from dgl_hybrid.ops.cpu.host import VectorUnit, vector_unit
 from tests.helpers.thinning import pairwise
 from tests.ops.backend_checks import make_graph
 
-BLOCK_ROWS, TASK_ROWS = 256, 8192
+BLOCK_ROWS, TASK_ROWS = 64, 8192
 
 
 @pytest.fixture(autouse=True)

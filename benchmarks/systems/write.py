@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.systems import accuracy
 from benchmarks.systems.grid import NETWORKS, SAR
 from benchmarks.systems.results import OK, Line, newest
 from benchmarks.systems.summary import summarise
@@ -62,7 +64,13 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     cells, more = result["cells"], result["more"]
     if not cells:
         return "Nothing has been measured yet."
-    parts = [_conditions(lines)]
+    shown = [
+        line
+        for metric in ("epoch_time", accuracy.METRIC)
+        for systems in newest(lines, metric).values()
+        for line in systems.values()
+    ]
+    parts = [_conditions(shown)]
     headline = [name for name, value in result.items() if name not in ("cells", "more")]
     rows = [(name, "" if result[name] is None else f"{result[name]:.3g}") for name in headline]
     rows += [
@@ -95,7 +103,9 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     parts.append("### Every measurement")
     for cell, systems in newest(lines).items():
         table = markdown(*drop_empty_columns(LINE_HEAD, line_rows(systems.values())))
-        parts.append(f"<details><summary>{cell}</summary>\n\n{table}\n\n</details>")
+        any_line = next(iter(systems.values()))
+        where = f"{any_line['git_sha']}, {_processor(any_line)}"
+        parts.append(f"<details><summary>{cell} ({where})</summary>\n\n{table}\n\n</details>")
     return "\n\n".join(parts)
 
 
@@ -141,11 +151,13 @@ def _conditions(lines: Sequence[Line]) -> str:
     variables = " ".join(f"{name}={value}" for name, value in last["allocator_variables"].items()) or "none"
     commits = sorted({line["git_sha"] + ("+" if line["dirty"] else "") for line in lines})
     systems = sorted({line["machine"]["system"] for line in of_epochs})
+    cells_on = Counter(_processor(next(iter(cell.values()))) for cell in newest(of_epochs).values())
+    processors = " or ".join(f"{name} ({count} cells)" for name, count in cells_on.items())
     copied, flops = (
         _range([line["machine_rates"][name] / 1e9 for line in of_epochs]) for name in ("copy_bytes_per_s", "flops")
     )
     return (
-        f"Machine: {machine['cores']} cores ({machine['arch']}), {' or '.join(systems)}, {machine['libc']}; one thread "
+        f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, {machine['libc']}; one thread "
         f"copies {copied} GB/s and multiplies at {flops} GFLOP/s, differently from run to run. "
         f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
         f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
@@ -153,6 +165,10 @@ def _conditions(lines: Sequence[Line]) -> str:
         f"and the check; {' or '.join(map(str, starts))} starts of each of ours. "
         f"Load average before a cell: {loads[0]} to {loads[-1]}."
     )
+
+
+def _processor(line: Line) -> str:
+    return str(line["machine"].get("processor", "processor not recorded"))
 
 
 def _range(values: Sequence[float]) -> str:

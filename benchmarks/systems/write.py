@@ -157,9 +157,9 @@ def _conditions(lines: Sequence[Line]) -> str:
         _range([line["machine_rates"][name] / 1e9 for line in of_epochs]) for name in ("copy_bytes_per_s", "flops")
     )
     return (
-        f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, {machine['libc']}; one thread "
-        f"copies {copied} GB/s and multiplies at {flops} GFLOP/s, differently from run to run. "
-        f"Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
+        f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, "
+        f"{machine['libc']}; one thread copies {copied} GB/s and multiplies at {flops} GFLOP/s, "
+        f"differently from run to run. Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
         f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
         f"{settings['rounds']} turns of each start of a system after {settings['warmup']} epochs of warm-up "
         f"and the check; {' or '.join(map(str, starts))} starts of each of ours. "

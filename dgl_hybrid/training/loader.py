@@ -14,7 +14,6 @@ import dgl
 import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
@@ -24,7 +23,6 @@ from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
-from dgl_hybrid.ops.cpu.resting_rows import leave_on_disk, take_back_if_read
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
@@ -225,9 +223,7 @@ class FullGraphLoader:
         self._is_warned = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
-        self._rows_left: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        """On disk, and not known yet to be read by nobody: until the end of the next epoch."""
-        self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None, rest=self._leave_rows_on_disk)
+        self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
         self._trials: PlanTrials | None = None
         self.outcome: PlanOutcome | None = None
         """The plan that runs, and why; None until there is one."""
@@ -351,6 +347,7 @@ class FullGraphLoader:
             sums_first=sums_first,
             on_edge_ids=g.row_sets.register_edges,
         )
+        self._free_memory.watch([block.static_results for block in self.blocks])
         self.input_nodes = self.blocks[0].srcdata[dgl.NID]
         self.seeds = self.blocks[-1].dstdata[dgl.NID]
         for block in self.blocks:
@@ -365,6 +362,7 @@ class FullGraphLoader:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
         if "blocks" not in self.__dict__:
             return
+        self._free_memory.watch(())
         # The script's variables still hold what was yielded last.
         for block in self.blocks:
             self.graph.forget_reads(block.known_ids())
@@ -379,19 +377,6 @@ class FullGraphLoader:
         self.communicator.drop_free_memory()
         if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
             self._free_memory.leave(thoroughly=thoroughly)
-
-    def _leave_rows_on_disk(self) -> None:
-        """Takes raw rows out of memory of which layers read only what was made of them."""
-        for block in self.__dict__.get("blocks", ()):
-            for rows in block.static_results.resting_operands():
-                if leave_on_disk(rows):
-                    self._rows_left[rows] = None
-
-    def _take_back_rows(self) -> None:
-        """Puts rows back that something else in the model reads, a layer that skips others maybe."""
-        for rows in list(self._rows_left):
-            take_back_if_read(rows)
-        self._rows_left.clear()
 
     def give_back_memory(self) -> None:
         """Hands memory that planning, building and first epochs have freed back to the system now, and leaves raw rows
@@ -512,7 +497,7 @@ class FullGraphLoader:
     def _note_epoch(self, step: Step, start_ns: int) -> None:
         if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
             self._epoch_ns = self._now_ns() - start_ns
-            self._take_back_rows()
+            self._free_memory.take_back_rows()
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks how long the last epoch took, whether what is kept of it is still right and whether it drew

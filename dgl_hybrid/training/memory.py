@@ -8,12 +8,15 @@ import gc
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
+from torch.utils.weak import WeakIdKeyDictionary
 
+from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in
+from dgl_hybrid.ops.cpu.resting_rows import leave_on_disk, take_back_if_read
 
 _PLANNING_LIBRARIES = ("ortools",)
 """Whose code epochs do not run."""
@@ -37,21 +40,27 @@ def peak_rss_bytes() -> int:
 
 
 class FreeMemory:
-    """Free memory that is to go back to the system: at once, or when so long has passed that it costs little.
+    """Memory that is to go back to the system, at once or when so long has passed that it costs little: what is free,
+    and raw rows of which layers read only what was made of them.
 
     What planning and building have freed is what the first epoch takes. Given back between them, the first epoch of a
     products-like graph took 1.0 s, six times that of the others, instead of 0.4.
 
     Args:
         at_once: Whether memory is scarcer than time.
-        rest: Called before memory goes back: takes rows that nobody reads out of it.
     """
 
-    def __init__(self, *, at_once: bool, rest: Callable[[], None]) -> None:
+    def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
-        self._rest = rest
         self._is_thorough = False
         self._waits_since: float | None = None
+        self._kept: Sequence[StaticResults] = ()
+        self._rows_left: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        """On disk, and not known yet to be read by nobody: until the end of the next epoch."""
+
+    def watch(self, kept: Sequence[StaticResults]) -> None:
+        """From now on these results are what layers read in place of the rows they were made of."""
+        self._kept = kept
 
     def leave(self, *, thoroughly: bool) -> None:
         """Notes that more was freed than will be taken; `thoroughly` is that of `give_back_memory`."""
@@ -71,9 +80,22 @@ class FreeMemory:
     def give_back(self) -> None:
         """Gives back what waits, if anything does."""
         if self._waits_since is not None:
-            self._rest()
+            self.leave_rows_on_disk()
             give_back_memory(thoroughly=self._is_thorough)
         self._waits_since, self._is_thorough = None, False
+
+    def leave_rows_on_disk(self) -> None:
+        """Takes rows out of memory of which only results are read. They stay the tensors that they are."""
+        for results in self._kept:
+            for rows in results.resting_operands():
+                if leave_on_disk(rows):
+                    self._rows_left[rows] = None
+
+    def take_back_rows(self) -> None:
+        """After an epoch: puts rows back that something else in the model reads, a layer that skips others maybe."""
+        for rows in list(self._rows_left):
+            take_back_if_read(rows)
+        self._rows_left.clear()
 
 
 def give_back_memory(*, thoroughly: bool = True) -> None:

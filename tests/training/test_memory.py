@@ -67,7 +67,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_free_memory_waits_until_faults_are_cheap(given_back: list[bool], clock: Clock) -> None:
-    free = FreeMemory(at_once=False, rest=lambda: None)
+    free = FreeMemory(at_once=False)
     free.leave(thoroughly=True)
     faults_s = current_rss_bytes() / 1e9
     clock.now_s += 10 * faults_s
@@ -89,7 +89,7 @@ def test_free_memory_waits_until_faults_are_cheap(given_back: list[bool], clock:
 
 
 def test_with_a_budget_free_memory_does_not_wait(given_back: list[bool]) -> None:
-    free = FreeMemory(at_once=True, rest=lambda: None)
+    free = FreeMemory(at_once=True)
     free.leave(thoroughly=False)
     free.leave(thoroughly=True)
     assert given_back == [False, True]

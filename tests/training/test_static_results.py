@@ -119,7 +119,7 @@ def train(
         optimizer.step()
         if rests:
             num_resident = len(resting_rows._in_memory)
-            loader._leave_rows_on_disk()
+            loader._free_memory.leave_rows_on_disk()
             run.num_left += num_resident - len(resting_rows._in_memory)
     results = blocks[0].static_results
     run.kept_bytes = results.num_bytes
@@ -272,7 +272,7 @@ def test_raw_rows_stay_on_disk_unless_the_model_reads_them(
         num_before, num_on_disk = len(resting_rows._on_disk), []
         for _ in range(4):
             if rests:
-                loader._leave_rows_on_disk()
+                loader._free_memory.leave_rows_on_disk()
             num_on_disk.append(len(resting_rows._on_disk) - num_before)
             for input_nodes, _, blocks in loader:
                 model.zero_grad()

@@ -159,8 +159,9 @@ def _conditions(lines: Sequence[Line]) -> str:
     return (
         f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, "
         f"{machine['libc']}; one thread copies {copied} GB/s and multiplies at {flops} GFLOP/s, "
-        f"differently from run to run. Python {versions['python']}, PyTorch {versions['torch']}, DGL {versions['dgl']}. "
-        f"Commits (+: with changes): {', '.join(commits)}. Allocator variables of every system: `{variables}`. "
+        f"differently from run to run. Python {versions['python']}, PyTorch {versions['torch']}, "
+        f"DGL {versions['dgl']}. Commits (+: with changes): {', '.join(commits)}. "
+        f"Allocator variables of every system: `{variables}`. "
         f"{settings['rounds']} turns of each start of a system after {settings['warmup']} epochs of warm-up "
         f"and the check; {' or '.join(map(str, starts))} starts of each of ours. "
         f"Load average before a cell: {loads[0]} to {loads[-1]}."

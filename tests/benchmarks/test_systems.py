@@ -25,7 +25,7 @@ from benchmarks.systems.run import main
 from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
-from benchmarks.systems.write import BEGIN, END, draw_all, write
+from benchmarks.systems.write import BEGIN, END, draw_all, report, write
 
 SETTINGS = Settings(rounds=5).to_json()
 HEADLINE = [
@@ -418,6 +418,32 @@ def test_readme_is_written_from_lines_alone(lines: list[dict[str, Any]], tmp_pat
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="must have the lines"):
         write(lines, readme=readme, pictures=tmp_path)
+
+
+def test_report_says_on_which_processor_each_cell_was_measured(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        if line["cell"] == TWO.key:
+            line["machine"] = {**line["machine"], "processor": "Quick 7"}
+            line["git_sha"] = "def"
+    text = report(lines)
+    assert "Quick 7 (1 cells)" in text
+    assert "processor not recorded (3 cells)" in text
+    assert f"<summary>{TWO.key} (def, Quick 7)</summary>" in text
+    assert f"<summary>{SHAPED.key} (abc, processor not recorded)</summary>" in text
+
+
+def test_report_is_about_what_it_shows(lines: list[dict[str, Any]]) -> None:
+    old = [{**line, "run": "run0", "git_sha": "old"} for line in lines if line["cell"] == TWO.key]
+    assert "Commits (+: with changes): abc." in report([*old, *lines])
+
+
+def test_processor_tells_its_name(tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nmodel\t\t: 17\nmodel name\t: Quick 7\n\nprocessor\t: 1\n")
+    assert results.processor_name(cpuinfo) == "Quick 7, model 17"
+    cpuinfo.write_text("Features\t: fp asimd\n")
+    assert results.processor_name(cpuinfo) == "unknown, model unknown"
+    assert results.processor_name(tmp_path / "none")
 
 
 @pytest.mark.parametrize(("factor", "is_logarithmic"), [(1.0, False), (40.0, True)])

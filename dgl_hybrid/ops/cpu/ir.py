@@ -272,13 +272,13 @@ class Pointer:
         how = f"align {size}" if not past_cache else f"align {size * value.type.lanes}, {self.builder.no_reuse()}"
         self.builder.line(f"store {value.type} {value.ref}, ptr {self.at(index).ref}, {how}")
 
-    def prefetch(self, index: Operand, count: int) -> None:
-        """Asks for the cache lines of `count` numbers from `index` on."""
+    def prefetch(self, index: Operand, count: int, *, level: int = 1) -> None:
+        """Asks for the cache lines of `count` numbers from `index` on; they come as near as the cache of that level."""
         self.builder.declare("declare void @llvm.prefetch.p0(ptr, i32, i32, i32)")
         step = CACHE_LINE_BYTES // _BYTES[self.kind]
         for offset in range(0, count, step):
             address = self.at(index).at(offset)
-            self.builder.line(f"call void @llvm.prefetch.p0(ptr {address.ref}, i32 0, i32 3, i32 1)")
+            self.builder.line(f"call void @llvm.prefetch.p0(ptr {address.ref}, i32 0, i32 {4 - level}, i32 1)")
 
 
 class KernelBuilder:

@@ -183,9 +183,6 @@ def emit_gradients(spec: GradientSpec) -> str:
             count = left.compare("slt", block_rows).select(left, k.constant("i64", block_rows))
             with k.loop(0, count) as r:
                 row = begin + r
-                for matrix, source, needed in zip(spec.rows, sources, spec.needs_weights):
-                    if needed and matrix.num_columns * ELEMENT_BYTES[kind] <= _MAX_AHEAD_BYTES:
-                        source.at(row * matrix.stride).prefetch(0, matrix.num_columns)
                 for (column, lanes), total in zip(pieces, sums):
                     value = grad.at(row * spec.grad.stride).load(column, lanes)
                     if spec.relu:
@@ -197,11 +194,18 @@ def emit_gradients(spec: GradientSpec) -> str:
                     if spec.factors:
                         value = value * factors.load(row)
                     scratch.at(r * padded).store(column, value)
+            # Of the next block: what is read as it begins is asked for while the first matrix is multiplied.
+            following = [grad.at((begin + count) * spec.grad.stride)]
+            if spec.relu:
+                following.append(output.at((begin + count) * num_columns))
+            strides = (spec.grad.stride, num_columns)
             for j, matrix in enumerate(spec.rows):
                 source = sources[j].at(begin * matrix.stride)
                 if spec.needs_weights[j]:
                     target = d_weights[j].at(task * (matrix.num_columns * padded))
-                    _emit_outer(k, panels, matrix, source, scratch, count, target)
+                    rows_ahead = list(zip(following, strides))
+                    _emit_outer(k, panels, matrix, source, scratch, count, target, rows_ahead, num_columns)
+                    following = []
                 if spec.needs_rows[j]:
                     target = d_rows[j].at(begin * matrix.num_columns)
 
@@ -309,10 +313,17 @@ def _emit_outer(
     block: Pointer,
     count: Value,
     target: Pointer,
+    rows_ahead: Sequence[tuple[Pointer, int]],
+    num_columns: int,
 ) -> None:
-    """Target += rowsᵀ @ block over `count` rows."""
+    """Target += rowsᵀ @ block over `count` rows; asks for the next block's rows meanwhile.
+
+    Args:
+        rows_ahead: Others that the next block will read, with their strides, of `num_columns`.
+    """
     size, lanes, padded = panels.tile_rows, panels.lanes, panels.padded
     whole = matrix.num_columns // size
+    share = -(-_block_rows(panels) // -(-matrix.num_columns // size))
 
     def tile(column: Value, num_rows: int, panel: Value, num_vectors: int) -> None:
         where = [target.at((column + r) * padded + panel * panels.width) for r in range(num_rows)]
@@ -322,17 +333,22 @@ def _emit_outer(
             vectors = [row.load(v * lanes, lanes) for v in range(num_vectors)]
             for r, row_sums in enumerate(sums):
                 _multiply_add(numbers.load(r), vectors, row_sums)
+            source.at((n + count) * matrix.stride + column).prefetch(0, num_rows, level=2)
         for row, row_sums in zip(where, sums):
             for v, total in enumerate(row_sums):
                 row.store(v * lanes, total.get())
 
-    def columns(column: Value, num_rows: int) -> None:
+    def columns(number: Value, num_rows: int) -> None:
+        column = number * size
+        for ahead, stride in rows_ahead:
+            for r in range(share):
+                ahead.at((number * share + r) * stride).prefetch(0, num_columns, level=2)
         with k.loop(0, k.constant("i64", panels.num_full)) as panel:
             tile(column, num_rows, panel, panels.vectors)
         if panels.rest:
             tile(column, num_rows, k.constant("i64", panels.num_full), -(-panels.rest // lanes))
 
-    with k.loop(0, k.constant("i64", whole * size), size) as column:
-        columns(column, size)
+    with k.loop(0, k.constant("i64", whole)) as number:
+        columns(number, size)
     if rest := matrix.num_columns % size:
-        columns(k.constant("i64", whole * size), rest)
+        columns(k.constant("i64", whole), rest)

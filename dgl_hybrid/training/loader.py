@@ -478,7 +478,7 @@ class FullGraphLoader:
         if is_first:
             # Fetching features and making what is kept took more than stays.
             self._leave_memory(thoroughly=False)
-            give_back_compiler()
+        give_back_compiler()  # also of a kernel that a later epoch was the first to need
 
     def _forget_how_it_was_planned(self) -> None:
         """Drops the structure of the halo, of which only plans ask, and none is made before epochs slow down."""

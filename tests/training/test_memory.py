@@ -6,12 +6,15 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
 import pytest
 import torch
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.ops.cpu.compiler import num_compiled_kernels
 from dgl_hybrid.ops.cpu.memory import _mappings_in
+from dgl_hybrid.ops.cpu.products import multiply
 from dgl_hybrid.planner import PlannerConfig
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import memory
@@ -125,3 +128,24 @@ def test_a_loader_gives_back_what_planning_left_after_long_training(
     assert given_back == [True]
     loader.give_back_memory()
     assert given_back == [True], "nothing has been freed since"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what of a file is resident")
+def test_the_compiler_does_not_stay_for_what_a_later_epoch_compiled(partitions: PartitionStore) -> None:
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model)
+    folder = Path(llvm.__file__).parent.resolve()
+
+    def resident() -> int:
+        return sum(m.resident_bytes for m in _mappings_in(folder) if not m.private_bytes)
+
+    for _ in range(2):
+        train(g, loader, model)
+    for _ in loader:
+        before, rows = num_compiled_kernels(), torch.ones(3, 1999)
+        multiply([rows], [torch.ones(1999, 3)], None, None, None, False)
+        assert num_compiled_kernels() > before, "nobody else multiplies such rows"
+        in_use = resident()
+    assert in_use > 5e6
+    assert resident() < in_use / 4

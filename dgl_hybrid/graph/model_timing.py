@@ -38,6 +38,8 @@ from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.planner import ModelTimes, ModelTrace
 
 RowFunction = Callable[[Tensor], Tensor]
+AnyWantsMore = Callable[[bool], bool]
+"""Takes whether this rank wants another round, and tells whether any rank does."""
 
 BUDGET_S = 1.0
 """An epoch on the larger blocks is to take so long at most; it runs a few times."""
@@ -60,10 +62,12 @@ def time_model(
     keep_static: bool = True,
     own_rows: Tensor | None = None,
     budget_s: float = BUDGET_S,
+    any_wants_more: AnyWantsMore = bool,
 ) -> ModelTimes | None:
-    """Runs a copy of the model on blocks like this rank's and times it. Not collective; takes a few `budget_s`.
+    """Runs a copy of the model on blocks like this rank's and times it; takes a few `budget_s`.
 
-    All ranks do it at once, as in training, where they share the memory of their hosts.
+    All ranks do it at once, as in training, where they share the memory of their hosts, and cores where there are more
+    ranks than those. Collective only through `any_wants_more`.
 
     Args:
         model: As traced; not changed.
@@ -74,6 +78,9 @@ def time_model(
         keep_static: Whether blocks will keep what they make of static tensors.
         own_rows: Positions of the rows of `sets` among the vertices this rank owns; see `CallTemplate.bind`.
         budget_s: For one epoch on the larger blocks.
+        any_wants_more: Called before each round on the larger blocks, until it returns False: lets ranks begin rounds
+            together, as they do epochs, and none be alone before the last has enough. Where None is returned or an
+            error is raised it may not have come to that.
 
     Returns:
         The times; None if the model's operations cannot be told apart (it runs its forward again in backward), or it is
@@ -101,7 +108,7 @@ def time_model(
                 scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
                 factor = max(min(factor * scale, timer.largest_factor), factor)
             del first
-            large = timer.measure(*timer.blocks_of(factor))
+            large = timer.measure(*timer.blocks_of(factor), any_wants_more=any_wants_more)
         except CheckpointError:
             return None
     return fit_times(calls, large, trace)
@@ -195,7 +202,12 @@ class _Timer:
         return build_blocks_like(self._sets, factor, self.taken, without_edges=without)
 
     def measure(
-        self, blocks: list[LayerBlock], rows: list[int], edges: list[int], rounds: int | None = None
+        self,
+        blocks: list[LayerBlock],
+        rows: list[int],
+        edges: list[int],
+        rounds: int | None = None,
+        any_wants_more: AnyWantsMore = bool,
     ) -> Measured:
         """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
 
@@ -212,9 +224,13 @@ class _Timer:
         epoch = functools.partial(self._epoch, args, kwargs, blocks[0].device.type)
         epoch()  # makes what is kept, structures, buffers
         elapsed_s: list[float] = []
-        while len(elapsed_s) < (rounds or ROUNDS) or (
-            rounds is None and len(elapsed_s) < MOST_ROUNDS and 2 * sum(elapsed_s) < self._budget_s
-        ):
+
+        def wants_more() -> bool:
+            return len(elapsed_s) < (rounds or ROUNDS) or (
+                rounds is None and len(elapsed_s) < MOST_ROUNDS and 2 * sum(elapsed_s) < self._budget_s
+            )
+
+        while any_wants_more(wants_more()):
             start = time.perf_counter()
             epoch()
             elapsed_s.append(time.perf_counter() - start)

@@ -230,3 +230,28 @@ def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
     assert time_model(TwoLayers(), template, sets, synthetic_trace([IN, HIDDEN, OUT]), budget_s=budget_s) is not None
     assert asked == pytest.approx([4 / 7, expected])
     assert rounds == [None, 1, None], "what times are made of is never one epoch alone"
+
+
+@pytest.mark.parametrize("num_more", [0, 25])
+def test_rounds_go_on_until_no_rank_wants_another(num_more: int) -> None:
+    """Other ranks want `num_more` rounds after this one has had its own; then none."""
+    epochs: list[int] = []
+    told: list[bool] = []
+
+    class Counting(TwoLayers):
+        def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+            epochs.append(len(x))
+            return super().forward(blocks, x)
+
+    def any_wants_more(wants_more: bool) -> bool:
+        told.append(wants_more)
+        return wants_more or len(told) <= model_timing.MOST_ROUNDS + num_more
+
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    sets = hand_sets()
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    assert time_model(Counting(), template, sets, trace, any_wants_more=any_wants_more) is not None
+    assert len(told) == model_timing.MOST_ROUNDS + num_more + 1
+    assert not told[-1]
+    on_large_blocks = epochs.count(epochs[-1])
+    assert on_large_blocks >= model_timing.MOST_ROUNDS + num_more

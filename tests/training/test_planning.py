@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -87,3 +89,63 @@ def test_rates_that_one_loader_is_given_are_not_anothers(partitions: PartitionSt
     for found, num_probes in run_ranks(2, plan_side_by_side, partitions.get("power_law", power_law(), 2)):
         assert found == [1e6, 3e9, 2e6, 3e9]
         assert num_probes == 1, "measured once a process"
+
+
+class FailsAt(nn.Module):
+    """Runs when it is traced, and so many times when it is timed."""
+
+    def __init__(self, num_calls: int | None) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both").build(NUM_FEATURES)
+        self.num_left = num_calls
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        if self.num_left is not None and is_timing.is_set():
+            if self.num_left == 0:
+                raise RuntimeError("this rank is out of luck")
+            self.num_left -= 1
+        out: Tensor = self.model(blocks, x)
+        return out
+
+
+is_timing = threading.Event()
+
+
+def plan_with_one_that_fails(
+    rank: int, world_size: int, part_config: str, failing_rank: int, num_calls: int
+) -> tuple[bool, int]:
+    """Returns whether times were made use of, and how many epochs this rank could time."""
+    g = PartitionedGraph.open(part_config)
+    model = FailsAt(num_calls if rank == failing_rank else None)
+    timed: list[bool] = []
+    inner = planning.time_model
+
+    def time_model(*args: Any, **kwargs: Any) -> Any:
+        is_timing.set()
+        try:
+            return inner(*args, **kwargs)
+        finally:
+            is_timing.clear()
+
+    def note(*args: Any, **kwargs: Any) -> Any:
+        timed.append(args[3] is not None)
+        return cost_model(*args, **kwargs)
+
+    cost_model = planning.cost_model
+    with mock.patch.object(planning, "time_model", time_model), mock.patch.object(planning, "cost_model", note):
+        loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, seed=3)
+    assert loader.outcome is not None
+    return any(timed), len(timed)
+
+
+@pytest.mark.parametrize("num_calls", [0, 20, 32])
+def test_a_rank_that_cannot_time_its_model_does_not_stop_the_others(num_calls: int, partitions: PartitionStore) -> None:
+    """Whether it fails before, between or amid the rounds that ranks begin together."""
+    folder = partitions.get("power_law", power_law(), 3)
+    outcomes = run_ranks(3, plan_with_one_that_fails, folder, 1, num_calls)
+    assert outcomes == [(False, 1)] * 3
+
+
+def test_ranks_that_can_time_their_models_plan_by_that(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    assert run_ranks(3, plan_with_one_that_fails, folder, -1, 0) == [(True, 1)] * 3

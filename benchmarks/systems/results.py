@@ -128,7 +128,7 @@ def describe_run() -> dict[str, Any]:
         "seed": 0,
         "subnormals": "flushed",
         "git_sha": git("rev-parse", "--short", "HEAD"),
-        "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches")),
+        "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches", ":!*.jsonl")),
         "code": code_version(),
         "machine": {
             "cores": len(os.sched_getaffinity(0)),

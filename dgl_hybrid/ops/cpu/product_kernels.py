@@ -204,7 +204,7 @@ def emit_gradients(spec: GradientSpec) -> str:
                 if spec.needs_weights[j]:
                     target = d_weights[j].at(task * (matrix.num_columns * padded))
                     rows_ahead = list(zip(following, strides))
-                    _emit_outer(k, panels, matrix, source, scratch, count, target, rows_ahead, num_columns)
+                    _emit_outer(k, panels, matrix, source, scratch, count, target, rows_ahead)
                     following = []
                 if spec.needs_rows[j]:
                     target = d_rows[j].at(begin * matrix.num_columns)
@@ -314,12 +314,11 @@ def _emit_outer(
     count: Value,
     target: Pointer,
     rows_ahead: Sequence[tuple[Pointer, int]],
-    num_columns: int,
 ) -> None:
     """Target += rowsᵀ @ block over `count` rows; asks for the next block's rows meanwhile.
 
     Args:
-        rows_ahead: Others that the next block will read, with their strides, of `num_columns`.
+        rows_ahead: Others that the next block will read, with their strides, as wide as the block.
     """
     size, lanes, padded = panels.tile_rows, panels.lanes, panels.padded
     whole = matrix.num_columns // size
@@ -342,7 +341,7 @@ def _emit_outer(
         column = number * size
         for ahead, stride in rows_ahead:
             for r in range(share):
-                ahead.at((number * share + r) * stride).prefetch(0, num_columns, level=2)
+                ahead.at((number * share + r) * stride).prefetch(0, panels.num_columns, level=2)
         with k.loop(0, k.constant("i64", panels.num_full)) as panel:
             tile(column, num_rows, panel, panels.vectors)
         if panels.rest:

@@ -81,13 +81,13 @@ class FullGraphLoader:
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
-            more hybrids and NeutronStar's then take turns of four epochs, those near the fastest of five or ten more
-            (short epochs are timed more often, for half of what a change of plans takes), and the one that measured
-            fastest stays. Changing a plan takes as long as many epochs, so True lets trials take a tenth of the time
-            trained so far; a number is another share, `math.inf` has them all at once, for benchmarks (24 to 84 epochs
-            with six candidates, short ones up to 216), False none. `is_settled` says when they are over; plans
-            are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so read by
-            them in every epoch.
+            more hybrids and NeutronStar's then take turns of four epochs, those near the fastest, or predicted to be,
+            of five or ten more (short epochs are timed more often, for half of what a change of plans takes), and the
+            one that measured fastest stays; within 2 % of it, a pure plan or NeutronStar's. Changing a plan takes as
+            long as many epochs, so True lets trials take a tenth of the time trained so far; a number is another share,
+            `math.inf` has them all at once, for benchmarks (24 to 84 epochs with six candidates, short ones up to 216),
+            False none. `is_settled` says when they are over; plans are made and tried anew when epochs drift. The id
+            tensors that are yielded change with the plan, so read by them in every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
             gains nothing.
@@ -261,7 +261,12 @@ class FullGraphLoader:
         self._follow(outcome)
         count, share = len(outcome.candidates), self._trial_share
         has_choice = share > 0.0 and count > 1
-        self._trials = PlanTrials(count, _pure(outcome), share, planning_s=planning_s) if has_choice else None
+        if has_choice:
+            self._trials = PlanTrials(
+                count, _favourites(outcome), share, predicted_s=outcome.predicted_s, planning_s=planning_s
+            )
+        else:
+            self._trials = None
 
     def _make_plan(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it. Collective."""
@@ -569,7 +574,9 @@ class FullGraphLoader:
                 outcome, planning_s = self._make_plan(*seen)
             except TraceError as error:
                 _logger.warning("%s; the plans of before are tried again", error)
-        trials.begin_anew(len(outcome.candidates), _pure(outcome), planning_s=planning_s)
+        trials.begin_anew(
+            len(outcome.candidates), _favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
+        )
         self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
 
     def _seen_call(self) -> tuple[nn.Module, CallTemplate] | None:
@@ -606,6 +613,6 @@ class FullGraphLoader:
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
 
 
-def _pure(outcome: PlanOutcome) -> list[int]:
-    """Returns the positions of the pure plans among the candidates."""
-    return [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm")]
+def _favourites(outcome: PlanOutcome) -> list[int]:
+    """Returns the positions of the plans that one would choose without measuring: the pure ones and NeutronStar's."""
+    return [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm", "neutronstar")]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 WARM_UP_EPOCHS = 2
 """Of each candidate, not counted: the first fetches features and makes what is kept, the second faults in the memory
@@ -29,7 +29,9 @@ TIMED_SHARE = 0.5
 plans whose epochs took 80 and 88 ms, after changes of 600, the slower one was chosen in two starts of eight."""
 CLOSE = (1.4, 1.15)
 """Candidates within the first factor of the fastest run again, then those within the next: two epochs do not tell such
-times apart, and machines are slower for seconds at a time, so that it matters when a candidate had its turn."""
+times apart, and machines are slower for seconds at a time, so that it matters when a candidate had its turn. So do
+those that were predicted to be within the first factor of it: a turn may be disturbed from its first epoch to its last,
+127 ms where the same plan took 82 the next time, and predictions are seldom off by so much."""
 FINAL_EPOCHS = 3
 """Timed epochs of each of those, each time, at least."""
 TIE = 1.02
@@ -49,10 +51,14 @@ class PlanTrials:
 
     Args:
         num_candidates: In the order of what is predicted, fastest first.
-        favourites: Positions of those that stay unless another one is clearly faster: the pure plans, so that noise
-            never makes a hybrid of theirs that is slower.
+        favourites: Positions of those that stay unless another one is clearly faster: the plans that one would choose
+            without measuring anything, so that noise never makes a hybrid of theirs that is slower.
         share: Of the time trained so far that trials may take; infinity: they follow each other at once.
+        predicted_s: Seconds of an epoch of each candidate, NaN where nobody knows; empty: of none.
         planning_s: What it took to find the candidates, and will take again.
+
+    Raises:
+        ValueError: There is no candidate, or there are predictions of another number of them.
 
     Attributes:
         current: Position of the candidate whose turn it is, or of the one that runs until the next turn, or of the one
@@ -69,6 +75,7 @@ class PlanTrials:
         favourites: Collection[int] = (),
         share: float = math.inf,
         *,
+        predicted_s: Sequence[float] = (),
         planning_s: float = 0.0,
     ) -> None:
         self._share, self._planning_s = share, planning_s
@@ -76,9 +83,16 @@ class PlanTrials:
         self._is_first_turn = True
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
-        self._begin(num_candidates, favourites)
+        self._begin(num_candidates, favourites, predicted_s)
 
-    def begin_anew(self, num_candidates: int, favourites: Collection[int] = (), *, planning_s: float = 0.0) -> None:
+    def begin_anew(
+        self,
+        num_candidates: int,
+        favourites: Collection[int] = (),
+        *,
+        predicted_s: Sequence[float] = (),
+        planning_s: float = 0.0,
+    ) -> None:
         """Tries these candidates, whatever was measured before; what trials have taken so far still counts.
 
         Args:
@@ -87,11 +101,16 @@ class PlanTrials:
         self._spent_s += planning_s
         self._planning_s = max(planning_s, self._planning_s)
         self._recent.clear()
-        self._begin(num_candidates, favourites)
+        self._begin(num_candidates, favourites, predicted_s)
 
-    def _begin(self, num_candidates: int, favourites: Collection[int]) -> None:
+    def _begin(self, num_candidates: int, favourites: Collection[int], predicted_s: Sequence[float]) -> None:
         if num_candidates < 1:
             raise ValueError(f"there must be at least one candidate (got {num_candidates})")
+        if len(predicted_s) not in (0, num_candidates):
+            raise ValueError(
+                f"there must be a prediction for each candidate, or none (got {len(predicted_s)} for {num_candidates})"
+            )
+        self._predicted_s = list(predicted_s)
         self._num_candidates, self._favourites = num_candidates, frozenset(favourites)
         self.measured_s: list[float | None] = [None] * num_candidates
         self._timed: list[list[float]] = [[] for _ in range(num_candidates)]
@@ -144,7 +163,7 @@ class PlanTrials:
         self._is_first_turn = False
         self._turn, self._change_s = [], 0.0
         while not self._waiting and self._finals < len(CLOSE):
-            close = self._within(CLOSE[self._finals])
+            close = self._within(CLOSE[self._finals], or_predicted=self._finals == 0)
             self._finals += 1
             if len(close) > 1:
                 # There and back: the one whose turn it was may go on, and nobody always comes last.
@@ -175,10 +194,19 @@ class PlanTrials:
         time_s = self.measured_s[index]
         return float("inf") if time_s is None else time_s
 
-    def _within(self, factor: float) -> list[int]:
-        """Returns the candidates that are slower than the fastest by no more than a factor."""
-        least_s = min(self._time_of(index) for index in range(self._num_candidates))
-        return [index for index in range(self._num_candidates) if self._time_of(index) <= factor * least_s]
+    def _within(self, factor: float, *, or_predicted: bool = False) -> list[int]:
+        """Returns the candidates that are slower than the fastest by no more than a factor.
+
+        Args:
+            or_predicted: Or were predicted to be.
+        """
+        everyone = range(self._num_candidates)
+        fastest = min(everyone, key=self._time_of)
+        close = [index for index in everyone if self._time_of(index) <= factor * self._time_of(fastest)]
+        if or_predicted and self._predicted_s:
+            limit_s = factor * self._predicted_s[fastest]
+            close = sorted({*close, *(index for index in everyone if self._predicted_s[index] <= limit_s)})
+        return close
 
     def _watch(self, epoch_s: float) -> None:
         """Compares what epochs cost by now with what the choice was made on."""

@@ -73,7 +73,16 @@ class PlanOutcome:
     @property
     def predicted_epoch_s(self) -> float:
         """Seconds of the slowest rank, exchange and compute together."""
-        return self.plan.estimate.epoch_s if self.plan.estimate is not None else float("nan")
+        return _predicted_s(self.plan)
+
+    @property
+    def predicted_s(self) -> list[float]:
+        """The same of each candidate."""
+        return [_predicted_s(plan) for plan in self.candidates]
+
+
+def _predicted_s(plan: DependencyPlan) -> float:
+    return plan.estimate.epoch_s if plan.estimate is not None else float("nan")
 
 
 class PlanMaker:

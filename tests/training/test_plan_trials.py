@@ -41,11 +41,17 @@ MOST_EPOCHS = 6 * (1 + len(CLOSE)) * (WARM_UP_EPOCHS + MAX_TIMED_EPOCHS) + 1
 """Enough for trials to end, whatever they measure."""
 
 
-def turns_of(seconds: list[float]) -> list[int]:
-    """Which candidate each epoch of the trials runs: all, then those near the fastest, in reverse, then the nearest."""
+def turns_of(seconds: list[float], predicted_s: list[float]) -> list[int]:
+    """Which candidate each epoch of the trials runs: all, then those near the fastest, or predicted to be, in reverse,
+    then the nearest.
+    """
+    fastest = seconds.index(min(seconds))
     turns = [index for index in range(len(seconds)) for _ in range(FIRST)]
     for number, factor in enumerate(CLOSE):
-        close = [index for index, time_s in enumerate(seconds) if time_s <= factor * min(seconds)]
+        close = [index for index, time_s in enumerate(seconds) if time_s <= factor * seconds[fastest]]
+        if number == 0:
+            near = [index for index, time_s in enumerate(predicted_s) if time_s <= factor * predicted_s[fastest]]
+            close = sorted({*close, *near})
         finals = close if number % 2 else close[::-1]
         turns += [index for index in finals if len(close) > 1 for _ in range(FINAL)]
     return turns
@@ -111,6 +117,45 @@ def test_who_is_found_slower_in_a_second_look_gets_no_third() -> None:
     assert run_trials(trials, [1.3, 1.1, 1.0]) == [2] * 5 + [1] * 5 + [0] * 5 + [2] * 5 + [1] * 5
     assert trials.current == 2
     assert trials.measured_s == [1.3, 1.1, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "expected"),
+    [
+        ((1.0, 1.05, 3.0), 1),  # nobody thought it so slow: its turn was disturbed from the first epoch to the last
+        ((2.0, 2.7, 6.0), 1),  # all are twice as fast as predicted: what counts is how they compare
+        ((1.0, 1.5, 3.0), 0),  # it was known to be slower
+        ((math.nan, math.nan, math.nan), 0),
+        ((), 0),
+    ],
+)
+def test_who_is_far_slower_than_predicted_gets_another_turn(predicted_s: tuple[float, ...], expected: int) -> None:
+    trials = PlanTrials(3, predicted_s=predicted_s)
+    for epoch_s in (9.0, 9.0, 1.0, 1.0, 9.0, 9.0, 1.5, 1.5, 9.0, 9.0, 3.0, 3.0):
+        assert not trials.is_settled
+        trials.record(epoch_s)
+    again = [] if expected == 0 else [1] * FINAL + [0] * FINAL
+    if expected:
+        again += [0] * FINAL + [1] * FINAL  # found to be close
+    assert run_trials(trials, [1.0, 0.9, 3.0]) == again
+    assert trials.current == expected
+
+
+def test_what_was_predicted_is_asked_once() -> None:
+    """Who is as slow in a second turn is slow; and trials that begin anew go by what is predicted then."""
+    trials = PlanTrials(2, predicted_s=(1.0, 1.0))
+    assert run_trials(trials, [1.0, 2.0]) == [0] * FIRST + [1] * FIRST + [1] * FINAL + [0] * FINAL
+    assert trials.current == 0
+    trials.begin_anew(2, predicted_s=(1.0, 9.0))
+    assert run_trials(trials, [1.0, 2.0]) == [0] * FIRST + [1] * FIRST
+
+
+def test_predictions_of_other_candidates() -> None:
+    with pytest.raises(ValueError, match=r"a prediction for each candidate, or none \(got 2 for 3\)"):
+        PlanTrials(3, predicted_s=(1.0, 2.0))
+    trials = PlanTrials(2)
+    with pytest.raises(ValueError, match=r"a prediction for each candidate, or none \(got 1 for 2\)"):
+        trials.begin_anew(2, predicted_s=(1.0,))
 
 
 def test_the_lower_quartile_of_timed_epochs_counts() -> None:
@@ -315,6 +360,10 @@ class Tuned:
     fetched: list[int]
     has_basis: list[bool]
     predicted_s: list[float] = field(default_factory=list)
+    candidates_s: list[float] = field(default_factory=list)
+    """Predicted, of each candidate."""
+    favourites: set[str] = field(default_factory=set)
+    """Plans that stay unless another one is clearly faster."""
     probed: list[int] = field(default_factory=list)
     """How often rates had been measured until each epoch."""
 
@@ -361,6 +410,8 @@ def train_tuned(
         loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         tuned = Tuned([], [], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
+        tuned.candidates_s = loader.outcome.predicted_s
+        tuned.favourites = {tuned.candidates[index] for index in loader_module._favourites(loader.outcome)}
         for epoch in range(epochs):
             for input_nodes, ids, blocks in loader:
                 strategy = loader.outcome.plan.strategy
@@ -412,11 +463,13 @@ def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: 
     candidates = runs[0].candidates
     assert {"depcache", "depcomm"} < set(candidates)
     assert 3 <= len(candidates) <= 5, "up to three hybrids and the pure plans"
-    turns = turns_of([1.0 if name == fast else 100.0 for name in candidates])
+    assert runs[0].favourites == {"depcache", "depcomm", "neutronstar"} & set(candidates)
+    turns = turns_of([1.0 if name == fast else 100.0 for name in candidates], runs[0].candidates_s)
     num_trials = len(turns)
     expected = [candidates[index] for index in turns] + [fast] * (epochs - num_trials)
     for run in runs:
         assert run.candidates == candidates
+        assert run.candidates_s == runs[0].candidates_s, "what turns go by is the same on all ranks, to the last bit"
         assert run.strategies == expected
         assert run.settled == [epoch >= num_trials for epoch in range(epochs)]
         for strategy, cached in zip(run.strategies, run.cached, strict=True):
@@ -428,7 +481,7 @@ def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: 
 
 def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_down(partitions: PartitionStore) -> None:
     num_turns = 5 * (FIRST + FINAL)
-    epochs = 2 * num_turns + DRIFT_WINDOW
+    epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
     runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns)
     for run in runs:
@@ -446,7 +499,7 @@ def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_do
 
 def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStore) -> None:
     num_turns = 6 * (FIRST + FINAL)
-    epochs = 2 * num_turns + DRIFT_WINDOW
+    epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
     rates = (4e8, 1e4)
     runs = run_ranks(3, train_tuned, part_config, epochs, "depcomm", AT_ONCE, num_turns, 0, rates)

@@ -18,18 +18,18 @@ that order, after the three words that `rows` reads (see there).
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["f32", "f64", "i1", "i32", "i64"]
+Kind = Literal["f32", "f64", "i1", "i16", "i32", "i64"]
 
 CACHE_LINE_BYTES = 64
 """What a prefetch fetches; on machines with longer lines some prefetches are superfluous."""
 
-_NAMES = {"f32": "float", "f64": "double", "i1": "i1", "i32": "i32", "i64": "i64"}
-_BYTES = {"f32": 4, "f64": 8, "i32": 4, "i64": 8}
+_NAMES = {"f32": "float", "f64": "double", "i1": "i1", "i16": "i16", "i32": "i32", "i64": "i64"}
+_BYTES = {"f32": 4, "f64": 8, "i16": 2, "i32": 4, "i64": 8}
 
 
 @dataclass(frozen=True)
@@ -101,6 +101,9 @@ class Value:
     def __and__(self, other: Operand) -> Value:
         return self._binary("and", other)
 
+    def __or__(self, other: Operand) -> Value:
+        return self._binary("or", other)
+
     def __xor__(self, other: Operand) -> Value:
         return self._binary("xor", other)
 
@@ -110,6 +113,11 @@ class Value:
     def __rshift__(self, other: Operand) -> Value:
         """Shifts right and fills with zeros."""
         return self._binary("lshr", other)
+
+    def divide(self, divisor: int) -> tuple[Value, Value]:
+        """Quotient and remainder of an integer that is not negative."""
+        quotient = self._binary("udiv", divisor)
+        return quotient, self - quotient * divisor
 
     def compare(self, predicate: str, other: Operand) -> Value:
         """LLVM's `fcmp` or `icmp`: a bool per lane."""
@@ -207,6 +215,11 @@ class Value:
         target = Type(kind, self.type.lanes)
         return self.builder.emit(target, f"bitcast {self.type} {self.ref} to {target}")
 
+    def halved(self) -> Value:
+        """The same bits of 32-bit integers read as twice as many of 16 bits, the lower halves first."""
+        target = Type("i16", 2 * self.type.lanes)
+        return self.builder.emit(target, f"bitcast {self.type} {self.ref} to {target}")
+
     def convert(self, kind: Kind) -> Value:
         """The same number as another kind of integer (sign kept), or as another float."""
         if kind == self.type.kind:
@@ -258,6 +271,20 @@ class Pointer:
         """The number at `index`, or the vector that begins there."""
         type = Type(self.kind, lanes)
         return self.builder.emit(type, f"load {type}, ptr {self.at(index).ref}, align {_BYTES[self.kind]}")
+
+    def address(self) -> Value:
+        """Where it lies, as an int64."""
+        return self.builder.emit(Type("i64"), f"ptrtoint ptr {self.ref} to i64")
+
+    def load_some(self, count: Value, lanes: int) -> Value:
+        """The vector of the first `count` numbers (int64), zeros behind them; nothing behind them is read."""
+        type = Type(self.kind, lanes)
+        bools = Type("i1", lanes)
+        inside = self.builder.vector("i32", range(lanes)).compare("slt", count.convert("i32"))
+        name = f"@llvm.masked.load.{type.suffix}.p0"
+        self.builder.declare(f"declare {type} {name}(ptr, i32 immarg, {bools}, {type})")
+        arguments = f"ptr {self.ref}, i32 {_BYTES[self.kind]}, {bools} {inside.ref}, {type} {type.literal(0)}"
+        return self.builder.emit(type, f"call {type} {name}({arguments})")
 
     def store(self, index: Operand, value: Value, *, past_cache: bool = False) -> None:
         """Writes a number or a vector at `index`.
@@ -329,6 +356,15 @@ class KernelBuilder:
         type = Type(kind, lanes)
         return Value(self, type, type.literal(value))
 
+    def choose(self, condition: Value, chosen: Pointer, otherwise: Pointer) -> Pointer:
+        """One of two arrays."""
+        address = self.instruction(f"select i1 {condition.ref}, ptr {chosen.ref}, ptr {otherwise.ref}")
+        return Pointer(self, chosen.kind, address)
+
+    def pointer_to(self, kind: Kind, address: Value) -> Pointer:
+        """The array at an address."""
+        return Pointer(self, kind, self.instruction(f"inttoptr i64 {address.ref} to ptr"))
+
     def vector(self, kind: Kind, values: Sequence[int]) -> Value:
         """A constant of integers, lane by lane."""
         lanes = ", ".join(f"{_NAMES[kind]} {value}" for value in values)
@@ -396,6 +432,17 @@ class KernelBuilder:
         self._body.append(f"{body}:")
         yield index
         counter.set(index + step)
+        self.line(f"br label %{head}")
+        self._body.append(f"{done}:")
+
+    @contextmanager
+    def repeat(self, condition: Callable[[], Value]) -> Iterator[None]:
+        """Runs the body as long as the bool that `condition` emits holds."""
+        head, body, done = self._label("head"), self._label("body"), self._label("done")
+        self._block(head)
+        self.line(f"br i1 {condition().ref}, label %{body}, label %{done}")
+        self._body.append(f"{body}:")
+        yield
         self.line(f"br label %{head}")
         self._body.append(f"{done}:")
 

@@ -12,7 +12,8 @@ Every element is a sum over the columns in their order, whatever rows go togethe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dgl_hybrid.ops.cpu.host import vector_unit
@@ -119,7 +120,16 @@ class ProductSpec:
 def emit_products(spec: ProductSpec) -> str:
     """out[n] = factors[n] * sum of rows[n] @ weight over the products, + addend[n] + bias, or the ReLU of that."""
     k = KernelBuilder()
-    sources, weights = _pointers(k, spec.kind, spec.rows), _pointers(k, spec.kind, spec.rows)
+    sources, weights = pointers(k, spec.kind, spec.rows), pointers(k, spec.kind, spec.rows)
+    finish = product_finish(k, spec)
+    panels = Panels(spec.kind, spec.num_columns)
+    with k.tasks() as (_, first, end):
+        emit_rows(k, panels, list(zip(spec.rows, sources, weights)), first, end, finish)
+    return k.finish()
+
+
+def product_finish(k: KernelBuilder, spec: ProductSpec) -> Finish:
+    """Declares the other operands and the result; returns what takes sums of products there."""
     factors, addend, bias, out = (k.pointer(spec.kind) for _ in range(4))
 
     def finish(row: Value, panel: Value, begin: int, value: Value) -> None:
@@ -135,10 +145,7 @@ def emit_products(spec: ProductSpec) -> str:
             value = value.maximum(0.0)
         out.at(where).store(begin, value, past_cache=spec.past_cache)
 
-    panels = Panels(spec.kind, spec.num_columns)
-    with k.tasks() as (_, first, end):
-        _emit_rows(k, panels, list(zip(spec.rows, sources, weights)), first, end, finish)
-    return k.finish()
+    return finish
 
 
 @dataclass(frozen=True)
@@ -164,70 +171,129 @@ def emit_gradients(spec: GradientSpec) -> str:
     padded columns of the gradient) and d_bias[task].
     """
     k = KernelBuilder()
-    kind, num_columns = spec.kind, spec.grad.num_columns
-    panels = Panels(kind, num_columns)
-    padded, block_rows = panels.padded, _block_rows(panels)
-    sources = _pointers(k, kind, spec.rows)
-    grad, output, factors, d_addend, d_bias = (k.pointer(kind) for _ in range(5))
-    d_rows, turned, d_weights = (_pointers(k, kind, spec.rows) for _ in range(3))
-    scratch = k.scratch(kind, block_rows * padded)
-    pieces = panels.pieces(num_columns)
-    zero = k.constant("i64", 0)
-    with k.tasks() as (task, first, end):
-        sums = [k.variable(k.constant(kind, 0, lanes)) for _, lanes in pieces]
-        if padded > num_columns:
-            with k.loop(0, k.constant("i64", block_rows)) as r:
-                scratch.store(r * padded + (padded - panels.lanes), k.constant(kind, 0, panels.lanes))
-        with k.loop(first, end, block_rows) as begin:
-            left = end - begin
-            count = left.compare("slt", block_rows).select(left, k.constant("i64", block_rows))
-            with k.loop(0, count) as r:
-                row = begin + r
-                for (column, lanes), total in zip(pieces, sums):
-                    value = grad.at(row * spec.grad.stride).load(column, lanes)
-                    if spec.relu:
-                        passed = output.at(row * num_columns).load(column, lanes)
-                        value = passed.compare("ole", 0.0).select(0.0, value)
-                    if spec.needs_addend:
-                        d_addend.at(row * num_columns).store(column, value)
-                    total.set(total.get() + value)
-                    if spec.factors:
-                        value = value * factors.load(row)
-                    scratch.at(r * padded).store(column, value)
-            # Of the next block: what is read as it begins is asked for while the first matrix is multiplied.
-            following = [grad.at((begin + count) * spec.grad.stride)]
-            if spec.relu:
-                following.append(output.at((begin + count) * num_columns))
-            strides = (spec.grad.stride, num_columns)
-            for j, matrix in enumerate(spec.rows):
-                source = sources[j].at(begin * matrix.stride)
-                if spec.needs_weights[j]:
-                    target = d_weights[j].at(task * (matrix.num_columns * padded))
-                    rows_ahead = list(zip(following, strides))
-                    _emit_outer(k, panels, matrix, source, scratch, count, target, rows_ahead)
-                    following = []
-                if spec.needs_rows[j]:
-                    target = d_rows[j].at(begin * matrix.num_columns)
-
-                    def finish(
-                        r: Value,
-                        panel: Value,
-                        column: int,
-                        value: Value,
-                        target: Pointer = target,
-                        stride: int = matrix.num_columns,
-                        past_cache: bool = spec.past_cache[j],
-                    ) -> None:
-                        target.at(r * stride + panel).store(column, value, past_cache=past_cache)
-
-                    block = (Matrix(num_columns, padded), scratch, turned[j])
-                    _emit_rows(k, Panels(kind, matrix.num_columns), [block], zero, count, finish)
-        for (column, _), total in zip(pieces, sums):
-            d_bias.at(task * num_columns).store(column, total.get())
+    block = GradientBlock(k, spec, _block_rows(Panels(spec.kind, spec.grad.num_columns)))
+    with block.tasks():
+        # Of the next block: what is read as it begins is asked for while the first matrix is multiplied.
+        rows_ahead = block.rows_ahead()
+        for j, needs_weight in enumerate(spec.needs_weights):
+            if needs_weight:
+                block.emit_outer(j, rows_ahead)
+                rows_ahead = []
+            if spec.needs_rows[j]:
+                block.emit_rows(j)
     return k.finish()
 
 
-def _pointers(k: KernelBuilder, kind: Kind, rows: Sequence[Matrix]) -> list[Pointer]:
+class GradientBlock:
+    """The blocks of rows of a gradient, in a kernel: what is read and written for one, and how vectors multiply it.
+
+    Attributes:
+        rows: The gradient of the products of one block (rows × padded columns), zeros behind the last column.
+        first, end: Rows of the current task.
+        begin, count: Rows of the current block.
+    """
+
+    def __init__(self, k: KernelBuilder, spec: GradientSpec, num_rows: int) -> None:
+        self._builder, self.spec, self.num_rows = k, spec, num_rows
+        kind = spec.kind
+        self.panels = Panels(kind, spec.grad.num_columns)
+        self._sources = pointers(k, kind, spec.rows)
+        self._grad, self._output, self._factors, self._d_addend, self._d_bias = (k.pointer(kind) for _ in range(5))
+        self._d_rows, self._turned, self._d_weights = (pointers(k, kind, spec.rows) for _ in range(3))
+        self.rows = k.scratch(kind, num_rows * self.panels.padded)
+        self._task = self.first = self.end = self.begin = self.count = k.constant("i64", 0)
+
+    @contextmanager
+    def tasks(self) -> Iterator[None]:
+        """Runs the body for each block of the tasks that this thread draws, with its rows made."""
+        k, spec, padded = self._builder, self.spec, self.panels.padded
+        num_columns, lanes = spec.grad.num_columns, self.panels.lanes
+        pieces = self.panels.pieces(num_columns)
+        with k.tasks() as (self._task, self.first, self.end):
+            sums = [k.variable(k.constant(spec.kind, 0, lanes)) for _, lanes in pieces]
+            if padded > num_columns:
+                with k.loop(0, k.constant("i64", self.num_rows)) as r:
+                    self.rows.store(r * padded + (padded - lanes), k.constant(spec.kind, 0, lanes))
+            with k.loop(self.first, self.end, self.num_rows) as self.begin:
+                left = self.end - self.begin
+                self.count = left.compare("slt", self.num_rows).select(left, k.constant("i64", self.num_rows))
+                with k.loop(0, self.count) as r:
+                    self._make_row(r, pieces, sums)
+                yield
+            for (column, _), total in zip(pieces, sums):
+                self._d_bias.at(self._task * num_columns).store(column, total.get())
+
+    def _make_row(self, r: Value, pieces: Sequence[tuple[int, int]], sums: Sequence[Variable]) -> None:
+        spec, row = self.spec, self.begin + r
+        num_columns = spec.grad.num_columns
+        for (column, lanes), total in zip(pieces, sums):
+            value = self._grad.at(row * spec.grad.stride).load(column, lanes)
+            if spec.relu:
+                passed = self._output.at(row * num_columns).load(column, lanes)
+                value = passed.compare("ole", 0.0).select(0.0, value)
+            if spec.needs_addend:
+                self._d_addend.at(row * num_columns).store(column, value)
+            total.set(total.get() + value)
+            if spec.factors:
+                value = value * self._factors.load(row)
+            self.rows.at(r * self.panels.padded).store(column, value)
+
+    def rows_ahead(self) -> list[tuple[Pointer, int]]:
+        """What the next block reads to make its rows, with strides."""
+        spec, following = self.spec, self.begin + self.count
+        found = [(self._grad.at(following * spec.grad.stride), spec.grad.stride)]
+        if spec.relu:
+            found.append((self._output.at(following * spec.grad.num_columns), spec.grad.num_columns))
+        return found
+
+    def source(self, j: int, begin: Value | None = None) -> Pointer:
+        """The block's rows of an operand, or those of one that begins elsewhere."""
+        return self._sources[j].at((self.begin if begin is None else begin) * self.spec.rows[j].stride)
+
+    def d_weight(self, j: int) -> Pointer:
+        """Where the task adds up the gradient of a weight."""
+        return self._d_weights[j].at(self._task * (self.spec.rows[j].num_columns * self.panels.padded))
+
+    def finish(self, j: int) -> Finish:
+        """Takes gradients of an operand's rows, counted within the block, to where they belong."""
+        stride = self.spec.rows[j].num_columns
+        target = self._d_rows[j].at(self.begin * stride)
+
+        def store(r: Value, panel: Value, column: int, value: Value) -> None:
+            target.at(r * stride + panel).store(column, value, past_cache=self.spec.past_cache[j])
+
+        return store
+
+    def emit_outer(
+        self,
+        j: int,
+        rows_ahead: Sequence[tuple[Pointer, int]] = (),
+        *,
+        first: Value | int = 0,
+        width: int | None = None,
+    ) -> None:
+        """Adds the block's share to the gradient of a weight; asks for the next block's rows meanwhile.
+
+        Args:
+            rows_ahead: What else the next block reads, with strides.
+            first: Of the columns of the operand's rows that are gone through.
+            width: How many; None: all.
+        """
+        matrix = self.spec.rows[j]
+        columns = Matrix(matrix.num_columns if width is None else width, matrix.stride)
+        source, target = self.source(j).at(first), self.d_weight(j).at(first * self.panels.padded)
+        _emit_outer(self._builder, self.panels, columns, source, self.rows, self.count, target, rows_ahead)
+
+    def emit_rows(self, j: int) -> None:
+        """Makes the gradient of an operand's rows."""
+        k, spec = self._builder, self.spec
+        block = (Matrix(spec.grad.num_columns, self.panels.padded), self.rows, self._turned[j])
+        panels = Panels(spec.kind, spec.rows[j].num_columns)
+        emit_rows(k, panels, [block], k.constant("i64", 0), self.count, self.finish(j))
+
+
+def pointers(k: KernelBuilder, kind: Kind, rows: Sequence[Matrix]) -> list[Pointer]:
+    """Declares an argument for each."""
     return [k.pointer(kind) for _ in rows]
 
 
@@ -237,7 +303,7 @@ def _block_rows(panels: Panels) -> int:
     return max(1, min(_MAX_BLOCK_ROWS, fitting))
 
 
-def _emit_rows(
+def emit_rows(
     k: KernelBuilder,
     panels: Panels,
     products: Sequence[tuple[Matrix, Pointer, Pointer]],

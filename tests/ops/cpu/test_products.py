@@ -11,12 +11,21 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import load_backend
-from dgl_hybrid.ops.cpu import host, memory, products
+from dgl_hybrid.ops.cpu import host, matrix_unit, memory, products
 from dgl_hybrid.ops.cpu.host import VectorUnit, vector_unit
 from tests.helpers.thinning import pairwise
 from tests.ops.backend_checks import make_graph
 
 BLOCK_ROWS, TASK_ROWS = 64, 8192
+
+
+@pytest.fixture(autouse=True, params=["vectors", "matrix unit"])
+def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What multiplies float32, where the shapes allow it."""
+    if request.param == "vectors":
+        monkeypatch.setattr(matrix_unit, "has_matrix_unit", lambda: False)
+    elif not matrix_unit.has_matrix_unit():
+        pytest.skip("this processor has no matrix unit")
 
 
 @pytest.fixture(autouse=True)
@@ -173,8 +182,9 @@ def test_what_goes_past_the_cache() -> None:
     assert not memory.goes_past_cache(torch.empty(len(rows), 129)[:, :128], 0, 128), "not contiguous"
 
 
-def test_results_do_not_depend_on_the_number_of_threads() -> None:
-    given = operands(5 * TASK_ROWS, (40,), 33, torch.float32, factors=True, bias=True)
+@pytest.mark.parametrize(("width", "num_columns"), [(40, 33), (100, 128)])
+def test_results_do_not_depend_on_the_number_of_threads(width: int, num_columns: int) -> None:
+    given = operands(5 * TASK_ROWS + 77, (width,), num_columns, torch.float32, factors=True, bias=True)
     ours = load_backend("cpu")
     before, results = torch.get_num_threads(), []
     try:

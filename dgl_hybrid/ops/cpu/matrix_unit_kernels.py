@@ -1,0 +1,550 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels of `product_kernels` for the matrix unit: float32, the same results up to how sums are rounded.
+
+Rows are cut into parts a block at a time, laid out as registers take them, and multiplied while they lie in the cache.
+Small products are added up before large ones, so a sum is rounded no more often than one of whole numbers. A block with
+numbers that must not be cut goes the way of vectors; see `matrix_unit`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Pointer, Value
+from dgl_hybrid.ops.cpu.matrix_unit import (
+    DEPTH,
+    NUM_PARTS,
+    REGISTER_PARTS,
+    SIZE,
+    MatrixRegisters,
+    Parts,
+    halves,
+    pairs,
+    turned,
+)
+from dgl_hybrid.ops.cpu.product_kernels import (
+    Finish,
+    GradientBlock,
+    GradientSpec,
+    Matrix,
+    Panels,
+    ProductSpec,
+    emit_rows,
+    pointers,
+    product_finish,
+)
+
+BLOCK_ROWS = 2 * SIZE
+"""Of a product: as many as registers hold sums of."""
+GRADIENT_BLOCK_ROWS = 2 * DEPTH
+MAX_STEPS = 64
+"""Of DEPTH columns each: parts of a block's rows take 6 KiB of a thread's stack for each."""
+_GROUP = 4
+"""Registers of columns of an operand whose parts are made together for a gradient of weights: with those of the
+gradient they lie in the second cache."""
+_UNITS = SIZE + NUM_PARTS
+"""What cutting 16 columns of 32 rows is divided into: pairs of rows, then parts."""
+_SMALL_FIRST = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0))
+"""Which part of a left operand is multiplied by which of a right one; each pair shares one with the pair before it."""
+_LARGE = ((0, 0),)
+_UNROLLED_STEPS = 1
+
+
+def num_steps(num_columns: int) -> int:
+    """How many times a register's depth so many columns are."""
+    return -(-num_columns // DEPTH)
+
+
+def filled_share(num_rows: int, num_columns: int) -> float:
+    """How much of its registers a weight fills."""
+    return num_rows * num_columns / (num_steps(num_rows) * DEPTH * num_registers(num_columns) * SIZE)
+
+
+def num_registers(num_columns: int) -> int:
+    """How many registers side by side hold so many columns."""
+    return -(-num_columns // SIZE)
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Parts as registers take them: by rows of a left operand (columns of a right one), then by step, then by part."""
+
+    memory: Pointer
+    steps: int
+
+    @classmethod
+    def of_stack(cls, k: KernelBuilder, count: int, steps: int) -> _Tiles:
+        """Room for `count` registers' rows or columns."""
+        return cls(k.scratch("i16", count * steps * NUM_PARTS * REGISTER_PARTS), steps)
+
+    def __getitem__(self, number: Value | int) -> _Tiles:
+        """Those from a register's rows or columns on."""
+        size = self.steps * NUM_PARTS * REGISTER_PARTS
+        return _Tiles(self.memory.at(number * size), self.steps)
+
+    def at(self, step: Value | int, part: int) -> Pointer:
+        """What one register takes."""
+        return self.memory.at(step * (NUM_PARTS * REGISTER_PARTS)).at(part * REGISTER_PARTS)
+
+
+def emit_products(spec: ProductSpec) -> str:
+    """`product_kernels.emit_products`.
+
+    Arguments: those of that kernel, and behind them `least_bits` and the parts of the weights (i16), one below the
+    other, each filled up with zeros to whole steps.
+    """
+    k = KernelBuilder()
+    sources, weights = pointers(k, spec.kind, spec.rows), pointers(k, spec.kind, spec.rows)
+    finish = product_finish(k, spec)
+    registers, parts = MatrixRegisters(k), Parts(k, k.integer().convert("i32"))
+    rows = _CutRows(k, parts, BLOCK_ROWS, list(zip(spec.rows, sources)))
+    right = _Tiles(k.pointer("i16"), rows.steps)
+    multiply = _Multiplication(k, registers, spec.num_columns)
+    registers.configure()
+    with k.tasks() as (_, first, end):
+        rows.turn_to(first, _at_most(k, BLOCK_ROWS, end - first))
+        rows.cut_rest()
+        with k.loop(first, end, BLOCK_ROWS) as begin:
+            left, are_fit = rows.left, parts.are_fit()
+            count = _at_most(k, BLOCK_ROWS, end - begin)
+            rows.turn_to(begin + count, _at_most(k, BLOCK_ROWS, end - begin - count))
+            with k.when(are_fit):
+                multiply.emit(left, right, begin, count, finish, rows)
+            with k.when(are_fit ^ 1):
+                products = list(zip(spec.rows, sources, weights))
+                emit_rows(k, Panels(spec.kind, spec.num_columns), products, begin, begin + count, finish)
+            rows.cut_rest()
+    registers.release()
+    return k.finish()
+
+
+def emit_gradients(spec: GradientSpec) -> str:
+    """`product_kernels.emit_gradients`.
+
+    Arguments: those of that kernel, and behind them `least_bits` of gradients and of operands and, by operand, the
+    parts of its transposed weight (i16), filled up with zeros to whole steps.
+    """
+    k = KernelBuilder()
+    block = GradientBlock(k, spec, GRADIENT_BLOCK_ROWS)
+    registers = MatrixRegisters(k)
+    grad_parts, operand_parts = (Parts(k, k.integer().convert("i32")) for _ in range(2))
+    num_columns, padded = spec.grad.num_columns, block.panels.padded
+    weights = [_Tiles(k.pointer("i16"), num_steps(num_columns)) for _ in spec.rows]
+    rows = _CutRows(k, grad_parts, GRADIENT_BLOCK_ROWS, [(Matrix(padded, padded), block.rows)])
+    outer = _OuterProducts(k, registers, block, operand_parts)
+    registers.configure()
+    with block.tasks():
+        rows.turn_to(k.constant("i64", 0), block.count)
+        if any(spec.needs_rows):
+            rows.cut_rest()
+        outer.begin()
+        is_whole = block.count.compare("eq", GRADIENT_BLOCK_ROWS)
+        if any(spec.needs_weights):
+            with k.when(is_whole):
+                outer.cut_gradient(grad_parts)
+        are_fit = grad_parts.are_fit()
+        for j, matrix in enumerate(spec.rows):
+            if spec.needs_weights[j]:
+                outer.emit(j, is_whole & are_fit)
+            if spec.needs_rows[j]:
+                multiply = _Multiplication(k, registers, matrix.num_columns)
+                with k.when(are_fit):
+                    for first in range(0, GRADIENT_BLOCK_ROWS, BLOCK_ROWS):
+                        count = _at_most(k, BLOCK_ROWS, block.count - first)
+                        begin = k.constant("i64", first)
+                        multiply.emit(rows.left[first // SIZE], weights[j], begin, count, block.finish(j))
+                with k.when(are_fit ^ 1):
+                    block.emit_rows(j)
+    registers.release()
+    return k.finish()
+
+
+def _at_most(k: KernelBuilder, most: int, value: Value) -> Value:
+    return value.compare("slt", most).select(value, k.constant("i64", most))
+
+
+def _load(k: KernelBuilder, row: Pointer, begin: int | Value, width: int) -> Value:
+    """A vector of SIZE numbers, those from `width` on zero."""
+    if width >= SIZE:
+        return row.load(begin, SIZE)
+    total = k.constant("f32", 0.0, SIZE)
+    done = 0
+    while done < width:
+        lanes = 1 << (width - done).bit_length() - 1
+        piece = row.at(begin).load(done, lanes)
+        wide = piece.shuffle([*range(lanes), *[0] * (SIZE - lanes)])
+        inside = range(done, done + lanes)
+        total = total.join(wide, [SIZE + i - done if i in inside else i for i in range(SIZE)])
+        done += lanes
+    return total
+
+
+class _CutRows:
+    """Cuts blocks of rows into parts and lays them where a left operand has them: a bit at a time, while the matrix
+    unit is busy with the block before.
+
+    Args:
+        num_rows: Of a block.
+        operands: Side by side in a row of the left operand, each from a new step on.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, parts: Parts, num_rows: int, operands: Sequence[tuple[Matrix, Pointer]]
+    ) -> None:
+        self._builder, self._parts, self._num_rows, self._operands = k, parts, num_rows, operands
+        self.steps = sum(num_steps(matrix.num_columns) for matrix, _ in operands)
+        self._rooms = _Tiles.of_stack(k, 2 * num_rows // SIZE, self.steps)
+        zero = k.constant("i64", 0)
+        self._room, self._first, self._done, self._all = (k.variable(zero) for _ in range(4))
+
+    @property
+    def left(self) -> _Tiles:
+        """The block that is cut, or was last."""
+        return self._rooms[self._room.get() * (self._num_rows // SIZE)]
+
+    def turn_to(self, first: Value, count: Value) -> None:
+        """From now on cuts `count` rows from `first` on, into other room than those before; `Parts` forgets those."""
+        self._room.set(self._room.get() ^ 1)
+        self._first.set(first)
+        self._done.set(0)
+        self._all.set(count * self.steps)
+        self._parts.forget()
+
+    def cut_some(self) -> None:
+        """A step of a row, if any is left."""
+        done = self._done.get()
+        with self._builder.when(done.compare("slt", self._all.get())):
+            self._cut(done)
+            self._done.set(done + 1)
+
+    def cut_rest(self) -> None:
+        """All that is left."""
+        with self._builder.loop(self._done.get(), self._all.get()) as number:
+            self._cut(number)
+        self._done.set(self._all.get())
+
+    def _cut(self, number: Value) -> None:
+        k = self._builder
+        r, step = number.divide(self.steps)
+        row = self._first.get() + r
+        first_step, place, left = 0, self._operands[0][1], k.constant("i64", DEPTH)
+        ahead = place
+        for matrix, source in self._operands:
+            column = (step - first_step) * DEPTH
+            of_row = source.at(row * matrix.stride + column)
+            of_next = of_row.at(self._num_rows * matrix.stride)
+            inside = k.constant("i64", matrix.num_columns) - column
+            if first_step:
+                is_here = step.compare("sge", first_step)
+                place, ahead = k.choose(is_here, of_row, place), k.choose(is_here, of_next, ahead)
+                left = is_here.select(inside, left)
+            else:
+                place, ahead, left = of_row, of_next, inside
+            first_step += num_steps(matrix.num_columns)
+        ahead.prefetch(0, DEPTH, level=2)
+        if all(matrix.num_columns % DEPTH == 0 for matrix, _ in self._operands):
+            vectors = [place.load(0, SIZE), place.load(SIZE, SIZE)]
+        else:
+            vectors = [place.load_some(left, SIZE), place.at(SIZE).load_some(left - SIZE, SIZE)]
+        first, second = (self._parts.cut(vector) for vector in vectors)
+        of_register = self.left[r >> 4]
+        for part in range(NUM_PARTS):
+            target = of_register.at(step, part).at((r & (SIZE - 1)) * DEPTH)
+            target.store(0, halves(first[part], second[part]))
+
+
+class _Squares:
+    """Multiplies as many rows and columns as the registers hold sums of: two by two registers of each."""
+
+    def __init__(self, k: KernelBuilder, registers: MatrixRegisters) -> None:
+        self._builder, self._registers = k, registers
+        self.sums = k.scratch("f32", BLOCK_ROWS * 2 * SIZE)
+        """(2 * SIZE, 2 * SIZE)."""
+
+    def multiply(
+        self, left: _Tiles, right: _Tiles, num_right: int, meanwhile: Callable[[], None] = lambda: None
+    ) -> None:
+        """Puts the sums of products of two registers of rows by one or two of columns into `sums`.
+
+        Args:
+            meanwhile: Emits what is done between products: vectors have nothing to do for most of the time.
+        """
+        registers = self._registers
+        for total in range(4):
+            registers.zero(total)
+        for chosen in (_SMALL_FIRST, _LARGE):
+            for step in self._steps(left.steps):
+                self._step(left, right, num_right, step, chosen, meanwhile)
+        for i in range(2):
+            for j in range(num_right):
+                registers.store(2 * i + j, self.sums.at(i * SIZE * 2 * SIZE + j * SIZE), 2 * SIZE * 4)
+
+    def _steps(self, steps: int) -> Iterator[Value | int]:
+        """Few one after the other, many in a loop of the kernel."""
+        if steps <= _UNROLLED_STEPS:
+            yield from range(steps)
+        else:
+            with self._builder.loop(0, self._builder.constant("i64", steps)) as step:
+                yield step
+
+    def _step(
+        self,
+        left: _Tiles,
+        right: _Tiles,
+        num_right: int,
+        step: Value | int,
+        chosen: tuple[tuple[int, int], ...],
+        meanwhile: Callable[[], None],
+    ) -> None:
+        registers, before = self._registers, (-1, -1)
+        for of_left, of_right in chosen:
+            for i in range(2) if of_left != before[0] else ():
+                registers.load(4 + i, left[i].at(step, of_left))
+            for j in range(num_right) if of_right != before[1] else ():
+                registers.load(6 + j, right[j].at(step, of_right))
+            for i in range(2):
+                for j in range(num_right):
+                    registers.multiply_add(2 * i + j, 4 + i, 6 + j)
+            before = (of_left, of_right)
+            meanwhile()
+
+
+class _Multiplication:
+    """A block of rows by all columns of a right operand."""
+
+    def __init__(self, k: KernelBuilder, registers: MatrixRegisters, num_columns: int) -> None:
+        self._builder, self._num_columns = k, num_columns
+        self._squares = _Squares(k, registers)
+
+    def emit(
+        self,
+        left: _Tiles,
+        right: _Tiles,
+        first: Value,
+        count: Value,
+        finish: Finish,
+        following: _CutRows | None = None,
+    ) -> None:
+        """Rows `first` to `first + count`, BLOCK_ROWS at most; cuts most of the rows that follow meanwhile."""
+        k, width = self._builder, 2 * SIZE
+        whole, rest = divmod(self._num_columns, width)
+        pauses = len(_SMALL_FIRST + _LARGE) * (whole + bool(rest))
+        self._at_once = -(-BLOCK_ROWS // pauses)
+        self._following = following
+        if whole:
+            with k.loop(0, k.constant("i64", whole)) as panel:
+                self._panel(left, right[panel * 2], first, count, panel * width, width, finish)
+        if rest:
+            column = k.constant("i64", whole * width)
+            self._panel(left, right[whole * 2], first, count, column, rest, finish)
+
+    def _meanwhile(self) -> None:
+        if self._following is not None:
+            k = self._builder
+            with k.loop(0, k.constant("i64", self._at_once)):
+                self._following.cut_some()
+
+    def _panel(
+        self, left: _Tiles, right: _Tiles, first: Value, count: Value, column: Value, width: int, finish: Finish
+    ) -> None:
+        self._squares.multiply(left, right, num_registers(width), self._meanwhile)
+        pieces = Panels("f32", width).pieces(width)
+        with self._builder.loop(0, count) as r:
+            for begin, lanes in pieces:
+                finish(first + r, column, begin, self._squares.sums.at(r * (2 * SIZE)).load(begin, lanes))
+
+
+class _CutColumns:
+    """Cuts groups of columns of a whole block's rows into parts and lays them where a left operand has them, columns as
+    rows: a bit at a time, as `_CutRows` does.
+    """
+
+    def __init__(self, k: KernelBuilder, parts: Parts, num_rows: int) -> None:
+        self._builder, self._parts, self._num_rows = k, parts, num_rows
+        self._steps = num_steps(num_rows)
+        self._rooms = _Tiles.of_stack(k, 2 * _GROUP, self._steps)
+        self._turning = k.scratch("i32", NUM_PARTS * SIZE * SIZE)
+        zero = k.constant("i64", 0)
+        self._room, self._done, self._all = (k.variable(zero) for _ in range(3))
+        self._address, self._stride, self._width = (k.variable(zero) for _ in range(3))
+
+    @property
+    def left(self) -> _Tiles:
+        """The group that is cut, or was last."""
+        return self._rooms[self._room.get() * _GROUP]
+
+    def turn_to(self, where: Pointer, stride: int, width: Value) -> None:
+        """From now on cuts `width` columns from `where` on, which may be none, into other room than those before;
+        `Parts` forgets those.
+        """
+        self._room.set(self._room.get() ^ 1)
+        self._address.set(where.address())
+        self._stride.set(stride)
+        self._width.set(width)
+        self._done.set(0)
+        registers, _ = (width + (SIZE - 1)).divide(SIZE)
+        self._all.set(registers * (self._steps * _UNITS))
+        self._parts.forget()
+
+    def cut_some(self) -> None:
+        """A pair of rows, or a part of columns, if any is left."""
+        done = self._done.get()
+        with self._builder.when(done.compare("slt", self._all.get())):
+            self._cut(done)
+            self._done.set(done + 1)
+
+    def cut_rest(self) -> None:
+        """All that is left."""
+        with self._builder.loop(self._done.get(), self._all.get()) as number:
+            self._cut(number)
+        self._done.set(self._all.get())
+
+    def _cut(self, number: Value) -> None:
+        """Of 16 columns and 32 rows first pairs of rows, then, part by part, pairs become columns."""
+        k = self._builder
+        register, unit = number.divide(_UNITS)
+        column, step = register.divide(self._steps)
+        is_pair = unit.compare("slt", SIZE)
+        with k.when(is_pair):
+            self._cut_pair(column * SIZE, step * DEPTH + unit * 2, unit)
+        with k.when(is_pair ^ 1):
+            self._turn(self.left[column], step, unit - SIZE)
+
+    def _cut_pair(self, column: Value, row: Value, pair: Value) -> None:
+        k, stride = self._builder, self._stride.get()
+        upper = k.pointer_to("f32", self._address.get()).at(row * stride + column)
+        lower, left = upper.at(stride), self._width.get() - column
+        for here in (upper, lower):
+            here.at(stride * self._num_rows).prefetch(0, SIZE, level=2)
+        first, second = (self._parts.cut(here.load_some(left, SIZE)) for here in (upper, lower))
+        for part in range(NUM_PARTS):
+            self._turning.at(part * SIZE * SIZE).at(pair * SIZE).store(0, pairs(first[part], second[part]))
+
+    def _turn(self, of_column: _Tiles, step: Value, part: Value) -> None:
+        place = self._turning.at(part * (SIZE * SIZE))
+        target = of_column.at(step, 0).at(part * REGISTER_PARTS)
+        for i, of_row in enumerate(turned([place.load(i * SIZE, SIZE) for i in range(SIZE)])):
+            target.at(i * DEPTH).store(0, of_row.halved())
+
+
+class _OuterProducts:
+    """Gradients of weights: columns of operands by columns of the gradient, over the rows of a block. While a group of
+    columns is multiplied, the one that follows is cut.
+    """
+
+    def __init__(self, k: KernelBuilder, registers: MatrixRegisters, block: GradientBlock, parts: Parts) -> None:
+        self._builder, self._block, self._parts = k, block, parts
+        self._squares = _Squares(k, registers)
+        self._columns = _CutColumns(k, parts, block.num_rows)
+        self._num_right = num_registers(block.spec.grad.num_columns)
+        self._right = _Tiles.of_stack(k, self._num_right, num_steps(block.num_rows))
+        needed = [j for j, is_needed in enumerate(block.spec.needs_weights) if is_needed]
+        self._following = dict(zip(needed, [*needed[1:], needed[0]])) if needed else {}
+
+    def begin(self) -> None:
+        """At the begin of a block: the first one of a task has nobody before it."""
+        if not self._following:
+            return
+        k, block = self._builder, self._block
+        with k.when(block.begin.compare("eq", block.first)):
+            self._turn_to_operand(next(iter(self._following)), block.begin)
+            self._columns.cut_rest()
+
+    def cut_gradient(self, parts: Parts) -> None:
+        """Lays the parts of the block's gradient where a right operand has them."""
+        k, block = self._builder, self._block
+        padded, ahead = block.panels.padded, block.rows_ahead()
+        with k.loop(0, k.constant("i64", self._num_right)) as column:
+            right = self._right[column]
+            with k.loop(0, k.constant("i64", block.num_rows), 2) as n:
+                for rows, stride in ahead:
+                    for odd in range(2):
+                        rows.at((n + odd) * stride + column * SIZE).prefetch(0, SIZE, level=2)
+                row = block.rows.at(n * padded + column * SIZE)
+                first, second = parts.cut(row.load(0, SIZE)), parts.cut(row.load(padded, SIZE))
+                for part in range(NUM_PARTS):
+                    register = right.at(n >> 5, part).at((n & (DEPTH - 1)) * SIZE)
+                    register.store(0, pairs(first[part], second[part]).halved())
+
+    def emit(self, j: int, is_ready: Value) -> None:
+        """Adds the block's share to the gradient of a weight.
+
+        Args:
+            is_ready: The gradient's parts are there and fit; else vectors do it all.
+        """
+        k, size = self._builder, _GROUP * SIZE
+        whole, rest = divmod(self._block.spec.rows[j].num_columns, size)
+        if whole:
+            with k.loop(0, k.constant("i64", whole)) as group:
+                self._group(j, group * size, size, is_ready)
+        if rest:
+            self._group(j, k.constant("i64", whole * size), rest, is_ready)
+
+    def _turn_to_operand(self, j: int, begin: Value) -> None:
+        """To its first columns in the block that begins there, if that is a whole one."""
+        k, block = self._builder, self._block
+        matrix = block.spec.rows[j]
+        is_whole = (block.end - begin).compare("sge", block.num_rows)
+        width = is_whole.select(min(matrix.num_columns, _GROUP * SIZE), k.constant("i64", 0))
+        self._columns.turn_to(block.source(j, begin), matrix.stride, width)
+
+    def _turn_to_next(self, j: int, behind: Value) -> None:
+        """To the columns of this operand from there on, or to the next operand."""
+        k, block = self._builder, self._block
+        matrix, following = block.spec.rows[j], self._following[j]
+        left = k.constant("i64", matrix.num_columns) - behind
+        is_more = left.compare("sgt", 0)
+        with k.when(is_more):
+            width = is_more.select(_at_most(k, _GROUP * SIZE, left), k.constant("i64", 0))
+            width = block.count.compare("eq", block.num_rows).select(width, k.constant("i64", 0))
+            self._columns.turn_to(block.source(j).at(behind), matrix.stride, width)
+        with k.when(is_more ^ 1):
+            self._turn_to_operand(following, block.begin if following > j else block.begin + block.num_rows)
+
+    def _group(self, j: int, first: Value, width: int, is_ready: Value) -> None:
+        """The same for columns `first` to `first + width` of the operand."""
+        k = self._builder
+        left, is_fit = self._columns.left, is_ready & self._parts.are_fit()
+        self._turn_to_next(j, first + width)
+        with k.when(is_fit):
+            self._multiply(left, j, first, width)
+        with k.when(is_fit ^ 1):
+            self._block.emit_outer(j, first=first, width=width)
+        self._columns.cut_rest()
+
+    def _multiply(self, left: _Tiles, j: int, first: Value, width: int) -> None:
+        k = self._builder
+        target = self._block.d_weight(j).at(first * self._block.panels.padded)
+        whole, rest = divmod(self._num_right, 2)
+        if whole:
+            with k.loop(0, k.constant("i64", whole)) as panel:
+                self._panel(left, panel * 2, 2, target.at(panel * (2 * SIZE)), width)
+        if rest:
+            self._panel(left, whole * 2, 1, target.at(whole * 2 * SIZE), width)
+
+    def _panel(self, left: _Tiles, panel: Value | int, num_right: int, target: Pointer, width: int) -> None:
+        k, rows = self._builder, 2 * SIZE
+        with k.loop(0, k.constant("i64", -(-width // rows))) as two:
+            count = _at_most(k, rows, k.constant("i64", width) - two * rows)
+            here = target.at(two * (rows * self._block.panels.padded))
+            self._square(left[two * 2], panel, num_right, here, count)
+
+    def _square(self, left: _Tiles, panel: Value | int, num_right: int, target: Pointer, count: Value) -> None:
+        self._squares.multiply(left, self._right[panel], num_right, self._meanwhile)
+        with self._builder.loop(0, count) as r:
+            row, sums = target.at(r * self._block.panels.padded), self._squares.sums.at(r * (2 * SIZE))
+            for column in range(0, num_right * SIZE, SIZE):
+                row.store(column, row.load(column, SIZE) + sums.load(column, SIZE))
+
+    def _meanwhile(self) -> None:
+        k = self._builder
+        with k.loop(0, k.constant("i64", self._at_once)):
+            self._columns.cut_some()
+
+    @property
+    def _at_once(self) -> int:
+        """How much of the next group is cut between two products, so that all of it is."""
+        num_squares = _GROUP // 2 * -(-self._num_right // 2)
+        pauses = num_squares * num_steps(self._block.num_rows) * len(_SMALL_FIRST + _LARGE)
+        return -(-_GROUP * num_steps(self._block.num_rows) * _UNITS // pauses)

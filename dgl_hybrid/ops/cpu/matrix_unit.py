@@ -57,7 +57,7 @@ def has_matrix_unit() -> bool:
 
 
 def least_bits(least: float) -> int:
-    """What `Parts.are_fit` takes for `least`; 0 where this thread takes numbers below the normal range for 0."""
+    """What `Fitness` takes for `least`; 0 where this thread takes numbers below the normal range for 0."""
     is_flushing = float(torch.tensor(torch.finfo(torch.float32).tiny) * 0.5) == 0.0
     return 0 if is_flushing else int(torch.tensor(least).view(torch.int32))
 
@@ -81,8 +81,8 @@ def are_fit(matrix: torch.Tensor, least: int) -> bool:
     return bool((((bits >= least) & (bits < _MOST_BITS)) | (bits == 0)).all())
 
 
-class Parts:
-    """Cuts vectors of 16 float32 numbers into parts, in a kernel, and notes whether all were fit for it.
+class Fitness:
+    """Notes, in a kernel, whether all float32 numbers that it sees may be multiplied by their parts.
 
     Args:
         least: From `least_bits`.
@@ -98,29 +98,33 @@ class Parts:
         self._largest.set(self._builder.constant("i32", 0, SIZE))
         self._smallest.set(self._builder.constant("i32", -1, SIZE))
 
-    def cut(self, value: Value) -> list[Value]:
-        """The parts, each in the upper half of 32 bits whose lower half is anything."""
-        bits = value.bits("i32") & 0x7FFFFFFF
+    def note(self, value: Value) -> None:
+        """Sees a vector of at most 16."""
+        bits = value.pad(SIZE, 0.0).bits("i32") & 0x7FFFFFFF
         self._largest.set(self._largest.get().maximum(bits))
         # Zero becomes the largest number without a sign.
         smallest = self._builder.intrinsic("umin", bits.type, self._smallest.get(), bits + -1)
         self._smallest.set(smallest)
-        found = []
-        for part in range(NUM_PARTS):
-            rounded = value.bits("i32") + 0x8000
-            found.append(rounded)
-            if part + 1 < NUM_PARTS:
-                value = value - (rounded & -0x10000).bits("f32")
-        return found
 
     def are_fit(self) -> Value:
-        """Whether all numbers since `forget` may be multiplied by their parts."""
+        """Whether all numbers since `forget` are."""
         largest, smallest = self._largest.get().fold_maximum(1), self._smallest.get()
         while (half := smallest.type.lanes // 2) >= 1:
             low, high = smallest.shuffle(range(half)), smallest.shuffle(range(half, 2 * half))
             smallest = self._builder.intrinsic("umin", low.type, low, high)
         is_none_less = (smallest + 1).compare("uge", self._least) | smallest.compare("eq", -1)
         return largest.compare("slt", _MOST_BITS) & is_none_less
+
+
+def cut(value: Value) -> list[Value]:
+    """The parts of a vector of 16 float32 numbers, each in the upper half of 32 bits whose lower half is anything."""
+    found = []
+    for part in range(NUM_PARTS):
+        rounded = value.bits("i32") + 0x8000
+        found.append(rounded)
+        if part + 1 < NUM_PARTS:
+            value = value - (rounded & -0x10000).bits("f32")
+    return found
 
 
 def halves(first: Value, second: Value) -> Value:

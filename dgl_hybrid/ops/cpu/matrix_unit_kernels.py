@@ -17,8 +17,9 @@ from dgl_hybrid.ops.cpu.matrix_unit import (
     NUM_PARTS,
     REGISTER_PARTS,
     SIZE,
+    Fitness,
     MatrixRegisters,
-    Parts,
+    cut,
     halves,
     pairs,
     turned,
@@ -97,8 +98,8 @@ def emit_products(spec: ProductSpec) -> str:
     k = KernelBuilder()
     sources, weights = pointers(k, spec.kind, spec.rows), pointers(k, spec.kind, spec.rows)
     finish = product_finish(k, spec)
-    registers, parts = MatrixRegisters(k), Parts(k, k.integer().convert("i32"))
-    rows = _CutRows(k, parts, BLOCK_ROWS, list(zip(spec.rows, sources)))
+    registers, fitness = MatrixRegisters(k), Fitness(k, k.integer().convert("i32"))
+    rows = _CutRows(k, BLOCK_ROWS, list(zip(spec.rows, sources)), fitness)
     right = _Tiles(k.pointer("i16"), rows.steps)
     multiply = _Multiplication(k, registers, spec.num_columns)
     registers.configure()
@@ -106,7 +107,7 @@ def emit_products(spec: ProductSpec) -> str:
         rows.turn_to(first, _at_most(k, BLOCK_ROWS, end - first))
         rows.cut_rest()
         with k.loop(first, end, BLOCK_ROWS) as begin:
-            left, are_fit = rows.left, parts.are_fit()
+            left, are_fit = rows.left, fitness.are_fit()
             count = _at_most(k, BLOCK_ROWS, end - begin)
             rows.turn_to(begin + count, _at_most(k, BLOCK_ROWS, end - begin - count))
             with k.when(are_fit):
@@ -126,27 +127,24 @@ def emit_gradients(spec: GradientSpec) -> str:
     parts of its transposed weight (i16), filled up with zeros to whole steps.
     """
     k = KernelBuilder()
+    # `GradientBlock` declares the first arguments, and these are behind them.
     block = GradientBlock(k, spec, GRADIENT_BLOCK_ROWS)
+    block.notes, of_operands = (Fitness(k, k.integer().convert("i32")) for _ in range(2))
     registers = MatrixRegisters(k)
-    grad_parts, operand_parts = (Parts(k, k.integer().convert("i32")) for _ in range(2))
     num_columns, padded = spec.grad.num_columns, block.panels.padded
     weights = [_Tiles(k.pointer("i16"), num_steps(num_columns)) for _ in spec.rows]
-    rows = _CutRows(k, grad_parts, GRADIENT_BLOCK_ROWS, [(Matrix(padded, padded), block.rows)])
-    outer = _OuterProducts(k, registers, block, operand_parts)
+    rows = _CutRows(k, GRADIENT_BLOCK_ROWS, [(Matrix(padded, padded), block.rows)])
+    outer = _OuterProducts(k, registers, block, of_operands)
     registers.configure()
     with block.tasks():
-        rows.turn_to(k.constant("i64", 0), block.count)
+        are_fit = block.notes.are_fit()
         if any(spec.needs_rows):
+            rows.turn_to(k.constant("i64", 0), block.count)
             rows.cut_rest()
         outer.begin()
-        is_whole = block.count.compare("eq", GRADIENT_BLOCK_ROWS)
-        if any(spec.needs_weights):
-            with k.when(is_whole):
-                outer.cut_gradient(grad_parts)
-        are_fit = grad_parts.are_fit()
         for j, matrix in enumerate(spec.rows):
             if spec.needs_weights[j]:
-                outer.emit(j, is_whole & are_fit)
+                outer.emit(j, are_fit)
             if spec.needs_rows[j]:
                 multiply = _Multiplication(k, registers, matrix.num_columns)
                 with k.when(are_fit):
@@ -187,12 +185,17 @@ class _CutRows:
     Args:
         num_rows: Of a block.
         operands: Side by side in a row of the left operand, each from a new step on.
+        fitness: Sees their numbers.
     """
 
     def __init__(
-        self, k: KernelBuilder, parts: Parts, num_rows: int, operands: Sequence[tuple[Matrix, Pointer]]
+        self,
+        k: KernelBuilder,
+        num_rows: int,
+        operands: Sequence[tuple[Matrix, Pointer]],
+        fitness: Fitness | None = None,
     ) -> None:
-        self._builder, self._parts, self._num_rows, self._operands = k, parts, num_rows, operands
+        self._builder, self._fitness, self._num_rows, self._operands = k, fitness, num_rows, operands
         self.steps = sum(num_steps(matrix.num_columns) for matrix, _ in operands)
         self._rooms = _Tiles.of_stack(k, 2 * num_rows // SIZE, self.steps)
         zero = k.constant("i64", 0)
@@ -204,12 +207,13 @@ class _CutRows:
         return self._rooms[self._room.get() * (self._num_rows // SIZE)]
 
     def turn_to(self, first: Value, count: Value) -> None:
-        """From now on cuts `count` rows from `first` on, into other room than those before; `Parts` forgets those."""
+        """From now on cuts `count` rows from `first` on, into other room than those before, which are forgotten."""
         self._room.set(self._room.get() ^ 1)
         self._first.set(first)
         self._done.set(0)
         self._all.set(count * self.steps)
-        self._parts.forget()
+        if self._fitness is not None:
+            self._fitness.forget()
 
     def cut_some(self) -> None:
         """A step of a row, if any is left."""
@@ -247,7 +251,10 @@ class _CutRows:
             vectors = [place.load(0, SIZE), place.load(SIZE, SIZE)]
         else:
             vectors = [place.load_some(left, SIZE), place.at(SIZE).load_some(left - SIZE, SIZE)]
-        first, second = (self._parts.cut(vector) for vector in vectors)
+        if self._fitness is not None:
+            for vector in vectors:
+                self._fitness.note(vector)
+        first, second = map(cut, vectors)
         of_register = self.left[r >> 4]
         for part in range(NUM_PARTS):
             target = of_register.at(step, part).at((r & (SIZE - 1)) * DEPTH)
@@ -358,10 +365,13 @@ class _Multiplication:
 class _CutColumns:
     """Cuts groups of columns of a whole block's rows into parts and lays them where a left operand has them, columns as
     rows: a bit at a time, as `_CutRows` does.
+
+    Args:
+        has_rest: Groups may have fewer columns than registers have rows.
     """
 
-    def __init__(self, k: KernelBuilder, parts: Parts, num_rows: int) -> None:
-        self._builder, self._parts, self._num_rows = k, parts, num_rows
+    def __init__(self, k: KernelBuilder, num_rows: int, fitness: Fitness, *, has_rest: bool) -> None:
+        self._builder, self._fitness, self._num_rows, self._has_rest = k, fitness, num_rows, has_rest
         self._steps = num_steps(num_rows)
         self._rooms = _Tiles.of_stack(k, 2 * _GROUP, self._steps)
         self._turning = k.scratch("i32", NUM_PARTS * SIZE * SIZE)
@@ -375,8 +385,8 @@ class _CutColumns:
         return self._rooms[self._room.get() * _GROUP]
 
     def turn_to(self, where: Pointer, stride: int, width: Value) -> None:
-        """From now on cuts `width` columns from `where` on, which may be none, into other room than those before;
-        `Parts` forgets those.
+        """From now on cuts `width` columns from `where` on, which may be none, into other room than those before,
+        which are forgotten.
         """
         self._room.set(self._room.get() ^ 1)
         self._address.set(where.address())
@@ -385,7 +395,7 @@ class _CutColumns:
         self._done.set(0)
         registers, _ = (width + (SIZE - 1)).divide(SIZE)
         self._all.set(registers * (self._steps * _UNITS))
-        self._parts.forget()
+        self._fitness.forget()
 
     def cut_some(self) -> None:
         """A pair of rows, or a part of columns, if any is left."""
@@ -417,7 +427,10 @@ class _CutColumns:
         lower, left = upper.at(stride), self._width.get() - column
         for here in (upper, lower):
             here.at(stride * self._num_rows).prefetch(0, SIZE, level=2)
-        first, second = (self._parts.cut(here.load_some(left, SIZE)) for here in (upper, lower))
+        vectors = [here.load_some(left, SIZE) if self._has_rest else here.load(0, SIZE) for here in (upper, lower)]
+        for vector in vectors:
+            self._fitness.note(vector)
+        first, second = map(cut, vectors)
         for part in range(NUM_PARTS):
             self._turning.at(part * SIZE * SIZE).at(pair * SIZE).store(0, pairs(first[part], second[part]))
 
@@ -428,17 +441,66 @@ class _CutColumns:
             target.at(i * DEPTH).store(0, of_row.halved())
 
 
-class _OuterProducts:
-    """Gradients of weights: columns of operands by columns of the gradient, over the rows of a block. While a group of
-    columns is multiplied, the one that follows is cut.
+class _CutGradient:
+    """Cuts a block's gradient into parts and lays them where a right operand has them, register by register: a bit at a
+    time, as `_CutRows` does.
     """
 
-    def __init__(self, k: KernelBuilder, registers: MatrixRegisters, block: GradientBlock, parts: Parts) -> None:
-        self._builder, self._block, self._parts = k, block, parts
+    def __init__(self, k: KernelBuilder, block: GradientBlock) -> None:
+        self._builder, self._block = k, block
+        self.num_registers = num_registers(block.spec.grad.num_columns)
+        self.right = _Tiles.of_stack(k, self.num_registers, num_steps(block.num_rows))
+        self._done = k.variable(k.constant("i64", 0))
+
+    @property
+    def _pairs(self) -> int:
+        """Of rows, for each register."""
+        return self._block.num_rows // 2
+
+    def begin(self) -> None:
+        """At the begin of a block."""
+        self._done.set(0)
+        self._ahead = self._block.rows_ahead()
+
+    def cut_some(self) -> None:
+        """A pair of rows of a register, if any is left."""
+        with self._builder.when(self._done.get().compare("slt", self.num_registers * self._pairs)):
+            self._cut()
+
+    def cut_until(self, register: Value | int) -> None:
+        """All that is left before that register."""
+        end = register * self._pairs
+        with self._builder.repeat(lambda: self._done.get().compare("slt", end)):
+            self._cut()
+
+    def _cut(self) -> None:
+        block, done = self._block, self._done.get()
+        column, pair = done.divide(self._pairs)
+        row, first = pair * 2, column * SIZE
+        for rows, stride in self._ahead:
+            for odd in range(2):
+                rows.at((row + odd) * stride + first).prefetch(0, SIZE, level=2)
+        place = block.rows.at(row * block.panels.padded + first)
+        upper, lower = (cut(place.load(n * block.panels.padded, SIZE)) for n in range(2))
+        for part in range(NUM_PARTS):
+            target = self.right[column].at(row >> 5, part).at((row & (DEPTH - 1)) * SIZE)
+            target.store(0, pairs(upper[part], lower[part]).halved())
+        self._done.set(done + 1)
+
+
+class _OuterProducts:
+    """Gradients of weights: columns of operands by columns of the gradient, over the rows of a block. While a group of
+    columns is multiplied, the next columns of the gradient are cut, and the group that follows.
+    """
+
+    def __init__(
+        self, k: KernelBuilder, registers: MatrixRegisters, block: GradientBlock, of_operands: Fitness
+    ) -> None:
+        self._builder, self._block, self._fitness = k, block, of_operands
         self._squares = _Squares(k, registers)
-        self._columns = _CutColumns(k, parts, block.num_rows)
-        self._num_right = num_registers(block.spec.grad.num_columns)
-        self._right = _Tiles.of_stack(k, self._num_right, num_steps(block.num_rows))
+        has_rest = any(matrix.num_columns % SIZE for matrix in block.spec.rows)
+        self._columns = _CutColumns(k, block.num_rows, of_operands, has_rest=has_rest)
+        self._gradient = _CutGradient(k, block)
         needed = [j for j, is_needed in enumerate(block.spec.needs_weights) if is_needed]
         self._following = dict(zip(needed, [*needed[1:], needed[0]])) if needed else {}
 
@@ -447,33 +509,19 @@ class _OuterProducts:
         if not self._following:
             return
         k, block = self._builder, self._block
+        self._gradient.begin()
         with k.when(block.begin.compare("eq", block.first)):
             self._turn_to_operand(next(iter(self._following)), block.begin)
             self._columns.cut_rest()
 
-    def cut_gradient(self, parts: Parts) -> None:
-        """Lays the parts of the block's gradient where a right operand has them."""
-        k, block = self._builder, self._block
-        padded, ahead = block.panels.padded, block.rows_ahead()
-        with k.loop(0, k.constant("i64", self._num_right)) as column:
-            right = self._right[column]
-            with k.loop(0, k.constant("i64", block.num_rows), 2) as n:
-                for rows, stride in ahead:
-                    for odd in range(2):
-                        rows.at((n + odd) * stride + column * SIZE).prefetch(0, SIZE, level=2)
-                row = block.rows.at(n * padded + column * SIZE)
-                first, second = parts.cut(row.load(0, SIZE)), parts.cut(row.load(padded, SIZE))
-                for part in range(NUM_PARTS):
-                    register = right.at(n >> 5, part).at((n & (DEPTH - 1)) * SIZE)
-                    register.store(0, pairs(first[part], second[part]).halved())
-
-    def emit(self, j: int, is_ready: Value) -> None:
+    def emit(self, j: int, are_fit: Value) -> None:
         """Adds the block's share to the gradient of a weight.
 
         Args:
-            is_ready: The gradient's parts are there and fit; else vectors do it all.
+            are_fit: All numbers of the block's gradient; else vectors do it all, as where the block is not whole.
         """
         k, size = self._builder, _GROUP * SIZE
+        is_ready = are_fit & self._block.count.compare("eq", self._block.num_rows)
         whole, rest = divmod(self._block.spec.rows[j].num_columns, size)
         if whole:
             with k.loop(0, k.constant("i64", whole)) as group:
@@ -505,7 +553,7 @@ class _OuterProducts:
     def _group(self, j: int, first: Value, width: int, is_ready: Value) -> None:
         """The same for columns `first` to `first + width` of the operand."""
         k = self._builder
-        left, is_fit = self._columns.left, is_ready & self._parts.are_fit()
+        left, is_fit = self._columns.left, is_ready & self._fitness.are_fit()
         self._turn_to_next(j, first + width)
         with k.when(is_fit):
             self._multiply(left, j, first, width)
@@ -516,7 +564,7 @@ class _OuterProducts:
     def _multiply(self, left: _Tiles, j: int, first: Value, width: int) -> None:
         k = self._builder
         target = self._block.d_weight(j).at(first * self._block.panels.padded)
-        whole, rest = divmod(self._num_right, 2)
+        whole, rest = divmod(self._gradient.num_registers, 2)
         if whole:
             with k.loop(0, k.constant("i64", whole)) as panel:
                 self._panel(left, panel * 2, 2, target.at(panel * (2 * SIZE)), width)
@@ -525,26 +573,29 @@ class _OuterProducts:
 
     def _panel(self, left: _Tiles, panel: Value | int, num_right: int, target: Pointer, width: int) -> None:
         k, rows = self._builder, 2 * SIZE
+        self._gradient.cut_until(panel + num_right)
         with k.loop(0, k.constant("i64", -(-width // rows))) as two:
             count = _at_most(k, rows, k.constant("i64", width) - two * rows)
             here = target.at(two * (rows * self._block.panels.padded))
             self._square(left[two * 2], panel, num_right, here, count)
 
     def _square(self, left: _Tiles, panel: Value | int, num_right: int, target: Pointer, count: Value) -> None:
-        self._squares.multiply(left, self._right[panel], num_right, self._meanwhile)
+        self._squares.multiply(left, self._gradient.right[panel], num_right, self._meanwhile)
         with self._builder.loop(0, count) as r:
             row, sums = target.at(r * self._block.panels.padded), self._squares.sums.at(r * (2 * SIZE))
             for column in range(0, num_right * SIZE, SIZE):
                 row.store(column, row.load(column, SIZE) + sums.load(column, SIZE))
 
     def _meanwhile(self) -> None:
-        k = self._builder
-        with k.loop(0, k.constant("i64", self._at_once)):
+        k, of_gradient = self._builder, -(-2 * GRADIENT_BLOCK_ROWS // 2 // (_GROUP // 2 * self._pauses))
+        with k.loop(0, k.constant("i64", of_gradient)):
+            self._gradient.cut_some()
+        of_group = _GROUP * num_steps(self._block.num_rows) * _UNITS
+        num_squares = _GROUP // 2 * -(-self._gradient.num_registers // 2)
+        with k.loop(0, k.constant("i64", -(-of_group // (num_squares * self._pauses)))):
             self._columns.cut_some()
 
     @property
-    def _at_once(self) -> int:
-        """How much of the next group is cut between two products, so that all of it is."""
-        num_squares = _GROUP // 2 * -(-self._num_right // 2)
-        pauses = num_squares * num_steps(self._block.num_rows) * len(_SMALL_FIRST + _LARGE)
-        return -(-_GROUP * num_steps(self._block.num_rows) * _UNITS // pauses)
+    def _pauses(self) -> int:
+        """Between the products of a square, for which so much is cut that all is, of the next columns and group."""
+        return num_steps(self._block.num_rows) * len(_SMALL_FIRST + _LARGE)

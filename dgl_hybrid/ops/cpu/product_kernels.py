@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from dgl_hybrid.ops.cpu.host import vector_unit
 from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value, Variable
@@ -184,10 +185,21 @@ def emit_gradients(spec: GradientSpec) -> str:
     return k.finish()
 
 
+class Notes(Protocol):
+    """Sees all numbers of a block."""
+
+    def forget(self) -> None:
+        """A block begins."""
+
+    def note(self, value: Value) -> None:
+        """A vector of it."""
+
+
 class GradientBlock:
     """The blocks of rows of a gradient, in a kernel: what is read and written for one, and how vectors multiply it.
 
     Attributes:
+        notes: Sees what is in `rows`, if anything does.
         rows: The gradient of the products of one block (rows × padded columns), zeros behind the last column.
         first, end: Rows of the current task.
         begin, count: Rows of the current block.
@@ -195,6 +207,7 @@ class GradientBlock:
 
     def __init__(self, k: KernelBuilder, spec: GradientSpec, num_rows: int) -> None:
         self._builder, self.spec, self.num_rows = k, spec, num_rows
+        self.notes: Notes | None = None
         kind = spec.kind
         self.panels = Panels(kind, spec.grad.num_columns)
         self._sources = pointers(k, kind, spec.rows)
@@ -217,6 +230,8 @@ class GradientBlock:
             with k.loop(self.first, self.end, self.num_rows) as self.begin:
                 left = self.end - self.begin
                 self.count = left.compare("slt", self.num_rows).select(left, k.constant("i64", self.num_rows))
+                if self.notes is not None:
+                    self.notes.forget()
                 with k.loop(0, self.count) as r:
                     self._make_row(r, pieces, sums)
                 yield
@@ -237,6 +252,8 @@ class GradientBlock:
             if spec.factors:
                 value = value * self._factors.load(row)
             self.rows.at(r * self.panels.padded).store(column, value)
+            if self.notes is not None:
+                self.notes.note(value)
 
     def rows_ahead(self) -> list[tuple[Pointer, int]]:
         """What the next block reads to make its rows, with strides."""

@@ -39,8 +39,10 @@ from dgl_hybrid.ops.cpu.product_kernels import (
 BLOCK_ROWS = 2 * SIZE
 """Of a product: as many as registers hold sums of."""
 GRADIENT_BLOCK_ROWS = 2 * DEPTH
-MAX_STEPS = 64
-"""Of DEPTH columns each: parts of a block's rows take 6 KiB of a thread's stack for each."""
+MAX_STEPS = 48
+"""Of DEPTH columns each, in a sum of products: parts of two blocks of rows take 12 KiB of a thread's stack for each."""
+MAX_GRADIENT_COLUMNS = 512
+"""What is held of a block of a gradient takes 1.5 KiB for each."""
 _GROUP = 4
 """Registers of columns of an operand whose parts are made together for a gradient of weights: with those of the
 gradient they lie in the second cache."""

@@ -153,7 +153,9 @@ def gradients(
     operands = (*rows, grad, output, factors, d_addend, d_bias, *d_rows, *turned, *sums)
     arguments: list[int | float] = [address(x) for x in operands]
     least = [matrix_unit.least_bits(x) for x in (matrix_unit.LEAST_GRADIENT, matrix_unit.LEAST_OPERAND)]
-    if num_columns >= _MIN_GRADIENT_COLUMNS and _are_for_matrix_unit([w.t() for w in weights], least[1]):
+    if _MIN_GRADIENT_COLUMNS <= num_columns <= matrix_unit_kernels.MAX_GRADIENT_COLUMNS and _are_for_matrix_unit(
+        [w.t() for w in weights], least[1]
+    ):
         cut = [_pack_parts([w.t()]) if needed else None for w, needed in zip(weights, needs_rows)]
         arguments += [*least, *map(address, cut)]
         run(matrix_unit_kernels.emit_gradients, (spec,), bounds, arguments)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -201,6 +202,29 @@ def test_smaller_ones_go_there_where_they_may_be_taken_for_0(flushed: None, emit
 
 
 @needs_unit
+def test_the_largest_fit_on_a_small_stack(emitted: list[str]) -> None:
+    """Of 1 MiB, where threads commonly have 2 or 8; what does not fit ends the process."""
+    rows, weights = random_operands(3 * BLOCK, (matrix_unit_kernels.MAX_STEPS * matrix_unit.DEPTH,), 128)
+    wide, wide_weights = random_operands(3 * BLOCK, (128,), matrix_unit_kernels.MAX_GRADIENT_COLUMNS)
+    results: list[Tensor] = []
+
+    def run() -> None:
+        results.append(multiply(rows, weights))
+        results.extend(gradients(wide, wide_weights, results[0].repeat(1, 4)))
+
+    before = threading.stack_size(1 << 20)
+    try:
+        thread = threading.Thread(target=run)
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert emitted == ["matrix_unit_kernels"] * 2
+    assert len(results) == 4
+    torch.testing.assert_close(results[0], rows[0] @ weights[0], rtol=1e-4, atol=1e-4)
+
+
+@needs_unit
 def test_where_it_is_used(emitted: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def kernels(widths: tuple[int, ...], num_columns: int, dtype: torch.dtype = torch.float32) -> list[str]:
         emitted.clear()
@@ -217,6 +241,7 @@ def test_where_it_is_used(emitted: list[str], monkeypatch: pytest.MonkeyPatch) -
     most = matrix_unit_kernels.MAX_STEPS * matrix_unit.DEPTH // 2
     assert kernels((most, most), 128) == ["matrix_unit", "matrix_unit"]
     assert kernels((most, most, 128), 128) == ["product", "matrix_unit"], "too much for a thread's stack"
+    assert kernels((128,), matrix_unit_kernels.MAX_GRADIENT_COLUMNS + 1) == ["matrix_unit", "product"], "the same"
     matrix_unit.has_matrix_unit.cache_clear()
     monkeypatch.setenv("DGL_HYBRID_MATRIX_UNIT", "0")
     assert kernels((128,), 128) == ["product", "product"]

@@ -8,7 +8,7 @@ numbers that must not be cut goes the way of vectors; see `matrix_unit`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dgl_hybrid.ops.cpu.ir import KernelBuilder, Pointer, Value
@@ -51,7 +51,6 @@ _UNITS = SIZE + NUM_PARTS
 _SMALL_FIRST = ((0, 2), (0, 1), (1, 1), (1, 0), (2, 0))
 """Which part of a left operand is multiplied by which of a right one; each pair shares one with the pair before it."""
 _LARGE = ((0, 0),)
-_UNROLLED_STEPS = 1
 
 
 def num_steps(num_columns: int) -> int:
@@ -164,22 +163,6 @@ def _at_most(k: KernelBuilder, most: int, value: Value) -> Value:
     return value.compare("slt", most).select(value, k.constant("i64", most))
 
 
-def _load(k: KernelBuilder, row: Pointer, begin: int | Value, width: int) -> Value:
-    """A vector of SIZE numbers, those from `width` on zero."""
-    if width >= SIZE:
-        return row.load(begin, SIZE)
-    total = k.constant("f32", 0.0, SIZE)
-    done = 0
-    while done < width:
-        lanes = 1 << (width - done).bit_length() - 1
-        piece = row.at(begin).load(done, lanes)
-        wide = piece.shuffle([*range(lanes), *[0] * (SIZE - lanes)])
-        inside = range(done, done + lanes)
-        total = total.join(wide, [SIZE + i - done if i in inside else i for i in range(SIZE)])
-        done += lanes
-    return total
-
-
 class _CutRows:
     """Cuts blocks of rows into parts and lays them where a left operand has them: a bit at a time, while the matrix
     unit is busy with the block before.
@@ -279,30 +262,22 @@ class _Squares:
         Args:
             meanwhile: Emits what is done between products: vectors have nothing to do for most of the time.
         """
-        registers = self._registers
+        k, registers = self._builder, self._registers
         for total in range(4):
             registers.zero(total)
         for chosen in (_SMALL_FIRST, _LARGE):
-            for step in self._steps(left.steps):
+            with k.loop(0, k.constant("i64", left.steps)) as step:
                 self._step(left, right, num_right, step, chosen, meanwhile)
         for i in range(2):
             for j in range(num_right):
                 registers.store(2 * i + j, self.sums.at(i * SIZE * 2 * SIZE + j * SIZE), 2 * SIZE * 4)
-
-    def _steps(self, steps: int) -> Iterator[Value | int]:
-        """Few one after the other, many in a loop of the kernel."""
-        if steps <= _UNROLLED_STEPS:
-            yield from range(steps)
-        else:
-            with self._builder.loop(0, self._builder.constant("i64", steps)) as step:
-                yield step
 
     def _step(
         self,
         left: _Tiles,
         right: _Tiles,
         num_right: int,
-        step: Value | int,
+        step: Value,
         chosen: tuple[tuple[int, int], ...],
         meanwhile: Callable[[], None],
     ) -> None:

@@ -35,7 +35,7 @@ _MAX_TASKS = 64
 _MIN_FILLED = 0.7
 """Of what registers of the matrix unit hold, which multiply what fills them up, too."""
 _MIN_GRADIENT_COLUMNS = 96
-"""Below that, cutting rows into parts takes longer than what is gained: 0.8 times as fast with 40 columns, 1.0 to 1.2
+"""Below that, cutting rows into parts takes longer than what is gained: 0.8 times as fast with 40 columns, 1.0 to 1.4
 with 128, 1.5 with 256."""
 
 

@@ -18,7 +18,7 @@ that order, after the three words that `rows` reads (see there).
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -432,17 +432,6 @@ class KernelBuilder:
         self._body.append(f"{body}:")
         yield index
         counter.set(index + step)
-        self.line(f"br label %{head}")
-        self._body.append(f"{done}:")
-
-    @contextmanager
-    def repeat(self, condition: Callable[[], Value]) -> Iterator[None]:
-        """Runs the body as long as the bool that `condition` emits holds."""
-        head, body, done = self._label("head"), self._label("body"), self._label("done")
-        self._block(head)
-        self.line(f"br i1 {condition().ref}, label %{body}, label %{done}")
-        self._body.append(f"{body}:")
-        yield
         self.line(f"br label %{head}")
         self._body.append(f"{done}:")
 

@@ -163,9 +163,42 @@ def _at_most(k: KernelBuilder, most: int, value: Value) -> Value:
     return value.compare("slt", most).select(value, k.constant("i64", most))
 
 
-class _CutRows:
-    """Cuts blocks of rows into parts and lays them where a left operand has them: a bit at a time, while the matrix
-    unit is busy with the block before.
+class _Piecemeal:
+    """Cutting that is done a bit at a time, while the matrix unit is busy with what was cut before."""
+
+    def __init__(self, k: KernelBuilder) -> None:
+        self._builder = k
+        self._done, self._all = (k.variable(k.constant("i64", 0)) for _ in range(2))
+
+    def _begin(self, count: Value | int) -> None:
+        """So many bits are to be cut."""
+        self._done.set(0)
+        self._all.set(count)
+
+    def _cut(self, number: Value) -> None:
+        """One of them."""
+        raise NotImplementedError
+
+    def cut_some(self) -> None:
+        """The next one, if any is left."""
+        done = self._done.get()
+        with self._builder.when(done.compare("slt", self._all.get())):
+            self._cut(done)
+            self._done.set(done + 1)
+
+    def cut_until(self, end: Value) -> None:
+        """All that are left of those before `end`."""
+        with self._builder.loop(self._done.get(), end) as number:
+            self._cut(number)
+        self._done.set(self._done.get().maximum(end))
+
+    def cut_rest(self) -> None:
+        """All that are left."""
+        self.cut_until(self._all.get())
+
+
+class _CutRows(_Piecemeal):
+    """Cuts blocks of rows into parts and lays them where a left operand has them: a bit is a step of a row.
 
     Args:
         num_rows: Of a block.
@@ -180,11 +213,12 @@ class _CutRows:
         operands: Sequence[tuple[Matrix, Pointer]],
         fitness: Fitness | None = None,
     ) -> None:
-        self._builder, self._fitness, self._num_rows, self._operands = k, fitness, num_rows, operands
+        super().__init__(k)
+        self._fitness, self._num_rows, self._operands = fitness, num_rows, operands
         self.steps = sum(num_steps(matrix.num_columns) for matrix, _ in operands)
         self._rooms = _Tiles.of_stack(k, 2 * num_rows // SIZE, self.steps)
         zero = k.constant("i64", 0)
-        self._room, self._first, self._done, self._all = (k.variable(zero) for _ in range(4))
+        self._room, self._first = k.variable(zero), k.variable(zero)
 
     @property
     def left(self) -> _Tiles:
@@ -195,23 +229,9 @@ class _CutRows:
         """From now on cuts `count` rows from `first` on, into other room than those before, which are forgotten."""
         self._room.set(self._room.get() ^ 1)
         self._first.set(first)
-        self._done.set(0)
-        self._all.set(count * self.steps)
+        self._begin(count * self.steps)
         if self._fitness is not None:
             self._fitness.forget()
-
-    def cut_some(self) -> None:
-        """A step of a row, if any is left."""
-        done = self._done.get()
-        with self._builder.when(done.compare("slt", self._all.get())):
-            self._cut(done)
-            self._done.set(done + 1)
-
-    def cut_rest(self) -> None:
-        """All that is left."""
-        with self._builder.loop(self._done.get(), self._all.get()) as number:
-            self._cut(number)
-        self._done.set(self._all.get())
 
     def _cut(self, number: Value) -> None:
         k = self._builder
@@ -339,22 +359,22 @@ class _Multiplication:
                 finish(first + r, column, begin, self._squares.sums.at(r * (2 * SIZE)).load(begin, lanes))
 
 
-class _CutColumns:
+class _CutColumns(_Piecemeal):
     """Cuts groups of columns of a whole block's rows into parts and lays them where a left operand has them, columns as
-    rows: a bit at a time, as `_CutRows` does.
+    rows: a bit is a pair of rows, or a part of columns.
 
     Args:
         has_rest: Groups may have fewer columns than registers have rows.
     """
 
     def __init__(self, k: KernelBuilder, num_rows: int, fitness: Fitness, *, has_rest: bool) -> None:
-        self._builder, self._fitness, self._num_rows, self._has_rest = k, fitness, num_rows, has_rest
+        super().__init__(k)
+        self._fitness, self._num_rows, self._has_rest = fitness, num_rows, has_rest
         self._steps = num_steps(num_rows)
         self._rooms = _Tiles.of_stack(k, 2 * _GROUP, self._steps)
         self._turning = k.scratch("i32", NUM_PARTS * SIZE * SIZE)
         zero = k.constant("i64", 0)
-        self._room, self._done, self._all = (k.variable(zero) for _ in range(3))
-        self._address, self._stride, self._width = (k.variable(zero) for _ in range(3))
+        self._room, self._address, self._stride, self._width = (k.variable(zero) for _ in range(4))
 
     @property
     def left(self) -> _Tiles:
@@ -369,23 +389,9 @@ class _CutColumns:
         self._address.set(where.address())
         self._stride.set(stride)
         self._width.set(width)
-        self._done.set(0)
         registers, _ = (width + (SIZE - 1)).divide(SIZE)
-        self._all.set(registers * (self._steps * _UNITS))
+        self._begin(registers * (self._steps * _UNITS))
         self._fitness.forget()
-
-    def cut_some(self) -> None:
-        """A pair of rows, or a part of columns, if any is left."""
-        done = self._done.get()
-        with self._builder.when(done.compare("slt", self._all.get())):
-            self._cut(done)
-            self._done.set(done + 1)
-
-    def cut_rest(self) -> None:
-        """All that is left."""
-        with self._builder.loop(self._done.get(), self._all.get()) as number:
-            self._cut(number)
-        self._done.set(self._all.get())
 
     def _cut(self, number: Value) -> None:
         """Of 16 columns and 32 rows first pairs of rows, then, part by part, pairs become columns."""
@@ -418,41 +424,31 @@ class _CutColumns:
             target.at(i * DEPTH).store(0, of_row.halved())
 
 
-class _CutGradient:
-    """Cuts a block's gradient into parts and lays them where a right operand has them, register by register: a bit at a
-    time, as `_CutRows` does.
+class _CutGradient(_Piecemeal):
+    """Cuts a block's gradient into parts and lays them where a right operand has them, register by register: a bit is a
+    pair of rows.
     """
 
     def __init__(self, k: KernelBuilder, block: GradientBlock) -> None:
-        self._builder, self._block = k, block
+        super().__init__(k)
+        self._block = block
         self.num_registers = num_registers(block.spec.grad.num_columns)
         self.right = _Tiles.of_stack(k, self.num_registers, num_steps(block.num_rows))
-        self._done = k.variable(k.constant("i64", 0))
-
-    @property
-    def _pairs(self) -> int:
-        """Of rows, for each register."""
-        return self._block.num_rows // 2
+        self._pairs = block.num_rows // 2
 
     def begin(self) -> None:
         """At the begin of a block."""
-        self._done.set(0)
+        self._begin(self.num_registers * self._pairs)
         self._ahead = self._block.rows_ahead()
 
-    def cut_some(self) -> None:
-        """A pair of rows of a register, if any is left."""
-        with self._builder.when(self._done.get().compare("slt", self.num_registers * self._pairs)):
-            self._cut()
-
-    def cut_until(self, register: Value | int) -> None:
+    def cut_before(self, register: Value | int) -> None:
         """All that is left before that register."""
         end = register * self._pairs
-        with self._builder.repeat(lambda: self._done.get().compare("slt", end)):
-            self._cut()
+        self.cut_until(end if isinstance(end, Value) else self._builder.constant("i64", end))
 
-    def _cut(self) -> None:
-        block, done = self._block, self._done.get()
-        column, pair = done.divide(self._pairs)
+    def _cut(self, number: Value) -> None:
+        block = self._block
+        column, pair = number.divide(self._pairs)
         row, first = pair * 2, column * SIZE
         for rows, stride in self._ahead:
             for odd in range(2):
@@ -462,7 +458,6 @@ class _CutGradient:
         for part in range(NUM_PARTS):
             target = self.right[column].at(row >> 5, part).at((row & (DEPTH - 1)) * SIZE)
             target.store(0, pairs(upper[part], lower[part]).halved())
-        self._done.set(done + 1)
 
 
 class _OuterProducts:
@@ -550,7 +545,7 @@ class _OuterProducts:
 
     def _panel(self, left: _Tiles, panel: Value | int, num_right: int, target: Pointer, width: int) -> None:
         k, rows = self._builder, 2 * SIZE
-        self._gradient.cut_until(panel + num_right)
+        self._gradient.cut_before(panel + num_right)
         with k.loop(0, k.constant("i64", -(-width // rows))) as two:
             count = _at_most(k, rows, k.constant("i64", width) - two * rows)
             here = target.at(two * (rows * self._block.panels.padded))

@@ -8,7 +8,8 @@ together are below 2^-26 of the whole, a fourth of what rounding the product to 
 Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019).
 
 The unit takes numbers below the normal range for 0, so parts must not lie there unless numbers below the normal range
-are to be taken for 0 anyway, and infinity has no parts: kernels look for such numbers and leave them to vectors.
+are to be taken for 0 anyway; infinity has no parts, and those of large numbers may overflow with opposite signs. Kernels
+look for such numbers and leave them to vectors.
 """
 
 from __future__ import annotations
@@ -36,8 +37,10 @@ REGISTER_PARTS = SIZE * DEPTH
 LEAST_OPERAND, LEAST_GRADIENT = 2.0**-40, 2.0**-60
 """Numbers that are nearer to 0, but not 0, are left to vectors. Of products of others what the unit takes for 0, below
 2^-126, is below 2^-26 of the whole. Gradients are multiplied by operands, never by each other."""
-_MOST_BITS = 0x7F7F8000
-"""The first part of numbers from here on would round to infinity."""
+MOST = 2.0**60
+"""Numbers from here on are left to vectors, too: no product of others overflows, so a sum that does is infinite as it
+would be by vectors, and not NaN, as it were if parts of opposite signs did."""
+_MOST_BITS = int(torch.tensor(MOST).view(torch.int32))
 
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 """Linux grants the unit, 8 KiB of registers, to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM)."""

@@ -8,6 +8,7 @@ numbers that must not be cut goes the way of vectors; see `matrix_unit`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -163,7 +164,7 @@ def _at_most(k: KernelBuilder, most: int, value: Value) -> Value:
     return value.compare("slt", most).select(value, k.constant("i64", most))
 
 
-class _Piecemeal:
+class _Piecemeal(ABC):
     """Cutting that is done a bit at a time, while the matrix unit is busy with what was cut before."""
 
     def __init__(self, k: KernelBuilder) -> None:
@@ -175,9 +176,9 @@ class _Piecemeal:
         self._done.set(0)
         self._all.set(count)
 
+    @abstractmethod
     def _cut(self, number: Value) -> None:
         """One of them."""
-        raise NotImplementedError
 
     def cut_some(self) -> None:
         """The next one, if any is left."""

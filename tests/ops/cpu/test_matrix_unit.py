@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.cpu import matrix_unit, matrix_unit_kernels, products
-from dgl_hybrid.ops.cpu.matrix_unit import LEAST_GRADIENT, LEAST_OPERAND
+from dgl_hybrid.ops.cpu.matrix_unit import LEAST_GRADIENT, LEAST_OPERAND, MOST
 
 BLOCK, GRADIENT_BLOCK = matrix_unit_kernels.BLOCK_ROWS, matrix_unit_kernels.GRADIENT_BLOCK_ROWS
 INF, NAN = math.inf, math.nan
@@ -116,7 +116,7 @@ def test_it_is_at_least_as_exact_as_vectors(
         assert error(mine, wanted) < max(1.1 * error(other, wanted), 1e-7)
 
 
-UNFIT = [INF, -INF, NAN, torch.finfo(torch.float32).max, LEAST_GRADIENT / 4, -1e-40]
+UNFIT = [INF, -INF, NAN, torch.finfo(torch.float32).max, -MOST, LEAST_GRADIENT / 4, -1e-40]
 
 
 def assert_same(mine: Tensor, theirs: Tensor) -> None:
@@ -173,6 +173,21 @@ def test_weights_that_have_no_parts(value: float, emitted: list[str], monkeypatc
     gradients(rows, weights, torch.randn(BLOCK, 128))
     assert emitted == ["product_kernels"] * 2
     assert_same(result, by_vectors(monkeypatch, lambda: multiply(rows, weights)))
+
+
+@needs_unit
+@pytest.mark.parametrize(("width", "least"), [(128, 1e30), (1536, 0.9 * MOST)])
+def test_sums_that_overflow_are_infinite_as_by_vectors(
+    width: int, least: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of one product could overflow with opposite signs, which made it NaN; sums of products may overflow."""
+    rows, weights = (
+        [x.sign().abs() * least * (1 + x.abs().clamp(max=1.0) / 10) for x in given]
+        for given in random_operands(BLOCK, (width,), 128)
+    )
+    result = multiply(rows, weights)
+    assert_same(result, by_vectors(monkeypatch, lambda: multiply(rows, weights)))
+    assert result.isposinf().all()
 
 
 @needs_unit

@@ -8,8 +8,8 @@ together are below 2^-26 of the whole, a fourth of what rounding the product to 
 Heinecke, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision Computations", ARITH 2019).
 
 The unit takes numbers below the normal range for 0, so parts must not lie there unless numbers below the normal range
-are to be taken for 0 anyway; infinity has no parts, and those of large numbers may overflow with opposite signs. Kernels
-look for such numbers and leave them to vectors.
+are to be taken for 0 anyway; infinity has no parts, and those of large numbers may overflow with opposite signs.
+Kernels look for such numbers and leave them to vectors.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
-from dgl_hybrid.graph.row_products import is_watched, linear
+from dgl_hybrid.graph.row_products import is_elu, is_watched, linear
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
@@ -66,9 +66,7 @@ def forward_gat(
     count("gat", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(*h_dst.shape[:-1], -1, width)
-    if self.has_explicit_bias:
-        rst = rst + self.bias.view(heads, width)
-    return self.activation(rst) if self.activation else rst
+    return _finish(rst, self.bias.view(heads, width) if self.has_explicit_bias else None, self.activation)
 
 
 def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False) -> Any:
@@ -102,7 +100,17 @@ def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False)
     count("gatv2", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(len(h_dst), -1, width)
-    return self.activation(rst) if self.activation else rst
+    return _finish(rst, None, self.activation)
+
+
+def _finish(rst: Tensor, bias: Tensor | None, activation: Any) -> Any:
+    """Adds the bias (H, D) to (N, ..., H, D) and takes the activation: an ELU, as models of attention have, in one."""
+    if is_elu(activation) and (bias is None or (rst.dim() == 3 and bias.dtype == rst.dtype)):
+        flat = torch.ops.dgl_hybrid.biased_elu(rst.flatten(1), None if bias is None else bias.flatten())
+        return flat.view(rst.shape)
+    if bias is not None:
+        rst = rst + bias
+    return activation(rst) if activation else rst
 
 
 def _find_edges(

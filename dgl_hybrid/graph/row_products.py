@@ -157,14 +157,26 @@ def is_relu(activation: Any) -> bool:
     return activation is F.relu or activation is torch.relu
 
 
+def is_elu(activation: Any) -> bool:
+    """Whether this is the ELU with alpha = 1, not in place, that nobody watches."""
+    if type(activation) is nn.ELU:
+        return not is_watched(activation) and activation.alpha == 1.0 and not activation.inplace
+    return activation is F.elu
+
+
 def linear(graph: Any, layer: Any, x: Tensor, num_rows: int) -> Tensor:
     """Returns `layer(x[:num_rows])`, from the entries that are there where x is the same in every epoch and sparse."""
     if isinstance(graph, LayerBlock) and are_plain((layer,), x) and x.shape[1] == layer.in_features:
         is_static = graph.static_results.are_static((x,))
-        rows = graph.static_results.rows_of(x, num_rows) if is_static else x[:num_rows]
+        rows = graph.static_results.rows_of(x, num_rows) if is_static else _first(x, num_rows)
         return product(rows, layer.weight.t(), layer.bias)
-    result: Tensor = layer(x[:num_rows] if num_rows < len(x) else x)
+    result: Tensor = layer(_first(x, num_rows))
     return result
+
+
+def _first(x: Tensor, num_rows: int) -> Tensor:
+    """Backward, a view of all rows would be as many zeros, written over."""
+    return x[:num_rows] if num_rows < len(x) else x
 
 
 def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:

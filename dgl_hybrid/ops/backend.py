@@ -207,6 +207,27 @@ class Backend(Protocol):
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         """(N, F) times the mask that (N,) int64 ids, on its device, and two unsigned 64-bit keys give, and 1/(1-p)."""
 
+    def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """(N, C): the ELU, with alpha = 1, of x (N, C) + bias (C,)."""
+
+    def biased_elu_backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of x (N, C) and of the bias (C,) from that of `out` (N, C), the result."""
+
+    def head_terms(self, x: Tensor, attn_l: Tensor, attn_r: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
+        """`(el, er)`: (S, ..., H, 1) attn_l · x[u] per head, and (N, ..., H, 1) attn_r · x[v] of the first rows.
+
+        Args:
+            x: (S, ..., H, D) in any strides.
+            attn_l: (1, H, D); of another dtype than x under autocast.
+            attn_r: (1, H, D), likewise.
+            num_dst: N.
+        """
+
+    def head_terms_backward(
+        self, x: Tensor, attn_l: Tensor, attn_r: Tensor, d_el: Tensor, d_er: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Gradients of attn_l and attn_r, (1, H, D) each; adds that of x to `dx`, contiguous, unless it is None."""
+
     def row_products(
         self,
         rows: list[Tensor],

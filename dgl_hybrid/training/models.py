@@ -57,7 +57,7 @@ class GraphStack(nn.Module):
             h = layer(block, self.dropout(h) if index > 0 or self.drops_inputs else h)
             is_last = index == len(self.layers) - 1
             if h.dim() == 3:
-                h = h.mean(1) if is_last else h.flatten(1)
+                h = h.flatten(1) if not is_last else h.squeeze(1) if h.shape[1] == 1 else h.mean(1)
             if not is_last:
                 if self.norms is not None:
                     h = self.norms[index](h)
@@ -121,9 +121,11 @@ def build_model(
         kind = dglnn.GATConv if name == "gat" else dglnn.GATv2Conv
         layers = []
         for index, (a, b) in enumerate(pairs):
-            k = 1 if index == num_layers - 1 else heads
-            layers.append(kind(a, b // k, k, feat_drop=dropout, attn_drop=dropout, allow_zero_in_degree=True))
-        model = GraphStack(layers, F.elu)
+            is_last = index == num_layers - 1
+            k, elu = (1, None) if is_last else (heads, F.elu)
+            dropouts = {"feat_drop": dropout, "attn_drop": dropout}
+            layers.append(kind(a, b // k, k, activation=elu, allow_zero_in_degree=True, **dropouts))
+        model = GraphStack(layers, None)
     return model.to(dtype)
 
 

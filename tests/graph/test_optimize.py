@@ -22,7 +22,8 @@ from dgl_hybrid.graph import attention_terms
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize, restore
 from dgl_hybrid.graph.tiny_blocks import build_block_of
-from dgl_hybrid.ops import EdgeDropout
+from dgl_hybrid.ops import EdgeDropout, plain_rows
+from dgl_hybrid.ops.backend import load_backend
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.ops.routing import graph_to_device
 from tests.helpers.exactness import assert_close
@@ -160,6 +161,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "residual": {"residual": True},
     "activation": {"activation": torch.tanh},
     "activation module": {"activation": nn.Sequential(nn.ELU())},
+    "elu": {"activation": F.elu},
+    "elu, no bias": {"activation": nn.ELU(), "bias": False},
+    "elu, residual": {"activation": nn.ELU(), "residual": True},
+    "another elu": {"activation": nn.ELU(alpha=0.5)},
     "everything": {"residual": True, "activation": F.elu, "negative_slope": 0.5, "bias": False},
 }
 
@@ -198,11 +203,14 @@ def test_pairs_of_inputs(kind: str, is_wide: bool, graph: Callable[[], Any]) -> 
     check(make(kind, (IN, IN + 1) if is_wide else IN, residual=True), built, inputs)
 
 
+@pytest.mark.parametrize("activation", [torch.tanh, F.elu])
 @pytest.mark.parametrize("extra", [(4,), (2, 3)])
 @pytest.mark.parametrize("graph", [plain_graph, dgl_block, layer_block])
-def test_dimensions_between_vertex_and_feature(graph: Callable[[], Any], extra: tuple[int, ...]) -> None:
+def test_dimensions_between_vertex_and_feature(
+    graph: Callable[[], Any], extra: tuple[int, ...], activation: Callable[[Tensor], Tensor]
+) -> None:
     built = graph()
-    check(make("gat", residual=True, activation=torch.tanh), built, inputs_for(built, extra=extra))
+    check(make("gat", residual=True, activation=activation), built, inputs_for(built, extra=extra))
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -570,10 +578,13 @@ def test_checkpointing_draws_the_mask_again(kind: str, use_reentrant: bool) -> N
 # ------------------------------------------------------------------------------------------ attention terms
 
 
-@pytest.mark.parametrize("piece", [1, 7 * HEADS * WIDTH, 1 << 20])
+@pytest.mark.parametrize("piece", [1, 7 * HEADS * WIDTH, 1 << 20, None])
 @pytest.mark.parametrize("shape", [(NUM_SRC, HEADS, WIDTH), (NUM_SRC, 4, HEADS, WIDTH), (0, HEADS, WIDTH)])
-def test_terms_in_pieces(shape: tuple[int, ...], piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_terms, "_PIECE_ELEMENTS", piece)
+def test_terms(shape: tuple[int, ...], piece: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces, in plain PyTorch, and (None) by kernels as far as there are some."""
+    if piece is not None:
+        monkeypatch.setattr(attention_terms, "choose_backend", lambda x: load_backend("naive"))
+        monkeypatch.setattr(plain_rows, "_PIECE_ELEMENTS", piece)
     generator = torch.Generator().manual_seed(6)
 
     def rows(*shape: int) -> Tensor:

@@ -105,6 +105,8 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
             mapped(([x6, x2], [random(6, 3), turned], y3, None, None, [False, True], both, False), Tensor.detach),
             mapped(([x6], [random(6, 3)], y3, random(4, 3), factors, [True], [False], True), Tensor.detach),
         ],
+        "biased_elu": [(random(4, 6), random(6)), (turned, None)],
+        "biased_elu_backward": [mapped((random(4, 6), random(4, 6)), Tensor.detach)],
         "drop_rows": [
             (random(4, 6), torch.tensor([5, 2**40, 0, 5]), torch.tensor([-3, 2**62]), 0.4),
             (turned, torch.arange(2), torch.tensor([7, 8]), 1.0),

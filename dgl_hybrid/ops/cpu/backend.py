@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
-from dgl_hybrid.ops.cpu import gat, gatv2, products, reductions
+from dgl_hybrid.ops.cpu import gat, gatv2, products, reductions, row_ops
 from dgl_hybrid.ops.cpu.edge_kernels import (
     SddmmSpec,
     SoftmaxSpec,
@@ -18,14 +18,11 @@ from dgl_hybrid.ops.cpu.edge_kernels import (
     emit_sddmm,
 )
 from dgl_hybrid.ops.cpu.lanes import accumulator_elements, column_blocks
-from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, address, dropout_arguments, run
+from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, address, run
 from dgl_hybrid.ops.cpu.memory import new_tensor
 from dgl_hybrid.ops.cpu.reductions import Operand
-from dgl_hybrid.ops.cpu.row_kernels import RowDropoutSpec, emit_row_dropout
-from dgl_hybrid.ops.cpu.tasks import cut_evenly
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
-from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
 _MAX_DOT_ELEMENTS = 512
@@ -233,16 +230,21 @@ class CpuBackend:
         return out.squeeze(1).to(x.dtype), arg.squeeze(1)
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
-        if x.dtype not in (torch.float32, torch.float64) or p == 1.0 or x.numel() == 0:
-            return multiply_by_mask(x, ids, keys, p)
-        out = new_tensor(tuple(x.shape), x.dtype)
-        num_columns = x.shape[1]
-        dropout = EdgeDropout(p, keys, ids)
-        for column, block in column_blocks(1, num_columns, _MAX_DOT_ELEMENTS):
-            packed, _keep = dropout_arguments(dropout, num_columns, column)
-            arguments: list[int | float] = [address(x, column), address(out, column), num_columns, *packed]
-            run(emit_row_dropout, (RowDropoutSpec(KINDS[x.dtype], block),), cut_evenly(len(x)), arguments)
-        return out
+        return row_ops.drop(x, ids, keys, p)
+
+    def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return row_ops.biased_elu(x, bias)
+
+    def biased_elu_backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        return row_ops.biased_elu_backward(grad, out)
+
+    def head_terms(self, x: Tensor, attn_l: Tensor, attn_r: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
+        return row_ops.head_terms(x, attn_l, attn_r, num_dst)
+
+    def head_terms_backward(
+        self, x: Tensor, attn_l: Tensor, attn_r: Tensor, d_el: Tensor, d_er: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return row_ops.head_terms_backward(x, attn_l, attn_r, d_el, d_er, dx)
 
     def row_products(
         self,

@@ -35,16 +35,37 @@ def exp(x: Value) -> Value:
     x = n ln 2 + r with |r| <= ln 2 / 2; e^r by its Taylor series, whose remainder is below the rounding error; 2^n is
     written into the exponent's bits. n is rounded by adding 1.5 * 2^mantissa_bits, which leaves n in the last bits.
     """
+    r, scale = _reduced(x)
+    return x.compare("olt", _EXP_CONSTANTS[x.type.kind].least).select(0.0, _taylor(r, 0) * scale)
+
+
+def exp_less_1(x: Value) -> Value:
+    """E to the power x less 1, for x up to 88: as exact where that is small as elsewhere.
+
+    2^n (e^r - 1) + (2^n - 1), in which nothing is taken from 1 that was rounded beside it.
+    """
+    r, scale = _reduced(x)
+    result = (_taylor(r, 1) * r).multiply_add(scale, scale - 1.0)
+    return x.compare("olt", _EXP_CONSTANTS[x.type.kind].least).select(-1.0, result)
+
+
+def _reduced(x: Value) -> tuple[Value, Value]:
+    """R and 2^n."""
     c = _EXP_CONSTANTS[x.type.kind]
     magic = 1.5 * 2.0**c.mantissa_bits
     shifted = x.multiply_add(1.0 / math.log(2.0), x.like(magic))
     n = shifted - magic
     r = n.multiply_add(-c.ln2_low, n.multiply_add(-c.ln2_high, x))
-    power = x.like(1.0 / math.factorial(c.degree))
-    for order in reversed(range(c.degree)):
-        power = power.multiply_add(r, x.like(1.0 / math.factorial(order)))
-    scale = ((shifted.bits(c.bits) << c.mantissa_bits) + c.exponent_of_one).bits(x.type.kind)
-    return x.compare("olt", c.least).select(0.0, power * scale)
+    return r, ((shifted.bits(c.bits) << c.mantissa_bits) + c.exponent_of_one).bits(x.type.kind)
+
+
+def _taylor(r: Value, first: int) -> Value:
+    """The series of e^r from its term of order `first` on, divided by r to the power of that."""
+    degree = _EXP_CONSTANTS[r.type.kind].degree
+    power = r.like(1.0 / math.factorial(degree))
+    for order in reversed(range(first, degree)):
+        power = power.multiply_add(r, r.like(1.0 / math.factorial(order)))
+    return power
 
 
 def leaky_relu(x: Value, slope: Value) -> Value:

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -24,14 +22,12 @@ from dgl_hybrid.ops.cpu.product_kernels import (
     emit_gradients,
     emit_products,
 )
-from dgl_hybrid.ops.cpu.tasks import cut_evenly
+from dgl_hybrid.ops.cpu.tasks import cut_evenly, cut_for_sums
 from dgl_hybrid.ops.row_blocks import is_turned
 
 MAX_COLUMNS = 2048
 """Of an operand; wider ones are no rows of a layer, and PyTorch multiplies them as fast."""
 _MIN_REGISTER_BYTES = 32
-_MIN_TASK_ROWS = 8192
-_MAX_TASKS = 64
 _MIN_FILLED = 0.7
 """Of what registers of the matrix unit hold, which multiply what fills them up, too."""
 _MIN_GRADIENT_COLUMNS = 96
@@ -126,7 +122,7 @@ def gradients(
     panels = Panels(kind, num_columns)
     rows, grad = [_readable(x) for x in rows], _readable(grad)
     output, factors = (None if x is None else x.contiguous() for x in (output, factors))
-    bounds = _cut(num_rows, panels.padded)
+    bounds = cut_for_sums(num_rows, panels.padded)
     num_tasks = len(bounds) - 1
     d_rows = [new_tensor(tuple(x.shape), x.dtype) if needed else None for x, needed in zip(rows, needs_rows)]
     turned = [
@@ -167,12 +163,6 @@ def gradients(
             total = (parts[0] if num_tasks == 1 else parts.sum(0))[:, :num_columns]
             found.append((total.t() if is_turned(weight) else total).contiguous())
     return [*found, d_bias[0] if num_tasks == 1 else d_bias.sum(0), *([] if d_addend is None else [d_addend])]
-
-
-def _cut(num_rows: int, num_columns: int) -> npt.NDArray[np.int64]:
-    """Tasks for sums over rows: by the shape alone, so that no result depends on threads; few, as each has its own."""
-    step = max(_MIN_TASK_ROWS, 8 * num_columns, -(-num_rows // _MAX_TASKS))
-    return np.array([*range(0, num_rows, step), num_rows], dtype=np.int64)
 
 
 def _readable(x: Tensor) -> Tensor:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dgl_hybrid.ops.cpu.elementary import DropoutArguments
-from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind
-from dgl_hybrid.ops.cpu.lanes import Block
+from dgl_hybrid.ops.cpu.elementary import DropoutArguments, exp_less_1
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value
+from dgl_hybrid.ops.cpu.lanes import Block, Piece, get_all, grouped_head_sums, load_pieces, store_pieces, zero_variables
 
 
 @dataclass(frozen=True)
@@ -31,3 +31,107 @@ def emit_row_dropout(spec: RowDropoutSpec) -> str:
             factors = dropout.factors_of(words, piece.begin, piece.lanes)
             target.store(piece.begin, source.load(piece.begin, piece.lanes) * factors)
     return k.finish()
+
+
+@dataclass(frozen=True)
+class EluSpec:
+    """What an ELU of some columns is compiled for; `past_cache`: whether its result goes straight to memory."""
+
+    value: Kind
+    block: Block
+    has_bias: bool
+    past_cache: bool
+
+
+def emit_biased_elu(spec: EluSpec) -> str:
+    """out[n] = x[n] + bias where that is positive, exp of it less 1 elsewhere."""
+    k = KernelBuilder()
+    x, bias, out, stride = k.pointer(spec.value), k.pointer(spec.value), k.pointer(spec.value), k.integer()
+    pieces = spec.block.pieces(spec.value)
+    with k.rows() as row:
+        values = load_pieces(pieces, x.at(row * stride))
+        if spec.has_bias:
+            values = [value + bias.load(piece.begin, piece.lanes) for piece, value in zip(pieces, values)]
+        values = [value.compare("ogt", 0.0).select(value, exp_less_1(value)) for value in values]
+        store_pieces(pieces, out.at(row * stride), values, past_cache=spec.past_cache)
+    return k.finish()
+
+
+def emit_biased_elu_backward(spec: EluSpec) -> str:
+    """dx[n] = grad[n], times out[n] + 1 where out[n] is at most 0; and each task's sums of its rows.
+
+    NaN passes the gradient, as in PyTorch.
+    """
+    k = KernelBuilder()
+    grad, out, dx, sums = (k.pointer(spec.value) for _ in range(4))
+    stride = k.integer()
+    pieces = spec.block.pieces(spec.value)
+    with k.tasks() as (task, first, end):
+        totals = zero_variables(k, pieces, spec.value)
+        with k.loop(first, end) as row:
+            found = []
+            for piece, total in zip(pieces, totals):
+                value, passed = (rows.at(row * stride).load(piece.begin, piece.lanes) for rows in (grad, out))
+                value = passed.compare("ole", 0.0).select(value * (passed + 1.0), value)
+                total.set(total.get() + value)
+                found.append(value)
+            store_pieces(pieces, dx.at(row * stride), found, past_cache=spec.past_cache)
+        store_pieces(pieces, sums.at(task * stride), get_all(totals))
+    return k.finish()
+
+
+def emit_head_terms(kind: Kind, block: Block) -> str:
+    """el[u, h] = attn_l[h] · x[u, h], and er[v, h] = attn_r[h] · x[v, h] of the first rows; for some whole heads."""
+    k = KernelBuilder()
+    x, attn_l, attn_r, el, er = (k.pointer(kind) for _ in range(5))
+    stride, head_stride, num_dst = k.integer(), k.integer(), k.integer()
+
+    def dots(own: Pointer, attention: Pointer) -> list[tuple[range, Value]]:
+        def term(piece: Piece) -> Value:
+            return own.load(piece.begin, piece.lanes) * attention.load(piece.begin, piece.lanes)
+
+        return list(grouped_head_sums(k, block, kind, term))
+
+    with k.tasks() as (_, first, end):
+        for begin, stop, is_dst in _cut_behind(k, first, end, num_dst):
+            with k.loop(begin, stop) as row:
+                own = x.at(row * stride)
+                # Both before either is written: the compiler does not know that this leaves x as it is.
+                found = [(el, dots(own, attn_l)), *([(er, dots(own, attn_r))] if is_dst else [])]
+                for target, sums in found:
+                    for heads, value in sums:
+                        target.at(row * head_stride).store(heads[0], value)
+    return k.finish()
+
+
+def emit_head_terms_backward(kind: Kind, block: Block, has_dx: bool) -> str:
+    """dx[u] += d_el[u] * attn_l + d_er[u] * attn_r, and each task's sums of d_el[u] * x[u] and of d_er[u] * x[u]."""
+    k = KernelBuilder()
+    x, attn_l, attn_r, d_el, d_er, dx, sums_l, sums_r = (k.pointer(kind) for _ in range(8))
+    stride, head_stride, num_dst = k.integer(), k.integer(), k.integer()
+    pieces = block.pieces(kind)
+    with k.tasks() as (task, first, end):
+        totals_l, totals_r = (zero_variables(k, pieces, kind) for _ in range(2))
+        for begin, stop, is_dst in _cut_behind(k, first, end, num_dst):
+            with k.loop(begin, stop) as row:
+                sides = [(d_el, attn_l, totals_l), *([(d_er, attn_r, totals_r)] if is_dst else [])]
+                for number, piece in enumerate(pieces):
+                    own = x.at(row * stride).load(piece.begin, piece.lanes)
+                    target = dx.at(row * stride)
+                    value = target.load(piece.begin, piece.lanes) if has_dx else None
+                    for d_term, attention, totals in sides:
+                        d = piece.spread(d_term.at(row * head_stride))
+                        totals[number].set(own.multiply_add(d, totals[number].get()))
+                        if value is not None:
+                            value = attention.load(piece.begin, piece.lanes).multiply_add(d, value)
+                    if value is not None:
+                        target.store(piece.begin, value)
+        for sums, totals in ((sums_l, totals_l), (sums_r, totals_r)):
+            store_pieces(pieces, sums.at(task * stride), get_all(totals))
+    return k.finish()
+
+
+def _cut_behind(k: KernelBuilder, first: Value, end: Value, count: Value) -> list[tuple[Value, Value, bool]]:
+    """(first, end) of a task's rows among the first `count` of all, and of the others; which they are."""
+    among = k.intrinsic("smin", end.type, end, count)
+    return [(first, among, True), (k.intrinsic("smax", end.type, first, count), end, False)]

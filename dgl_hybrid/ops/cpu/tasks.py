@@ -36,6 +36,9 @@ MAX_KEPT_ENTRIES = KEPT_ENTRIES + LONG_ROW_ENTRIES
 MAX_TASKS = 256
 """So many tasks of entries at most (and of rows): enough for balance on 64 threads."""
 
+_MIN_SUMMED_ROWS = 8192
+_MAX_SUMS = 64
+
 
 @dataclass(frozen=True)
 class RowTasks:
@@ -104,4 +107,10 @@ def _cut_for_keeping(lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
 def cut_evenly(num_rows: int) -> npt.NDArray[np.int64]:
     """(T + 1,) int64 bounds of tasks for rows that all take the same time."""
     step = max(MIN_TASK_ROWS, -(-num_rows // MAX_TASKS))
+    return np.array([*range(0, num_rows, step), num_rows], dtype=np.int64)
+
+
+def cut_for_sums(num_rows: int, num_columns: int) -> npt.NDArray[np.int64]:
+    """The same for sums over all rows: few, as each task has sums of its own, of so many columns."""
+    step = max(_MIN_SUMMED_ROWS, 8 * num_columns, -(-num_rows // _MAX_SUMS))
     return np.array([*range(0, num_rows, step), num_rows], dtype=np.int64)

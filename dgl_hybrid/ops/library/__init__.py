@@ -16,7 +16,26 @@ One module for each family of ops, all on `registration.py`; `sparse_product` en
 """
 
 # Importing a family registers it.
-from dgl_hybrid.ops.library import edge_softmax, row_dropout, row_products, sddmm, segments, sparse_product, spmm
+from dgl_hybrid.ops.library import (
+    activation,
+    edge_softmax,
+    row_dropout,
+    row_products,
+    sddmm,
+    segments,
+    sparse_product,
+    spmm,
+)
 from dgl_hybrid.ops.library.attention import pack_dropout
 
-__all__ = ["edge_softmax", "pack_dropout", "row_dropout", "row_products", "sddmm", "segments", "sparse_product", "spmm"]
+__all__ = [
+    "activation",
+    "edge_softmax",
+    "pack_dropout",
+    "row_dropout",
+    "row_products",
+    "sddmm",
+    "segments",
+    "sparse_product",
+    "spmm",
+]

@@ -87,6 +87,7 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
     rows, out_rows, first, second, third, ctx.slope, ctx.p, keys, edge_keys, *_ = inputs
     out, *notes = output
     ctx.mark_non_differentiable(*notes)
+    ctx.set_materialize_grads(False)  # nobody asks for zeros of the size of the notes
     Structure.save(ctx, rows, out_rows, first, second, third, keys, edge_keys, out, *notes)
 
 

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiled work on rows without a graph beside plain PyTorch: odd sizes, several tasks, threads, strange numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dgl_hybrid.ops import plain_rows
+from dgl_hybrid.ops.cpu import compiler, host, lanes, memory, row_ops
+from dgl_hybrid.ops.cpu.host import VectorUnit
+
+DTYPES = [torch.float32, torch.float64]
+ELU = torch.ops.dgl_hybrid.biased_elu
+TASK_ROWS = 8192
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> Iterator[None]:
+    """What is not written stays NaN."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before[0]  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture
+def past_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results of any size go straight to memory where their place allows it."""
+    monkeypatch.setattr(memory, "MIN_PAST_CACHE_BYTES", 0)
+
+
+def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=dtype, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = 2e-5 if actual.dtype == torch.float32 else 1e-13
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+# ------------------------------------------------------------------------------------------------------------- ELU
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 1), (7, 40), (100, 47), (2 * TASK_ROWS + 5, 8), (33, 1100)])
+def test_elu(num_rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
+    x = random(num_rows, width, dtype=dtype).mul_(3.0).requires_grad_()
+    bias = random(width, dtype=dtype, seed=1).requires_grad_() if has_bias else None
+    wanted = [t for t in (x, bias) if t is not None]
+    upstream = random(num_rows, width, dtype=dtype, seed=2)
+    out, expected = ELU(x, bias), F.elu(x if bias is None else x + bias)
+    close(out, expected)
+    for actual, other in zip(
+        torch.autograd.grad(out, wanted, upstream), torch.autograd.grad(expected, wanted, upstream)
+    ):
+        # Sums over all rows are rounded in another order.
+        torch.testing.assert_close(actual, other, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-4)
+
+
+@pytest.mark.usefixtures("past_cache")
+@pytest.mark.parametrize("width", [16, 40, 128])
+def test_elu_straight_to_memory(width: int) -> None:
+    test_elu(500, width, True, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elu_is_as_exact_near_0_as_elsewhere(dtype: torch.dtype) -> None:
+    exponents = torch.linspace(-30 if dtype == torch.float32 else -290, 2, 4001, dtype=torch.float64)
+    x = -(10.0**exponents).to(dtype).view(-1, 1)
+    error = (ELU(x, None).double() / torch.expm1(x.double()) - 1).abs().max()
+    assert error < 4 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_elu_of_strange_numbers(dtype: torch.dtype) -> None:
+    inf, nan = float("inf"), float("nan")
+    x = torch.tensor([[inf, -inf, nan, 0.0, -0.0, 1e30, -1e30, -87.0, -104.0, -1e-30]], dtype=dtype).requires_grad_()
+    out, expected = ELU(x, None), F.elu(x)
+    torch.testing.assert_close(out, expected, equal_nan=True)
+    grads = [torch.autograd.grad(y, x, torch.ones_like(y))[0] for y in (out, expected)]
+    torch.testing.assert_close(*grads, equal_nan=True, rtol=0, atol=1e-7)
+
+
+def test_elu_can_be_differentiated_again() -> None:
+    x, bias = random(5, 3, dtype=torch.float64).requires_grad_(), random(3, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(ELU, (x, bias))
+    assert torch.autograd.gradgradcheck(ELU, (x, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_elu_of_narrow_numbers(dtype: torch.dtype) -> None:
+    x, bias = random(9, 20, dtype=torch.float32).to(dtype), random(20, dtype=torch.float32).to(dtype)
+    torch.testing.assert_close(ELU(x, bias), F.elu(x + bias))
+
+
+def test_elu_of_nothing() -> None:
+    x, bias = torch.empty(0, 4, requires_grad=True), torch.ones(4, requires_grad=True)
+    out = ELU(x, bias)
+    assert out.shape == (0, 4)
+    dx, d_bias = torch.autograd.grad(out.sum(), [x, bias])
+    assert dx.shape == (0, 4)
+    assert not d_bias.any()
+
+
+# ------------------------------------------------------------------------------------------------- terms of heads
+
+
+SHAPES = [
+    (1, 1, 1, 1),
+    (50, 20, 4, 32),
+    (50, 0, 1, 40),
+    (20, 20, 3, 7),
+    (9, 4, 2, 300),
+    (2 * TASK_ROWS + 9, 8200, 2, 8),
+]
+
+
+def terms(num_rows: int, num_dst: int, heads: int, width: int, dtype: torch.dtype) -> tuple[list[Tensor], list[Tensor]]:
+    """What `head_terms` takes, and what its backward takes besides."""
+    given = [random(*shape, dtype=dtype) for shape in ((num_rows, heads, width), (1, heads, width), (1, heads, width))]
+    given[2] = given[2] * 0.5 + 1.0
+    return given, [random(rows, heads, 1, dtype=dtype, seed=3) for rows in (num_rows, num_dst)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_head_terms(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    given, d_terms = terms(*shape, dtype=dtype)
+    num_dst = shape[1]
+    for actual, expected in zip(
+        row_ops.head_terms(*given, num_dst), plain_rows.head_terms(*given, num_dst), strict=True
+    ):
+        close(actual, expected)
+    start = random(*given[0].shape, dtype=dtype, seed=9)
+    dx, expected_dx = start.clone(), start.clone()
+    found = row_ops.head_terms_backward(*given, *d_terms, dx)
+    wanted = plain_rows.head_terms_backward(*given, *d_terms, expected_dx)
+    close(dx, expected_dx)
+    for actual, expected in zip(found, wanted, strict=True):
+        assert actual.shape == expected.shape
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3 if dtype == torch.float32 else 1e-10)
+    for actual, other in zip(row_ops.head_terms_backward(*given, *d_terms, None), found, strict=True):
+        assert torch.equal(actual, other)
+
+
+def test_head_terms_of_rows_that_lie_apart() -> None:
+    (x, attn_l, attn_r), (d_el, d_er) = terms(30, 10, 2, 24, torch.float64)
+    apart = torch.zeros(30, 2, 50, dtype=torch.float64)[:, :, 3:27].copy_(x)
+    turned = [t.transpose(0, 1).contiguous().transpose(0, 1) for t in (attn_l, attn_r, d_el, d_er)]
+    close(row_ops.head_terms(apart, *turned[:2], 10)[0], plain_rows.head_terms(x, attn_l, attn_r, 10)[0])
+    found = row_ops.head_terms_backward(apart, *turned, None)
+    for actual, expected in zip(
+        found, plain_rows.head_terms_backward(x, attn_l, attn_r, d_el, d_er, None), strict=True
+    ):
+        close(actual, expected)
+
+
+# ----------------------------------------------------------------------------------------------------------- both
+
+
+def run_all(dtype: torch.dtype) -> list[Tensor]:
+    given, d_terms = terms(2 * TASK_ROWS + 9, 8200, 4, 32, dtype)
+    x, dx = given[0].flatten(1), given[0].clone()
+    out = row_ops.biased_elu(x, given[1].flatten())
+    found = row_ops.head_terms_backward(*given, *d_terms, dx)
+    return [out, *row_ops.biased_elu_backward(x, out), *row_ops.head_terms(*given, 8200), dx, *found]
+
+
+def test_no_result_depends_on_threads() -> None:
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(run_all(torch.float32))
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("unit", [VectorUnit(16, 16), VectorUnit(32, 16), VectorUnit(16, 32)])
+def test_machines_with_other_registers(unit: VectorUnit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for shorter vectors and fewer registers run here, too."""
+    monkeypatch.setattr(compiler, "_kernels", {})
+    for module in (host, lanes, memory):
+        monkeypatch.setattr(module, "vector_unit", lambda: unit)
+    test_head_terms((50, 20, 4, 32), torch.float32)
+    test_head_terms((20, 20, 3, 7), torch.float64)
+    test_elu(100, 47, True, torch.float32)
+    test_elu_straight_to_memory(64)

@@ -26,7 +26,8 @@ of -inf they would be NaN."""
 class AttentionSpec:
     """What a kernel is compiled for.
 
-    `block` are its heads; of gat, `positive`: with `backend.PositiveSums`, `past_cache`: how sums are written.
+    `block` are its heads; of gat, `positive`: with `backend.PositiveSums`, `past_cache`: how sums are written,
+    `asks_early`: whether rows are asked for while weights are made.
     """
 
     value: Kind
@@ -37,6 +38,7 @@ class AttentionSpec:
     edge_keys: bool = False
     positive: bool = False
     past_cache: bool = False
+    asks_early: bool = False
 
 
 def emit_statistics(kind: Kind, block: Block, with_er: bool, with_d_er: bool) -> str:

@@ -2,8 +2,9 @@
 """Fused gat: z = el[u] + er[v] and logit = leaky_relu(z) are numbers per edge and head. Letters: `attention_kernels`.
 
 A task's rows are run over twice, first for the weights of all their entries, then for the sums, with the weights in
-between in a buffer that stays in cache: taking turns row by row, rows that the sums read are asked for too late. In
-tasks of 128 entries a power-law graph of 3 M edges takes 1.1 times as long as in those of 1024.
+between in a buffer that stays in cache: taking turns row by row, rows that the sums read are asked for too late. The
+first pass asks for the rows of the second, which memory would else wait for (`AttentionSpec.asks_early`): forward 1.15
+to 1.2 times as fast, backward 1.05 to 1.1 (1.5 and 4.9 M edges, rows of 36 and 72 MB, two processes).
 
 d_logit * leaky_relu' is summed by source here; by destination it is made from `backend.PositiveSums`, which the forward
 makes on the way.
@@ -111,6 +112,8 @@ def emit_forward(spec: AttentionSpec) -> str:
             if chosen_here is not None:
                 chosen_here.clear_last(count)
             with k.loop(0, count) as j:
+                if spec.asks_early:
+                    x.at(entries.column(begin + j) * x_stride).prefetch(0, block.size, level=2)
                 z = logits.z(own, begin + j)
                 here.put(j, leaky_relu(z, logits.slope))
                 if chosen_here is not None:
@@ -190,6 +193,8 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
             for chunk in (slopes_here, deltas_here):
                 chunk.clear_last(count, 0.0)
             with k.loop(0, count) as j:
+                if spec.asks_early:
+                    grad.at(entries.column(begin + j) * grad_stride).prefetch(0, block.size, level=2)
                 z, at = logits.z(own, begin + j), entries.column(begin + j) * logits.moving_stride
                 slope = leaky_relu_slope(z, logits.slope)
                 here.put(j, leaky_relu(z, logits.slope) - lse.load(at, block.heads))

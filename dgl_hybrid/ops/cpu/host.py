@@ -18,10 +18,12 @@ class VectorUnit:
     register_bytes: int
     num_registers: int
 
-    @property
-    def accumulator_bytes(self) -> int:
-        """How many bytes of sums a kernel keeps: at most half the registers, the rest are for operands and weights."""
-        return min(self.register_bytes * self.num_registers // 2, 512)
+    def accumulator_bytes(self, num_sums: int = 1) -> int:
+        """How many bytes a kernel keeps of each of so many sums: at most half the registers in all.
+
+        The rest are for operands and weights.
+        """
+        return min(self.register_bytes * self.num_registers // (2 * num_sums), 512)
 
 
 @cache

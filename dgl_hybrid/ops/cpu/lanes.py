@@ -176,9 +176,9 @@ def get_all(variables: list[Variable]) -> list[Value]:
     return [variable.get() for variable in variables]
 
 
-def accumulator_elements(dtype: torch.dtype) -> int:
-    """How many sums of that dtype a kernel keeps in registers."""
-    return vector_unit().accumulator_bytes // dtype.itemsize
+def accumulator_elements(dtype: torch.dtype, num_sums: int = 1) -> int:
+    """How many columns of that dtype a kernel keeps so many sums of in registers."""
+    return vector_unit().accumulator_bytes(num_sums) // dtype.itemsize
 
 
 def column_blocks(heads: int, width: int, size: int) -> Iterator[tuple[int, Block]]:

@@ -93,7 +93,7 @@ def head_terms_backward(
     num_rows, heads, width = x.shape
     bounds = cut_for_sums(num_rows, heads * width)
     sums = x.new_empty(2, len(bounds) - 1, heads * width)
-    for column, block in column_blocks(heads, width, accumulator_elements(x.dtype) // 2):
+    for column, block in column_blocks(heads, width, accumulator_elements(x.dtype, num_sums=2)):
         head = column // width
         arguments: list[int | float] = [address(t, column) for t in (x, attn_l, attn_r)]
         arguments += [address(d_el, head), address(d_er, head)]

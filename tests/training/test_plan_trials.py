@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -366,6 +366,8 @@ class Tuned:
     """Plans that stay unless another one is clearly faster."""
     probed: list[int] = field(default_factory=list)
     """How often rates had been measured until each epoch."""
+    begun: list[list[float]] = field(default_factory=list)
+    """What trials that began anew were told of each candidate."""
 
 
 def train_tuned(
@@ -378,10 +380,12 @@ def train_tuned(
     slows_at: int | None = None,
     build_ns: int = 0,
     bandwidths: tuple[float, ...] = (),
+    nearly: str = "",
 ) -> Tuned:
     """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
 
-    From the epoch `slows_at` on the fast plan is the slow one. Building a plan's blocks takes `build_ns` on rank 0.
+    The plan `nearly` takes a hundredth longer than the fast one. From the epoch `slows_at` on the fast plan is the slow
+    one. Building a plan's blocks takes `build_ns` on rank 0.
     With `bandwidths` rates are not given but measured, and these are found, one after the other.
     """
     g = PartitionedGraph.open(part_config)
@@ -391,7 +395,12 @@ def train_tuned(
     seeds = g.owned_nodes("train_mask")
     made_up_ns = num_probes = 0
     real_clock, real_build = loader_module.time.perf_counter_ns, FullGraphLoader._build
-    real_probe = planning.probe
+    real_probe, real_begin = planning.probe, PlanTrials.begin_anew
+    begun: list[list[float]] = []
+
+    def begin_anew(self: PlanTrials, *args: Any, predicted_s: Sequence[float] = (), **options: Any) -> None:
+        begun.append(list(predicted_s))
+        real_begin(self, *args, predicted_s=predicted_s, **options)
 
     def probe(*args: Any, **options: Any) -> Topology:
         nonlocal num_probes
@@ -406,6 +415,7 @@ def train_tuned(
     loader_module.time.perf_counter_ns = lambda: made_up_ns
     FullGraphLoader._build = build
     planning.probe = probe
+    PlanTrials.begin_anew = begin_anew
     try:
         loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
@@ -429,7 +439,8 @@ def train_tuned(
                 optimizer.step()
                 # Ranks see different times, rank 0 the same of every plan; the slowest decides.
                 is_fast = (strategy == fast) == (slows_at is None or epoch < slows_at)
-                made_up_ns += (1 if is_fast or rank == 0 else 100) * (1 + rank)
+                share = 100 if is_fast or rank == 0 else 101 if strategy == nearly else 10_000
+                made_up_ns += share * (1 + rank)
             with torch.no_grad():
                 for input_nodes, _, blocks in loader:  # an evaluation with the same loader takes no turn
                     model(blocks, g.ndata["feat"][input_nodes])
@@ -438,6 +449,8 @@ def train_tuned(
         loader_module.time.perf_counter_ns = real_clock
         FullGraphLoader._build = real_build
         planning.probe = real_probe
+        PlanTrials.begin_anew = real_begin
+    tuned.begun = begun
     return tuned
 
 
@@ -479,6 +492,19 @@ def test_the_loader_tries_all_and_stays_with_the_fastest(fast: str, partitions: 
     assert total == pytest.approx(reference_curve(epochs), rel=1e-9), "plans change, the training does not"
 
 
+def test_the_loader_stays_with_what_neutronstar_would_choose_if_a_hybrid_is_hardly_faster(
+    partitions: PartitionStore,
+) -> None:
+    part_config, epochs = partitions.get("power_law", power_law(), 3), 6 * (FIRST + FINAL) + 2
+    (seen, *_) = run_ranks(3, train_tuned, part_config, 1, "", AT_ONCE)
+    (hybrid, *_) = [name for name in seen.candidates if name.startswith("hybrid")]
+    assert "neutronstar" in seen.candidates
+    for nearly in ("neutronstar", ""):
+        runs = run_ranks(3, train_tuned, part_config, epochs, hybrid, AT_ONCE, None, 0, (), nearly)
+        assert {run.strategies[-1] for run in runs} == {nearly or hybrid}
+        assert all(run.settled[-1] for run in runs)
+
+
 def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_down(partitions: PartitionStore) -> None:
     num_turns = 5 * (FIRST + FINAL)
     epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
@@ -513,6 +539,9 @@ def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStor
         assert "depcomm" not in run.strategies[changes[2] :]
         of_depcomm = [s for s, name in zip(run.predicted_s, run.strategies, strict=True) if name == "depcomm"]
         assert max(of_depcomm) > 10 * of_depcomm[0]
+        assert len(run.begun) == 1
+        assert max(of_depcomm) in run.begun[0], "turns go by what is predicted now"
+        assert run.begun == runs[0].begun
     total = [sum(losses) for losses in zip(*(run.losses for run in runs), strict=True)]
     assert total == pytest.approx(reference_curve(epochs), rel=1e-9)
 
@@ -527,12 +556,12 @@ def test_it_can_be_switched_off_and_one_rank_has_nothing_to_try(partitions: Part
 
 
 def test_the_first_plan_stays_until_changing_it_is_earned(partitions: PartitionStore) -> None:
-    epochs, build_ns, share = 40, 1000, 0.25
+    epochs, build_ns, share = 40, 100_000, 0.25
     part_config = partitions.get("power_law", power_law(), 3)
     runs = run_ranks(3, train_tuned, part_config, epochs, "no plan is fast", share, None, build_ns)
     first = runs[0].candidates[0]
     begun = runs[0].strategies.index(next(name for name in runs[0].strategies if name != first))
-    epoch_ns = 300  # of the slowest rank
+    epoch_ns = 30_000  # of the slowest rank
     assert begun == math.ceil(2 * build_ns / (share * epoch_ns)), "the way there and back"
     assert begun > FIRST
     for run in runs:

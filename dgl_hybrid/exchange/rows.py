@@ -23,6 +23,7 @@ from torch.autograd.profiler import record_function
 from dgl_hybrid.exchange.approximate import ApproximateRows
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
+from dgl_hybrid.ops.backend import choose_backend
 
 
 class _ExtendRows(torch.autograd.Function):
@@ -78,7 +79,7 @@ class _ReturnRows(torch.autograd.Function):
             for rows, part in zip(plan.send_index.split(plan.send_counts), parts, strict=True):
                 for total, columns in zip(totals, part.split(widths, dim=1), strict=True):
                     # Added, not written: a row sent to several peers gets a gradient from each of them.
-                    total.index_add_(0, rows, columns)
+                    choose_backend(total).add_rows(total, rows, columns, None)
         return totals
 
     @staticmethod

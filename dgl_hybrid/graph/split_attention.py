@@ -221,7 +221,7 @@ class SplitAttention:
             if d_some is None:
                 pass  # it is in that of the held rows
             elif self.fetches_again:  # held rows were first
-                d_dst.index_add_(0, read_by, d_some)
+                choose_backend(d_dst).add_rows(d_dst, read_by, d_some, None)
             else:
                 waiting.append((read_by, d_some))
             note_attention(found)
@@ -240,7 +240,7 @@ class SplitAttention:
         else:
             self.exchange.backward(make, held)
         for read_by, d_some in waiting:
-            d_dst.index_add_(0, read_by, d_some)
+            choose_backend(d_dst).add_rows(d_dst, read_by, d_some, None)
         return d_sources, d_dst, d_attention
 
     def _backward_fetching(

@@ -24,6 +24,7 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator, PendingRows
 from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec
+from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.sparse_graph import Adjacency
 
 
@@ -249,11 +250,8 @@ def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor], source
                 scale = None if source_factors is None else Scale(source_factors, of_sources=False)
                 total_CF += sum_rows(part.pack.out_neighbours, grads_SF, scale=scale)
                 continue
-            if source_factors is not None:
-                grads_SF = grads_SF * source_factors.index_select(0, part.send_index).unsqueeze(-1)
             # Added, not written: a row sent to several peers gets a gradient from each of them.
-            # Of columns beside others it would be several times as slow as the copy.
-            total_CF.index_add_(0, part.send_index, grads_SF.contiguous())
+            choose_backend(total_CF).add_rows(total_CF, part.send_index, grads_SF, source_factors)
 
 
 def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None, scale: Scale | None = None) -> Tensor:

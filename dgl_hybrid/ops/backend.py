@@ -207,6 +207,16 @@ class Backend(Protocol):
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         """(N, F) times the mask that (N,) int64 ids, on its device, and two unsigned 64-bit keys give, and 1/(1-p)."""
 
+    def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+        """out[targets[n]] += rows[n], times factors[targets[n]] unless that is None.
+
+        Args:
+            out: (M, F), contiguous.
+            targets: (N,) int32 or int64; of some that are alike rows are added in their order.
+            rows: (N, F) of out's dtype, in any strides.
+            factors: (M,), likewise.
+        """
+
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """(N, C): the ELU, with alpha = 1, of x (N, C) + bias (C,)."""
 

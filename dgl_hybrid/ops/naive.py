@@ -191,6 +191,9 @@ class NaiveBackend:
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         return multiply_by_mask(x, ids, keys, p)
 
+    def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+        plain_rows.add_rows(out, targets, rows, factors)
+
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return plain_rows.biased_elu(x, bias)
 

@@ -44,6 +44,14 @@ def head_terms_backward(
     return gradients[0], gradients[1]
 
 
+def add_rows(out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+    """`Backend.add_rows`."""
+    if factors is not None:
+        rows = rows * factors.index_select(0, targets).unsqueeze(-1)
+    # Of columns beside others it would be several times as slow as the copy.
+    out.index_add_(0, targets, rows.contiguous())
+
+
 def biased_elu(x: Tensor, bias: Tensor | None) -> Tensor:
     """`Backend.biased_elu`."""
     return F.elu(x) if bias is None else F.elu_(x + bias)

@@ -232,6 +232,9 @@ class CpuBackend:
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         return row_ops.drop(x, ids, keys, p)
 
+    def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+        row_ops.add_rows(out, targets, rows, factors)
+
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return row_ops.biased_elu(x, bias)
 

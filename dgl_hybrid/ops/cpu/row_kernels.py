@@ -33,6 +33,27 @@ def emit_row_dropout(spec: RowDropoutSpec) -> str:
     return k.finish()
 
 
+_TARGETS_AHEAD = 8
+"""Rows further on, to whose place the processor is pointed."""
+
+
+def emit_add_rows(kind: Kind, index: Kind, block: Block, has_factors: bool) -> str:
+    """out[targets[n]] += rows[n], times factors[targets[n]], in the order of the rows."""
+    k = KernelBuilder()
+    rows, targets, factors, out = k.pointer(kind), k.pointer(index), k.pointer(kind), k.pointer(kind)
+    row_stride, out_stride, last = k.integer(), k.integer(), k.integer()
+    pieces = block.pieces(kind)
+    with k.rows() as row:
+        ahead = k.intrinsic("smin", row.type, row + _TARGETS_AHEAD, last)
+        out.at(targets.load(ahead).convert("i64") * out_stride).prefetch(0, block.size)
+        target = targets.load(row).convert("i64")
+        place, values = out.at(target * out_stride), load_pieces(pieces, rows.at(row * row_stride))
+        if has_factors:
+            values = [value * factors.load(target) for value in values]
+        store_pieces(pieces, place, [there + value for there, value in zip(load_pieces(pieces, place), values)])
+    return k.finish()
+
+
 @dataclass(frozen=True)
 class EluSpec:
     """What an ELU of some columns is compiled for; `past_cache`: whether its result goes straight to memory."""

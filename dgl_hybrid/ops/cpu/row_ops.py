@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.row_kernels import (
     EluSpec,
     RowDropoutSpec,
+    emit_add_rows,
     emit_biased_elu,
     emit_biased_elu_backward,
     emit_head_terms,
@@ -41,6 +43,22 @@ def drop(x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         arguments: list[int | float] = [address(x, column), address(out, column), num_columns, *packed]
         run(emit_row_dropout, (RowDropoutSpec(KINDS[x.dtype], block),), cut_evenly(len(x)), arguments)
     return out
+
+
+def add_rows(out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+    """`Backend.add_rows`, by one thread: rows of other threads might have the same target."""
+    are_alike = all(t is None or t.dtype == out.dtype for t in (rows, factors))
+    if out.dtype not in _DTYPES or not are_alike or rows.numel() == 0 or rows.stride(1) != 1:
+        plain_rows.add_rows(out, targets, rows, factors)
+        return
+    targets, factors = targets.contiguous(), None if factors is None else factors.contiguous()
+    num_rows, num_columns = rows.shape
+    stride = rows.stride(0) if num_rows > 1 else num_columns
+    for column, block in column_blocks(1, num_columns, _MAX_ELEMENTS):
+        arguments: list[int | float] = [address(rows, column), address(targets), address(factors), address(out, column)]
+        arguments += [stride, num_columns, num_rows - 1]
+        whole = np.array([0, num_rows], dtype=np.int64)
+        run(emit_add_rows, (KINDS[out.dtype], KINDS[targets.dtype], block, factors is not None), whole, arguments)
 
 
 def biased_elu(x: Tensor, bias: Tensor | None) -> Tensor:

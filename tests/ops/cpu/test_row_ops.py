@@ -110,6 +110,33 @@ def test_elu_of_nothing() -> None:
     assert not d_bias.any()
 
 
+# --------------------------------------------------------------------------------------------------- rows added
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("has_factors", [True, False])
+@pytest.mark.parametrize(("num_rows", "width"), [(0, 3), (1, 1), (9, 4), (700, 47), (20, 600), (5000, 8)])
+@pytest.mark.parametrize("gap", [0, 5])
+def test_rows_are_added_to_their_places(
+    num_rows: int, width: int, gap: int, has_factors: bool, dtype: torch.dtype
+) -> None:
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    out, rows = (
+        random(2 * num_rows + 3, width, dtype=wide).to(dtype),
+        random(num_rows, width + gap, dtype=wide).to(dtype),
+    )
+    targets = torch.randint(len(out), (num_rows,), generator=torch.Generator().manual_seed(1))  # some more than once
+    targets = targets.to(torch.int32 if gap else torch.int64)
+    factors = random(len(out), dtype=wide, seed=5).to(dtype) if has_factors else None
+    given = rows[:, gap:]
+    expected = out.clone()
+    for target, row in zip(targets.tolist(), given, strict=True):
+        expected[target] += row if factors is None else row * factors[target]
+    row_ops.add_rows(out, targets, given, factors)
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+
+
 # ------------------------------------------------------------------------------------------------- terms of heads
 
 
@@ -171,7 +198,9 @@ def run_all(dtype: torch.dtype) -> list[Tensor]:
     x, dx = given[0].flatten(1), given[0].clone()
     out = row_ops.biased_elu(x, given[1].flatten())
     found = row_ops.head_terms_backward(*given, *d_terms, dx)
-    return [out, *row_ops.biased_elu_backward(x, out), *row_ops.head_terms(*given, 8200), dx, *found]
+    total = x.clone()
+    row_ops.add_rows(total, torch.arange(len(x) - 1, -1, -1), out, x[:, 3])
+    return [out, *row_ops.biased_elu_backward(x, out), *row_ops.head_terms(*given, 8200), dx, *found, total]
 
 
 def test_no_result_depends_on_threads() -> None:

@@ -57,7 +57,7 @@ class GraphStack(nn.Module):
             h = layer(block, self.dropout(h) if index > 0 or self.drops_inputs else h)
             is_last = index == len(self.layers) - 1
             if h.dim() == 3:
-                h = h.flatten(1) if not is_last else h.squeeze(1) if h.shape[1] == 1 else h.mean(1)
+                h = h.flatten(1) if not is_last or h.shape[1] == 1 else h.mean(1)
             if not is_last:
                 if self.norms is not None:
                     h = self.norms[index](h)

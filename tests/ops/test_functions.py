@@ -10,6 +10,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -383,6 +384,29 @@ def test_third_derivatives_of_max_exist(graph: SparseGraph) -> None:
     (first,) = torch.autograd.grad(reference, reference_x, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), reference_x, create_graph=True)
     torch.testing.assert_close(third, torch.autograd.grad(second.sum(), reference_w)[0])
+
+
+class _WithoutGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_fused_attention_that_somebody_uses_without_a_gradient(graph: SparseGraph) -> None:
+    x = rows(graph.num_src, (2, 3), 1).requires_grad_()
+    el, er = rows(graph.num_src, (2,), 2).requires_grad_(), rows(graph.num_dst, (2,), 3).requires_grad_()
+    attention = rows(1, (2, 3), 4)[0].requires_grad_()
+    x_dst = rows(graph.num_dst, (2, 3), 5).requires_grad_()
+    for out, wanted in (
+        (gat(graph, x, el, er), (x, el, er)),
+        (gatv2(graph, x, x_dst, attention), (x, x_dst, attention)),
+    ):
+        loss = _WithoutGradient.apply(out).sum() + sum(t.sum() for t in wanted)
+        assert all(torch.equal(d, torch.ones_like(d)) for d in torch.autograd.grad(loss, wanted))
 
 
 def test_fused_attention_differentiates_once(graph: SparseGraph) -> None:

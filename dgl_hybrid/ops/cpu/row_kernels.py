@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dgl_hybrid.ops.cpu.elementary import DropoutArguments, exp_less_1
-from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value
+from dgl_hybrid.ops.cpu.entries import SUM_ENTRIES
+from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value, Variable
 from dgl_hybrid.ops.cpu.lanes import Block, Piece, get_all, grouped_head_sums, load_pieces, store_pieces, zero_variables
 
 
@@ -79,7 +82,7 @@ def emit_biased_elu(spec: EluSpec) -> str:
 
 
 def emit_biased_elu_backward(spec: EluSpec) -> str:
-    """dx[n] = grad[n], times out[n] + 1 where out[n] is at most 0; and each task's sums of its rows.
+    """dx[n] = grad[n], times out[n] + 1 where out[n] is at most 0; adds each task's sums of its rows to its own.
 
     NaN passes the gradient, as in PyTorch.
     """
@@ -88,16 +91,15 @@ def emit_biased_elu_backward(spec: EluSpec) -> str:
     stride = k.integer()
     pieces = spec.block.pieces(spec.value)
     with k.tasks() as (task, first, end):
-        totals = zero_variables(k, pieces, spec.value)
-        with k.loop(first, end) as row:
+        own = sums.at(task * stride)
+        with _added_by_blocks(k, first, end, pieces, [own]) as (row, (terms,)):
             found = []
-            for piece, total in zip(pieces, totals):
+            for piece, term in zip(pieces, terms):
                 value, passed = (rows.at(row * stride).load(piece.begin, piece.lanes) for rows in (grad, out))
                 value = passed.compare("ole", 0.0).select(value * (passed + 1.0), value)
-                total.set(total.get() + value)
+                term.set(term.get() + value)
                 found.append(value)
             store_pieces(pieces, dx.at(row * stride), found, past_cache=spec.past_cache)
-        store_pieces(pieces, sums.at(task * stride), get_all(totals))
     return k.finish()
 
 
@@ -126,30 +128,46 @@ def emit_head_terms(kind: Kind, block: Block) -> str:
 
 
 def emit_head_terms_backward(kind: Kind, block: Block, has_dx: bool) -> str:
-    """dx[u] += d_el[u] * attn_l + d_er[u] * attn_r, and each task's sums of d_el[u] * x[u] and of d_er[u] * x[u]."""
+    """dx[u] += d_el[u] * attn_l + d_er[u] * attn_r; adds each task's sums of d_el[u] * x[u] and d_er[u] * x[u]."""
     k = KernelBuilder()
     x, attn_l, attn_r, d_el, d_er, dx, sums_l, sums_r = (k.pointer(kind) for _ in range(8))
     stride, head_stride, num_dst = k.integer(), k.integer(), k.integer()
     pieces = block.pieces(kind)
     with k.tasks() as (task, first, end):
-        totals_l, totals_r = (zero_variables(k, pieces, kind) for _ in range(2))
+        own_l, own_r = sums_l.at(task * stride), sums_r.at(task * stride)
         for begin, stop, is_dst in _cut_behind(k, first, end, num_dst):
-            with k.loop(begin, stop) as row:
-                sides = [(d_el, attn_l, totals_l), *([(d_er, attn_r, totals_r)] if is_dst else [])]
+            given = [(d_el, attn_l), *([(d_er, attn_r)] if is_dst else [])]
+            with _added_by_blocks(k, begin, stop, pieces, [own_l, own_r][: len(given)]) as (row, sums):
+                target = dx.at(row * stride)
                 for number, piece in enumerate(pieces):
                     own = x.at(row * stride).load(piece.begin, piece.lanes)
-                    target = dx.at(row * stride)
                     value = target.load(piece.begin, piece.lanes) if has_dx else None
-                    for d_term, attention, totals in sides:
+                    for (d_term, attention), terms in zip(given, sums, strict=True):
                         d = piece.spread(d_term.at(row * head_stride))
-                        totals[number].set(own.multiply_add(d, totals[number].get()))
+                        terms[number].set(own.multiply_add(d, terms[number].get()))
                         if value is not None:
                             value = attention.load(piece.begin, piece.lanes).multiply_add(d, value)
                     if value is not None:
                         target.store(piece.begin, value)
-        for sums, totals in ((sums_l, totals_l), (sums_r, totals_r)):
-            store_pieces(pieces, sums.at(task * stride), get_all(totals))
     return k.finish()
+
+
+@contextmanager
+def _added_by_blocks(
+    k: KernelBuilder, begin: Value, end: Value, pieces: list[Piece], targets: list[Pointer]
+) -> Iterator[tuple[Value, list[list[Variable]]]]:
+    """Runs the body for each row: (row, variables to add to, for each target). Sums of blocks are added to the targets.
+
+    Why of blocks: see `entries.SUM_ENTRIES`. In memory, where registers are needed for the terms.
+    """
+    with k.loop(begin, end, SUM_ENTRIES) as first:
+        stop = k.intrinsic("smin", end.type, first + SUM_ENTRIES, end)
+        terms = [zero_variables(k, pieces, target.kind) for target in targets]
+        with k.loop(first, stop) as row:
+            yield row, terms
+        for target, sums in zip(targets, terms, strict=True):
+            before = load_pieces(pieces, target)
+            store_pieces(pieces, target, [there + term for there, term in zip(before, get_all(sums))])
 
 
 def _cut_behind(k: KernelBuilder, first: Value, end: Value, count: Value) -> list[tuple[Value, Value, bool]]:

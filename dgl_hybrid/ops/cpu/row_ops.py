@@ -79,7 +79,7 @@ def biased_elu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
         return plain_rows.biased_elu_backward(grad, out)
     num_rows, num_columns = out.shape
     dx, bounds = new_tensor((num_rows, num_columns), out.dtype), cut_for_sums(num_rows, num_columns)
-    sums = out.new_empty(len(bounds) - 1, num_columns)
+    sums = out.new_zeros(len(bounds) - 1, num_columns)
     for column, block in column_blocks(1, num_columns, accumulator_elements(out.dtype)):
         spec = EluSpec(KINDS[out.dtype], block, True, goes_past_cache(dx, column, block.size))
         arguments: list[int | float] = [address(t, column) for t in (grad, out, dx, sums)]
@@ -110,7 +110,7 @@ def head_terms_backward(
     x, attn_l, attn_r, d_el, d_er = (t.contiguous() for t in (x, attn_l, attn_r, d_el, d_er))
     num_rows, heads, width = x.shape
     bounds = cut_for_sums(num_rows, heads * width)
-    sums = x.new_empty(2, len(bounds) - 1, heads * width)
+    sums = x.new_zeros(2, len(bounds) - 1, heads * width)
     for column, block in column_blocks(heads, width, accumulator_elements(x.dtype, num_sums=2)):
         head = column // width
         arguments: list[int | float] = [address(t, column) for t in (x, attn_l, attn_r)]

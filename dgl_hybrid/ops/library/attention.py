@@ -92,7 +92,9 @@ def _attention_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ..
 
 
 def _attention_backward(name: str) -> Callable[..., Grads]:
-    def backward(ctx: Any, grad: Tensor, *_no_grads: None) -> Grads:
+    def backward(ctx: Any, grad: Tensor | None, *_no_grads: None) -> Grads:
+        if grad is None:  # of a result that somebody uses and does not differentiate
+            return *Structure.no_grads(ctx), *[None] * (len(ctx.needs_input_grad) - 2)
         rows, out_rows, first, second, third, keys, edge_keys, out, *notes = Structure.load(ctx)
         out_rows = by_source(rows, out_rows, first.shape[0])
         dropout = (ctx.p, keys, edge_keys)

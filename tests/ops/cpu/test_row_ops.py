@@ -178,6 +178,19 @@ def test_head_terms(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Non
         assert torch.equal(actual, other)
 
 
+def test_sums_over_many_rows_are_as_exact_as_those_of_pytorch() -> None:
+    """Added one after another they would be off by some millionths of all."""
+    num_rows = 2 * TASK_ROWS
+    (x, attn_l, attn_r), (d_el, d_er) = terms(num_rows, num_rows, 1, 16, torch.float32)
+    x, d_el, d_er = x.abs(), d_el.abs(), d_er.abs()
+    ones = torch.ones(num_rows, 16)
+    found = [*row_ops.head_terms_backward(x, attn_l, attn_r, d_el, d_er, None)]
+    found.append(row_ops.biased_elu_backward(x.flatten(1), ones)[1])
+    exact = [(x.double() * d.double()).sum(0, keepdim=True) for d in (d_el, d_er)] + [x.double().flatten(1).sum(0)]
+    for actual, expected in zip(found, exact, strict=True):
+        assert ((actual.double() - expected) / expected).abs().max() < 5e-7
+
+
 def test_head_terms_of_rows_that_lie_apart() -> None:
     (x, attn_l, attn_r), (d_el, d_er) = terms(30, 10, 2, 24, torch.float64)
     apart = torch.zeros(30, 2, 50, dtype=torch.float64)[:, :, 3:27].copy_(x)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dgl_hybrid.ops.cpu import compiler, gat_kernels, gatv2_kernels, lanes, logits
+from dgl_hybrid.ops.cpu import compiler, gat, gat_kernels, gatv2_kernels, lanes, logits
 from dgl_hybrid.ops.cpu.attention_kernels import AttentionSpec, emit_statistics
 from dgl_hybrid.ops.cpu.backend import CpuBackend
 from dgl_hybrid.ops.cpu.edge_kernels import SddmmSpec, SoftmaxSpec, emit_edge_softmax, emit_sddmm
@@ -53,6 +53,17 @@ def pretend(monkeypatch: pytest.MonkeyPatch, unit: VectorUnit) -> None:
 def test_narrower_registers_give_the_same(monkeypatch: pytest.MonkeyPatch, unit: VectorUnit, check: Callable) -> None:
     pretend(monkeypatch, unit)
     check(CpuBackend(), Case("power-law", heads=3, width=23))
+
+
+@pytest.mark.parametrize("graph", ["power-law", "hand"])
+def test_rows_that_are_asked_for_early_give_the_same(graph: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gat, "_LEAST_EARLY_BYTES", 0)
+    monkeypatch.setattr(compiler, "_kernels", {})
+    for heads, width in ((4, 32), (1, 41)):
+        check_gat(CpuBackend(), Case(graph, heads=heads, width=width))
+    specs = [key[1] for key in compiler._kernels if isinstance(key[1], AttentionSpec)]
+    assert any(spec.positive for spec in specs)
+    assert all(spec.asks_early for spec in specs)
 
 
 @pytest.mark.parametrize("width", [513, 1030])

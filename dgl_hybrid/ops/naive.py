@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dgl_hybrid.ops import plain_rows
 from dgl_hybrid.ops.backend import EdgeOp, PositiveSums, Reduce, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
+from dgl_hybrid.ops.plain_rows import PlainRows
 from dgl_hybrid.ops.row_blocks import gradients_in_blocks, multiply_in_blocks
 from dgl_hybrid.ops.row_mask import multiply_by_mask
 from dgl_hybrid.ops.sparse_graph import Adjacency, edge_neighbours, edge_rows, entry_rows
@@ -25,7 +25,7 @@ from dgl_hybrid.ops.sparse_graph import Adjacency, edge_neighbours, edge_rows, e
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class NaiveBackend:
+class NaiveBackend(PlainRows):
     """Implements `backend.Backend`; see there for shapes."""
 
     keeps_positive_sums = False
@@ -190,23 +190,6 @@ class NaiveBackend:
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
         return multiply_by_mask(x, ids, keys, p)
-
-    def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
-        plain_rows.add_rows(out, targets, rows, factors)
-
-    def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return plain_rows.biased_elu(x, bias)
-
-    def biased_elu_backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-        return plain_rows.biased_elu_backward(grad, out)
-
-    def head_terms(self, x: Tensor, attn_l: Tensor, attn_r: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
-        return plain_rows.head_terms(x, attn_l, attn_r, num_dst)
-
-    def head_terms_backward(
-        self, x: Tensor, attn_l: Tensor, attn_r: Tensor, d_el: Tensor, d_er: Tensor, dx: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return plain_rows.head_terms_backward(x, attn_l, attn_r, d_el, d_er, dx)
 
     def row_products(
         self,

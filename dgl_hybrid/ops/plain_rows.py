@@ -68,3 +68,24 @@ def _pieces(x: Tensor, num_rows: int) -> Iterator[slice]:
     step = num_rows if x.is_cuda else max(1, _PIECE_ELEMENTS * torch.get_num_threads() // max(1, x[:1].numel()))
     for begin in range(0, num_rows, max(1, step)):
         yield slice(begin, min(begin + step, num_rows))
+
+
+class PlainRows:
+    """This work as methods of `backend.Backend`, for backends that have no kernels for it."""
+
+    def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
+        add_rows(out, targets, rows, factors)
+
+    def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return biased_elu(x, bias)
+
+    def biased_elu_backward(self, grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+        return biased_elu_backward(grad, out)
+
+    def head_terms(self, x: Tensor, attn_l: Tensor, attn_r: Tensor, num_dst: int) -> tuple[Tensor, Tensor]:
+        return head_terms(x, attn_l, attn_r, num_dst)
+
+    def head_terms_backward(
+        self, x: Tensor, attn_l: Tensor, attn_r: Tensor, d_el: Tensor, d_er: Tensor, dx: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        return head_terms_backward(x, attn_l, attn_r, d_el, d_er, dx)

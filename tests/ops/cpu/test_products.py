@@ -14,7 +14,7 @@ from dgl_hybrid.ops.backend import load_backend
 from dgl_hybrid.ops.cpu import host, matrix_unit, memory, products
 from dgl_hybrid.ops.cpu.host import VectorUnit, vector_unit
 from tests.helpers.thinning import pairwise
-from tests.ops.backend_checks import make_graph
+from tests.ops.backend_checks import make_graph, poisoned_memory
 
 BLOCK_ROWS, TASK_ROWS = 64, 8192
 
@@ -29,14 +29,10 @@ def unit(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """What is not written stays NaN."""
-    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = before[0]  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(before[1])
+    with poisoned_memory():
+        yield
 
 
 def operands(

@@ -13,6 +13,7 @@ from torch import Tensor
 from dgl_hybrid.ops import plain_rows
 from dgl_hybrid.ops.cpu import compiler, host, lanes, memory, row_ops
 from dgl_hybrid.ops.cpu.host import VectorUnit
+from tests.ops.backend_checks import poisoned_memory
 
 DTYPES = [torch.float32, torch.float64]
 ELU = torch.ops.dgl_hybrid.biased_elu
@@ -20,14 +21,10 @@ TASK_ROWS = 8192
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
+def poisoned() -> Iterator[None]:
     """What is not written stays NaN."""
-    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.utils.deterministic.fill_uninitialized_memory = before[0]  # type: ignore[attr-defined]
-    torch.use_deterministic_algorithms(before[1])
+    with poisoned_memory():
+        yield
 
 
 @pytest.fixture

@@ -221,7 +221,7 @@ class SplitAttention:
             if d_some is None:
                 pass  # it is in that of the held rows
             elif self.fetches_again:  # held rows were first
-                choose_backend(d_dst).add_rows(d_dst, read_by, d_some, None)
+                _add_to_rows(d_dst, read_by, d_some)
             else:
                 waiting.append((read_by, d_some))
             note_attention(found)
@@ -240,7 +240,7 @@ class SplitAttention:
         else:
             self.exchange.backward(make, held)
         for read_by, d_some in waiting:
-            choose_backend(d_dst).add_rows(d_dst, read_by, d_some, None)
+            _add_to_rows(d_dst, read_by, d_some)
         return d_sources, d_dst, d_attention
 
     def _backward_fetching(
@@ -271,6 +271,12 @@ def _is_recorded(*operands: Tensor) -> bool:
 
 def _copy_of(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
+
+
+def _add_to_rows(total: Tensor, rows: Tensor, some: Tensor) -> None:
+    """Adds gradients of destinations, (N, H) or (N, H, D), to some rows of contiguous ones."""
+    width = total.shape[1:].numel()
+    choose_backend(total).add_rows(total.view(len(total), width), rows, some.view(len(some), width), None)
 
 
 def _do_nothing() -> None:

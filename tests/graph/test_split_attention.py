@@ -15,19 +15,19 @@ from dgl_hybrid.ops import SparseGraph
 from tests.exchange.test_partial_sums import World, random_world
 from tests.helpers.world import run_ranks
 
-HEADS, WIDTH = 2, 3
+HEADS = 2
 HUGE = 1e155
 """Times itself it is infinite."""
 
 
-def make_operands(world: World, op: str) -> list[Tensor]:
+def make_operands(world: World, op: str, width: int) -> list[Tensor]:
     """Of all ranks, one after the other: in the first head, sources of rank 1 have logits of -inf for everyone, and
     every fifth destination has none that is not."""
     num_dst, num_held = world.matrix.shape
     generator = torch.Generator().manual_seed(0)
     shapes = {
-        "gat": [(num_held, HEADS, WIDTH), (num_held, HEADS), (num_dst, HEADS)],
-        "gatv2": [(num_held, HEADS, WIDTH), (num_dst, HEADS, WIDTH), (1, HEADS, WIDTH)],
+        "gat": [(num_held, HEADS, width), (num_held, HEADS), (num_dst, HEADS)],
+        "gatv2": [(num_held, HEADS, width), (num_dst, HEADS, width), (1, HEADS, width)],
     }
     operands = [torch.randn(shape, dtype=torch.float64, generator=generator) for shape in shapes[op]]
     first = world.structures[0].num_held
@@ -46,29 +46,29 @@ def make_operands(world: World, op: str) -> list[Tensor]:
 
 
 def gradients_of(out: Tensor, operands: list[Tensor]) -> list[Tensor]:
-    weights = torch.arange(1, 1 + WIDTH, dtype=torch.float64).expand(out.shape)
+    weights = torch.arange(1, 1 + out.shape[-1], dtype=torch.float64).expand(out.shape)
     return list(torch.autograd.grad(out, operands, weights))
 
 
-def run_unsplit(world: World, op: str) -> list[Tensor]:
+def run_unsplit(world: World, op: str, width: int) -> list[Tensor]:
     """Result and gradients on one process; rows of `world.matrix` are destinations."""
     dst, src = world.matrix.nonzero(as_tuple=True)
     counts = world.matrix[dst, src].long()
     dst, src = dst.repeat_interleave(counts), src.repeat_interleave(counts)
     graph = SparseGraph.from_coo(src, dst, world.matrix.shape[1], world.matrix.shape[0])
-    operands = make_operands(world, op)
+    operands = make_operands(world, op, width)
     out = (ops.gat if op == "gat" else ops.gatv2)(graph, *operands)
     return [out.detach(), *gradients_of(out, operands)]
 
 
-def run_split(rank: int, world_size: int, op: str, chunk_rows: int | None) -> list[Tensor]:
+def run_split(rank: int, world_size: int, op: str, chunk_rows: int | None, width: int) -> list[Tensor]:
     world = random_world(world_size, 21)
     structure, communicator = world.structures[rank], create_communicator()
     plan = structure.exchange
     messages = [whole_message(plan)] if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
     attention = SplitBlock(structure, communicator, messages, device=torch.device("cpu")).attention
     held, read = ([getattr(s, name) for s in world.structures] for name in ("num_held", "num_dst"))
-    first, second, third = make_operands(world, op)
+    first, second, third = make_operands(world, op, width)
     if op == "gat":
         mine = [first.split(held)[rank], second.split(held)[rank], third.split(read)[rank]]
         out = attention.gat(*mine, negative_slope=0.2, dropout=None)
@@ -80,17 +80,20 @@ def run_split(rank: int, world_size: int, op: str, chunk_rows: int | None) -> li
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("chunk_rows", [None, 2])
+@pytest.mark.parametrize("width", [3, 1])
 @pytest.mark.parametrize("op", ["gat", "gatv2"])
-def test_parts_without_a_finite_logit_weigh_nothing(op: str, chunk_rows: int | None, world_size: int) -> None:
+def test_parts_without_a_finite_logit_weigh_nothing(
+    op: str, width: int, chunk_rows: int | None, world_size: int
+) -> None:
     world = random_world(world_size, 21)
-    expected = run_unsplit(world, op)
+    expected = run_unsplit(world, op, width)
     is_nan = expected[0].isnan()
     first = world.structures[0].num_held
     reads_rank_1 = world.matrix[:, first : first + world.structures[1].num_held].sum(1) > 0
     assert bool((reads_rank_1 & ~is_nan.any(2).any(1)).any()), "no row is finite beside a part that is not"
     assert bool(is_nan[::5, 0].any()), "no row is -inf in all its parts"
     assert not bool(is_nan[:, 1].any())
-    results = run_ranks(world_size, run_split, op, chunk_rows)
+    results = run_ranks(world_size, run_split, op, chunk_rows, width)
     for position, whole in enumerate(expected):
         pieces = [result[position] for result in results]
         found = sum(pieces) if op == "gatv2" and position == 3 else torch.cat(pieces)

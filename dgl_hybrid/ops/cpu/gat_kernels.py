@@ -3,8 +3,8 @@
 
 A task's rows are run over twice, first for the weights of all their entries, then for the sums, with the weights in
 between in a buffer that stays in cache: taking turns row by row, rows that the sums read are asked for too late. The
-first pass asks for the rows of the second, which memory would else wait for (`AttentionSpec.asks_early`): forward 1.15
-to 1.2 times as fast, backward 1.05 to 1.1 (1.5 and 4.9 M edges, rows of 36 and 72 MB, two processes).
+first pass asks for the rows of the second, which memory would else wait for (`AttentionSpec.asks_early`): forward 1.13
+to 1.2 times as fast, backward 1.02 to 1.1 (1.5 and 4.9 M edges, rows of 36 and 72 MB, two processes).
 
 d_logit * leaky_relu' is summed by source here; by destination it is made from `backend.PositiveSums`, which the forward
 makes on the way.

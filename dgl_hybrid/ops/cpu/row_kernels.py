@@ -59,12 +59,15 @@ def emit_add_rows(kind: Kind, index: Kind, block: Block, has_factors: bool) -> s
 
 @dataclass(frozen=True)
 class EluSpec:
-    """What an ELU of some columns is compiled for; `past_cache`: whether its result goes straight to memory."""
+    """What an ELU of some columns, or its gradient, is compiled for.
+
+    `past_cache`: its result goes straight to memory. `has_bias`: of the ELU, whether something is added before.
+    """
 
     value: Kind
     block: Block
-    has_bias: bool
     past_cache: bool
+    has_bias: bool = False
 
 
 def emit_biased_elu(spec: EluSpec) -> str:

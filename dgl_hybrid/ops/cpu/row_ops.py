@@ -48,7 +48,8 @@ def drop(x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
 def add_rows(out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
     """`Backend.add_rows`, by one thread: rows of other threads might have the same target."""
     are_alike = all(t is None or t.dtype == out.dtype for t in (rows, factors))
-    if out.dtype not in _DTYPES or not are_alike or rows.numel() == 0 or rows.stride(1) != 1:
+    are_rows = rows.dim() == 2 and rows.stride(1) == 1 and out.is_contiguous()
+    if out.dtype not in _DTYPES or not are_alike or not are_rows or rows.numel() == 0:
         plain_rows.add_rows(out, targets, rows, factors)
         return
     targets, factors = targets.contiguous(), None if factors is None else factors.contiguous()
@@ -67,7 +68,7 @@ def biased_elu(x: Tensor, bias: Tensor | None) -> Tensor:
         return plain_rows.biased_elu(x, bias)
     out = new_tensor(tuple(x.shape), x.dtype)
     for column, block in column_blocks(1, x.shape[1], _MAX_ELEMENTS):
-        spec = EluSpec(KINDS[x.dtype], block, bias is not None, goes_past_cache(out, column, block.size))
+        spec = EluSpec(KINDS[x.dtype], block, goes_past_cache(out, column, block.size), bias is not None)
         arguments: list[int | float] = [address(t, column) for t in (x, bias, out)]
         run(emit_biased_elu, (spec,), cut_evenly(len(x)), [*arguments, x.shape[1]])
     return out
@@ -81,7 +82,7 @@ def biased_elu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     dx, bounds = new_tensor((num_rows, num_columns), out.dtype), cut_for_sums(num_rows, num_columns)
     sums = out.new_zeros(len(bounds) - 1, num_columns)
     for column, block in column_blocks(1, num_columns, accumulator_elements(out.dtype)):
-        spec = EluSpec(KINDS[out.dtype], block, True, goes_past_cache(dx, column, block.size))
+        spec = EluSpec(KINDS[out.dtype], block, goes_past_cache(dx, column, block.size))
         arguments: list[int | float] = [address(t, column) for t in (grad, out, dx, sums)]
         run(emit_biased_elu_backward, (spec,), bounds, [*arguments, num_columns])
     return dx, _total(sums)

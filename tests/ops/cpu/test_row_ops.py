@@ -175,6 +175,14 @@ def test_head_terms(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Non
         assert torch.equal(actual, other)
 
 
+def test_rows_of_results_that_lie_apart_are_added_too() -> None:
+    wide, rows = random(6, 9, dtype=torch.float32), random(2, 4, dtype=torch.float32)
+    expected = wide.clone()
+    expected[[3, 1], 2:6] += rows
+    row_ops.add_rows(wide[:, 2:6], torch.tensor([3, 1]), rows, None)
+    assert torch.equal(wide, expected)
+
+
 def test_sums_over_many_rows_are_as_exact_as_those_of_pytorch() -> None:
     """Added one after another they would be off by some millionths of all."""
     num_rows = 2 * TASK_ROWS

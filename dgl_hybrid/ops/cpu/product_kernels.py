@@ -25,8 +25,13 @@ _MAX_ROWS = 24
 _MAX_AHEAD_BYTES = 16 << 10
 """Of the next tile's rows, if they are asked for: the machine foresees wider ones, which would fill the cache."""
 _SCRATCH_BYTES = 128 << 10
-_MAX_BLOCK_ROWS = 64
-"""With a panel of a gradient, their columns for one tile fit in the first cache, however wide the rows are."""
+_BLOCK_ROWS, _SHORT_BLOCK_ROWS = 64, 32
+"""With a panel of a gradient, their columns for one tile fit in the first cache. Where registers are few, panels are
+narrow and many: lines are read for each, so they must stay there. Rows whose stride is 512 bytes all fall into an eighth
+of it, and 32 KiB with eight ways hold as many as the second of two operands. Zen 3: gradients 1.1 to 1.3 times as fast."""
+_MAX_SHORT_SUMS_BYTES = 256 << 10
+"""Of a weight's gradient, which every block reads and writes: larger ones do not stay in the second cache."""
+_MANY_PANELS = 4
 
 Finish = Callable[[Value, Value, int, Value], None]
 """Takes a row, the first column of a panel, a column within it, and the elements from there on."""
@@ -172,7 +177,7 @@ def emit_gradients(spec: GradientSpec) -> str:
     padded columns of the gradient) and d_bias[task].
     """
     k = KernelBuilder()
-    block = GradientBlock(k, spec, _block_rows(Panels(spec.kind, spec.grad.num_columns)))
+    block = GradientBlock(k, spec, _block_rows(spec))
     with block.tasks():
         # Of the next block: what is read as it begins is asked for while the first matrix is multiplied.
         rows_ahead = block.rows_ahead()
@@ -299,7 +304,9 @@ class GradientBlock:
         matrix = self.spec.rows[j]
         columns = Matrix(matrix.num_columns if width is None else width, matrix.stride)
         source, target = self.source(j).at(first), self.d_weight(j).at(first * self.panels.padded)
-        _emit_outer(self._builder, self.panels, columns, source, self.rows, self.count, target, rows_ahead)
+        _emit_outer(
+            self._builder, self.panels, columns, source, self.rows, self.num_rows, self.count, target, rows_ahead
+        )
 
     def emit_rows(self, j: int) -> None:
         """Makes the gradient of an operand's rows."""
@@ -314,10 +321,15 @@ def pointers(k: KernelBuilder, kind: Kind, rows: Sequence[Matrix]) -> list[Point
     return [k.pointer(kind) for _ in rows]
 
 
-def _block_rows(panels: Panels) -> int:
-    """Rows of a gradient that lie on the stack at once."""
-    fitting = _SCRATCH_BYTES // (panels.padded * ELEMENT_BYTES[panels.kind])
-    return max(1, min(_MAX_BLOCK_ROWS, fitting))
+def _block_rows(spec: GradientSpec) -> int:
+    """Rows of a gradient that lie on the stack at once: whole tiles of those they are multiplied into."""
+    panels = Panels(spec.kind, spec.grad.num_columns)
+    row_bytes = panels.padded * ELEMENT_BYTES[spec.kind]
+    widest = max((x.num_columns for x, needed in zip(spec.rows, spec.needs_weights) if needed), default=0)
+    is_short = vector_unit().num_registers < 32 and widest * row_bytes <= _MAX_SHORT_SUMS_BYTES
+    fitting = min(_SHORT_BLOCK_ROWS if is_short else _BLOCK_ROWS, _SCRATCH_BYTES // row_bytes)
+    sizes = [Panels(spec.kind, x.num_columns).tile_rows for x, needed in zip(spec.rows, spec.needs_rows) if needed]
+    return fitting - fitting % sizes[0] if sizes and fitting > sizes[0] else max(1, fitting)
 
 
 def emit_rows(
@@ -394,6 +406,7 @@ def _emit_outer(
     matrix: Matrix,
     source: Pointer,
     block: Pointer,
+    block_rows: int,
     count: Value,
     target: Pointer,
     rows_ahead: Sequence[tuple[Pointer, int]],
@@ -401,11 +414,17 @@ def _emit_outer(
     """Target += rowsᵀ @ block over `count` rows; asks for the next block's rows meanwhile.
 
     Args:
+        block_rows: The most that `count` can be.
         rows_ahead: Others that the next block will read, with their strides, as wide as the block.
     """
     size, lanes, padded = panels.tile_rows, panels.lanes, panels.padded
     whole = matrix.num_columns // size
-    share = -(-_block_rows(panels) // -(-matrix.num_columns // size))
+    share = -(-block_rows // -(-matrix.num_columns // size))
+    # The same line serves all panels: each asks for some rows before it multiplies, or few ask as they go.
+    rows_of_panel = -(-block_rows // panels.num_full) if panels.num_full >= _MANY_PANELS else 0
+
+    def ask(column: Value, num_rows: int, row: Value) -> None:
+        source.at((row + count) * matrix.stride + column).prefetch(0, num_rows, level=2)
 
     def tile(column: Value, num_rows: int, panel: Value, num_vectors: int) -> None:
         where = [target.at((column + r) * padded + panel * panels.width) for r in range(num_rows)]
@@ -415,7 +434,8 @@ def _emit_outer(
             vectors = [row.load(v * lanes, lanes) for v in range(num_vectors)]
             for r, row_sums in enumerate(sums):
                 _multiply_add(numbers.load(r), vectors, row_sums)
-            source.at((n + count) * matrix.stride + column).prefetch(0, num_rows, level=2)
+            if not rows_of_panel:
+                ask(column, num_rows, n)
         for row, row_sums in zip(where, sums):
             for v, total in enumerate(row_sums):
                 row.store(v * lanes, total.get())
@@ -426,6 +446,8 @@ def _emit_outer(
             for r in range(share):
                 ahead.at((number * share + r) * stride).prefetch(0, panels.num_columns, level=2)
         with k.loop(0, k.constant("i64", panels.num_full)) as panel:
+            for r in range(rows_of_panel):
+                ask(column, num_rows, panel * rows_of_panel + r)
             tile(column, num_rows, panel, panels.vectors)
         if panels.rest:
             tile(column, num_rows, k.constant("i64", panels.num_full), -(-panels.rest // lanes))

@@ -27,8 +27,9 @@ _MAX_AHEAD_BYTES = 16 << 10
 _SCRATCH_BYTES = 128 << 10
 _BLOCK_ROWS, _SHORT_BLOCK_ROWS = 64, 32
 """With a panel of a gradient, their columns for one tile fit in the first cache. Where registers are few, panels are
-narrow and many: lines are read for each, so they must stay there. Rows whose stride is 512 bytes all fall into an eighth
-of it, and 32 KiB with eight ways hold as many as the second of two operands. Zen 3: gradients 1.1 to 1.3 times as fast."""
+narrow and many: lines are read for each, so they must stay there. Rows whose stride is 512 bytes all fall into an
+eighth of it, and 32 KiB with eight ways hold as many as the second of two operands. On Zen 3 most gradients are 1.1 to
+1.3 times as fast so."""
 _MAX_SHORT_SUMS_BYTES = 256 << 10
 """Of a weight's gradient, which every block reads and writes: larger ones do not stay in the second cache."""
 _MANY_PANELS = 4

@@ -87,7 +87,7 @@ def emit_biased_elu(spec: EluSpec) -> str:
 def emit_biased_elu_backward(spec: EluSpec) -> str:
     """dx[n] = grad[n], times out[n] + 1 where out[n] is at most 0; adds each task's sums of its rows to its own.
 
-    NaN passes the gradient, as in PyTorch.
+    NaN passes the gradient; in PyTorch it depends on the place of the element whether it does or makes it NaN.
     """
     k = KernelBuilder()
     grad, out, dx, sums = (k.pointer(spec.value) for _ in range(4))

@@ -7,6 +7,7 @@ import gc
 import os
 import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 import dgl_hybrid  # noqa: F401  before anything imports DGL
 
 DATA_VARIABLE = "DGL_HYBRID_DATA"
+CODE_VARIABLE = "DGL_HYBRID_CODE_CACHE"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background: processes that tests start would ignore it too, and some are sent it.
@@ -46,6 +48,14 @@ def why_no_netns() -> str | None:
 
 
 WHY_NOT = {"data": why_no_data, "cuda": why_no_cuda, "netns": why_no_netns}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Kernels that a test compiles serve the others, in this run and not in the next: nothing in the user's folders."""
+    if CODE_VARIABLE not in os.environ:  # workers and the processes of tests have it from here
+        folder = tempfile.mkdtemp(prefix="dgl_hybrid_code_")
+        os.environ[CODE_VARIABLE] = folder
+        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

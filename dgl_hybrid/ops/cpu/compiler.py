@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a kernel's assembly into code of this process, once per kernel."""
+"""Turns a kernel's assembly into code of this process, once per kernel; see `ops/compiled_code.py` for what is kept."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import ctypes
 import functools
 import os
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
-from dgl_hybrid.ops.cpu.host import new_target_machine
+from dgl_hybrid.ops.compiled_code import CodeCache, code_key, default_folder
+from dgl_hybrid.ops.cpu.host import host_features, new_target_machine
 from dgl_hybrid.ops.cpu.memory import unmap_code_in
 
 Kernel = Callable[[int], None]
@@ -50,7 +51,7 @@ def compile_kernel(key: Hashable, emit: Callable[[], str]) -> Kernel:
 
 
 def num_compiled_kernels() -> int:
-    """How many kernels this process has compiled so far."""
+    """How many kernels this process has compiled, or found compiled, so far."""
     return len(_kernels)
 
 
@@ -64,20 +65,18 @@ def give_back_compiler() -> None:
 
 def _compile(assembly: str) -> Kernel:
     linker = _linker()
-    module = llvm.parse_assembly(assembly)
-    module.triple, module.data_layout = linker.machine.triple, str(linker.machine.target_data)
-    module.verify()
-    # LLVM 22's pass breaks the form of the loops of such kernels, which its own check answers by ending the process.
-    # Generating code does the same once more, without harm, and they are as fast.
-    _optimise(module, linker.machine, reduces_strength="@llvm.x86.tile" not in assembly)
-    # One engine has all kernels: a name must be new to it.
-    name = module.get_function("kernel").name = f"kernel{len(_kernels)}"
-    linker.engine.add_module(module)
-    linker.engine.finalize_object()
-    kernel = _SIGNATURE(linker.engine.get_function_address(name))
-    linker.engine.remove_module(module)  # the code stays, what it was made from need not
-    module.close()
-    return kernel
+    passes: Sequence[str] = _PASSES
+    if "@llvm.x86.tile" in assembly:
+        # LLVM 22's pass breaks the form of the loops of such kernels, which its own check answers by ending the
+        # process. Generating code does the same once more, without harm, and they are as fast.
+        passes = tuple(name for name in passes if name != "loop_strength_reduce")
+    key = code_key(assembly, *passes, linker.target)
+    name = f"kernel_{key}"
+    if not linker.engine.get_function_address(name):  # else two specialisations came to the same assembly
+        code = linker.cache.load_or_compile(key, lambda: _machine_code(assembly, name, passes, linker.machine))
+        linker.engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        linker.engine.finalize_object()
+    return _SIGNATURE(linker.engine.get_function_address(name))
 
 
 @dataclass(frozen=True)
@@ -86,26 +85,43 @@ class _Linker:
 
     machine: Any
     engine: Any
+    target: str
+    """Whatever else decides the code of some assembly: the compiler, and the processor with all it offers."""
+    cache: CodeCache
 
 
 @functools.cache
 def _linker() -> _Linker:
     machine = new_target_machine()
+    target = f"LLVM {llvm.llvm_version_info} {machine.triple} {llvm.get_host_cpu_name()} {host_features()}"
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine._owned = True  # by nobody: its code must outlive this object while the interpreter shuts down
-    return _Linker(machine, engine)
+    return _Linker(machine, engine, target, CodeCache(default_folder("kernels"), "o"))
 
 
-def _optimise(module: Any, machine: Any, *, reduces_strength: bool) -> None:
-    """Registers for variables, common subexpressions, invariants out of loops; the loops are as they should be."""
+_PASSES = (
+    "sroa",
+    "instruction_combine",
+    "simplify_cfg",
+    "loop_rotate",
+    "new_gvn",
+    "loop_strength_reduce",
+    "simplify_cfg",
+)
+"""Registers for variables, common subexpressions, invariants out of loops; the loops are as they should be."""
+
+
+def _machine_code(assembly: str, name: str, passes: Sequence[str], machine: Any) -> bytes:
+    """An object file whose one function has that name."""
+    module = llvm.parse_assembly(assembly)
+    module.triple, module.data_layout = machine.triple, str(machine.target_data)
+    module.verify()
+    module.get_function("kernel").name = name
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
-    passes = llvm.create_new_module_pass_manager()
-    passes.add_sroa_pass()
-    passes.add_instruction_combine_pass()
-    passes.add_simplify_cfg_pass()
-    passes.add_loop_rotate_pass()
-    passes.add_new_gvn_pass()
-    if reduces_strength:
-        passes.add_loop_strength_reduce_pass()
-    passes.add_simplify_cfg_pass()
-    passes.run(module, builder)
+    manager = llvm.create_new_module_pass_manager()
+    for one in passes:
+        getattr(manager, f"add_{one}_pass")()
+    manager.run(module, builder)
+    code: bytes = machine.emit_object(module)
+    module.close()
+    return code

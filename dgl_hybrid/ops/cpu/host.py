@@ -33,11 +33,14 @@ def _target() -> Any:
     return llvm.Target.from_default_triple()
 
 
+def host_features() -> str:
+    """What this processor offers, as LLVM writes it."""
+    return str(llvm.get_host_cpu_features().flatten())
+
+
 def new_target_machine() -> Any:
     """A target machine of LLVM for this processor, with everything the processor offers; an engine takes it over."""
-    return _target().create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
+    return _target().create_target_machine(cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, jit=True)
 
 
 @cache

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgl_hybrid.errors import KernelError
-from dgl_hybrid.ops.cuda.cubins import CubinCache, cubin_key, default_folder
+from dgl_hybrid.ops.compiled_code import CodeCache, code_key, default_folder
 from dgl_hybrid.ops.cuda.driver import Driver
 from dgl_hybrid.ops.cuda.launch import Capability, DriverLauncher, Options
 from dgl_hybrid.ops.cuda.nvrtc import Nvrtc
 
 SOURCE = Path(__file__).with_name("message_passing.cu")
+_FOLDER = "cubins"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +58,16 @@ def create_launcher() -> DriverLauncher:
         KernelError: No CUDA driver, no GPU, or no NVRTC.
     """
     driver, nvrtc = Driver.load(), Nvrtc.load()
-    cache = CubinCache(default_folder())
+    cache = CodeCache(default_folder(_FOLDER), "cubin")
     return DriverLauncher(driver, cubin_source(nvrtc, SOURCE.read_text("utf-8"), cache))
 
 
-def cubin_source(nvrtc: Nvrtc, source: str, cache: CubinCache) -> Callable[[Options, Capability], bytes]:
+def cubin_source(nvrtc: Nvrtc, source: str, cache: CodeCache) -> Callable[[Options, Capability], bytes]:
     """Returns what a launcher calls for the cubin of one specialisation."""
 
     def cubin(options: Options, capability: Capability) -> bytes:
         arch = choose_arch(capability, nvrtc.supported_archs())
-        key = cubin_key(source, options, f"NVRTC {nvrtc.version}", arch)
+        key = code_key(source, *options, f"NVRTC {nvrtc.version}", arch)
         return cache.load_or_compile(key, lambda: nvrtc.compile(source, options, arch))
 
     return cubin
@@ -113,7 +114,7 @@ def describe() -> CudaStatus:
             gpus.append(GpuStatus(driver.device_name(index), "{}.{}".format(*capability), arch))
     except KernelError as error:
         driver_problem = str(error)
-    folder = default_folder()
+    folder = default_folder(_FOLDER)
     return CudaStatus(
         nvrtc_path=nvrtc_path,
         nvrtc_version=nvrtc_version,

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dgl_hybrid.ops.compiled_code import FOLDER_VARIABLE
 from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in, unmap_read_files_in
 
 
@@ -67,7 +68,7 @@ print(freed, held - (before - freed))
 """
     if sys.platform != "linux":
         pytest.skip("mappings are listed on Linux")
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", FOLDER_VARIABLE: "0"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     freed, more = (int(word) for word in done.stdout.split())
@@ -75,8 +76,9 @@ print(freed, held - (before - freed))
     assert more < 15e6, "and again after the next kernel"
 
 
-def test_kernels_leave_their_code_alone() -> None:
-    """Not what they were made from: a training compiles a dozen or two of them."""
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "found"])
+def test_kernels_leave_their_code_alone(is_compiled: bool, tmp_path: Path) -> None:
+    """Not what they were made from: a training has a dozen or two of them."""
     code = """
 import ctypes, torch
 import dgl_hybrid
@@ -106,8 +108,11 @@ print(grown, compiler.num_compiled_kernels() - num_before)
 """
     if not hasattr(ctypes.CDLL(None), "mallinfo2"):
         pytest.skip("glibc 2.33 or later tells what the heap holds")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    environment = os.environ | {FOLDER_VARIABLE: "0" if is_compiled else str(tmp_path)}
+    for _ in range(1 if is_compiled else 2):
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        assert done.returncode == 0, done.stderr
     grown, num_kernels = (int(word) for word in done.stdout.split())
     assert num_kernels == 20
     assert grown < 100e3 * num_kernels, "their modules and machines would be 700 kB each"

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from dgl_hybrid.errors import KernelError
+from dgl_hybrid.ops.compiled_code import FOLDER_VARIABLE, CodeCache
 from dgl_hybrid.ops.cuda import driver as driver_module
 from dgl_hybrid.ops.cuda import runtime
-from dgl_hybrid.ops.cuda.cubins import CubinCache
 from dgl_hybrid.ops.cuda.nvrtc import Nvrtc
 from dgl_hybrid.ops.cuda.runtime import choose_arch, create_launcher, cubin_source, describe
 from tests.ops.cuda.fake_driver import FakeDriver
@@ -70,7 +70,7 @@ def test_gpu_that_the_compiler_does_not_know(capability: tuple[int, int]) -> Non
 def test_cubin_is_compiled_once_per_source_compiler_and_architecture(tmp_path: Path) -> None:
     def compiled(nvrtc: Any, source: str, capability: tuple[int, int] = (9, 0)) -> tuple[bytes, int]:
         before = nvrtc.compiled
-        cubin = cubin_source(nvrtc, source, CubinCache(tmp_path))(OPTIONS, capability)
+        cubin = cubin_source(nvrtc, source, CodeCache(tmp_path, "cubin"))(OPTIONS, capability)
         return cubin, nvrtc.compiled - before
 
     nvrtc = CountingNvrtc()
@@ -88,7 +88,7 @@ def test_launcher_of_a_machine_with_driver_and_compiler(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(driver_module, "LIBRARY", str(fake.path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "dgl_hybrid"))
     monkeypatch.setattr(runtime.Nvrtc, "load", CountingNvrtc)
     launcher = create_launcher()
     with pytest.raises(KernelError, match="cannot load kernels of -DKERNELS=KERNELS_SPMM -DDTYPE=DTYPE_F32"):
@@ -109,7 +109,7 @@ def test_launcher_without_driver_or_compiler(fake: FakeDriver, monkeypatch: pyte
 
 def test_description_of_a_machine_with_gpus(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(driver_module, "LIBRARY", str(fake.path))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "dgl_hybrid"))
     nvrtc = CountingNvrtc()
     nvrtc.path = Path("/opt/libnvrtc.so.12")  # type: ignore[attr-defined]
     monkeypatch.setattr(runtime.Nvrtc, "load", lambda: nvrtc)
@@ -130,7 +130,7 @@ def test_description_of_a_machine_with_gpus(fake: FakeDriver, monkeypatch: pytes
     nvrtc.archs = (75, 80)
     assert [gpu.arch for gpu in describe().gpus] == [None, None]
     assert not describe().usable
-    cubin_source(CountingNvrtc(), "A", CubinCache(tmp_path / "dgl_hybrid" / "cubins"))(OPTIONS, (9, 0))  # type: ignore[arg-type]
+    cubin_source(CountingNvrtc(), "A", CodeCache(tmp_path / "dgl_hybrid" / "cubins", "cubin"))(OPTIONS, (9, 0))  # type: ignore[arg-type]
     assert describe().num_cubins == 1
 
 
@@ -138,7 +138,7 @@ def test_description_of_a_machine_without_anything(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(driver_module, "LIBRARY", "libcuda_that_is_not_here.so.1")
     monkeypatch.setattr(runtime, "Nvrtc", MissingNvrtc)
     (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "file"))
     status = describe()
     assert status.nvrtc_problem == "no compiler here"
     assert status.driver_problem is not None

@@ -77,6 +77,9 @@ class _Search:
         level = layer - 1
         items = self.items
         vertices = np.flatnonzero(items.demand[level] & items.allowed[level])
+        if level == 0:
+            self._run_inputs(vertices)
+            return
         heap = [(least, False, vertex) for least, vertex in zip(self._least(vertices, level), vertices.tolist())]
         heapq.heapify(heap)
         at_first = self.computed.copy()
@@ -96,6 +99,18 @@ class _Search:
             self.left -= extra
             for k, vertices in enumerate(subtree):
                 self.computed[k, vertices] = True
+
+    def _run_inputs(self, vertices: Ints) -> None:
+        """Layer 1: inputs have no subtrees and cost the same, so the heap would take them in their order."""
+        if not self.vertex_s[0] < self.receive_s[0]:
+            return
+        if self.left < np.inf:
+            extra = self.costs.row_held_bytes[0] - self.costs.receive_bytes[0]
+            left = np.subtract.accumulate(np.concatenate([[self.left], np.full(len(vertices), extra)]))
+            too_much = np.flatnonzero(extra > left[:-1])
+            vertices = vertices[: too_much[0]] if too_much.size else vertices
+            self.left = float(left[len(vertices)])
+        self.computed[0, vertices] = True
 
     def _least(self, vertices: Ints, level: int) -> list[float]:
         """Returns less than what subtrees cost: their two highest levels, and of those below what the second has.

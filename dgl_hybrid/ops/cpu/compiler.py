@@ -15,7 +15,7 @@ from typing import Any
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
 from dgl_hybrid.ops.compiled_code import CodeCache, code_key, default_folder
-from dgl_hybrid.ops.cpu.host import host_features, new_target_machine
+from dgl_hybrid.ops.cpu.host import CODE_LEVEL, host_features, new_target_machine
 from dgl_hybrid.ops.cpu.memory import unmap_code_in
 
 Kernel = Callable[[int], None]
@@ -93,7 +93,8 @@ class _Linker:
 @functools.cache
 def _linker() -> _Linker:
     machine = new_target_machine()
-    target = f"LLVM {llvm.llvm_version_info} {machine.triple} {llvm.get_host_cpu_name()} {host_features()}"
+    levels = f"{_PASS_LEVEL} {CODE_LEVEL}"
+    target = f"LLVM {llvm.llvm_version_info} {levels} {machine.triple} {llvm.get_host_cpu_name()} {host_features()}"
     engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
     engine._owned = True  # by nobody: its code must outlive this object while the interpreter shuts down
     return _Linker(machine, engine, target, CodeCache(default_folder("kernels"), "o"))
@@ -109,6 +110,7 @@ _PASSES = (
     "simplify_cfg",
 )
 """Registers for variables, common subexpressions, invariants out of loops; the loops are as they should be."""
+_PASS_LEVEL = 2
 
 
 def _machine_code(assembly: str, name: str, passes: Sequence[str], machine: Any) -> bytes:
@@ -117,7 +119,7 @@ def _machine_code(assembly: str, name: str, passes: Sequence[str], machine: Any)
     module.triple, module.data_layout = machine.triple, str(machine.target_data)
     module.verify()
     module.get_function("kernel").name = name
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=2))
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=_PASS_LEVEL))
     manager = llvm.create_new_module_pass_manager()
     for one in passes:
         getattr(manager, f"add_{one}_pass")()

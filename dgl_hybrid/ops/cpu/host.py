@@ -10,6 +10,9 @@ from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 
+CODE_LEVEL = 3
+"""How much LLVM does for the code that it generates, of 0 to 3."""
+
 
 @dataclass(frozen=True)
 class VectorUnit:

@@ -82,7 +82,7 @@ def test_damaged_kernels_are_compiled_again(
     assert caplog.text.count("is damaged") == 2
 
 
-@pytest.mark.parametrize("what", ["processor", "features", "LLVM", "passes"])
+@pytest.mark.parametrize("what", ["processor", "features", "LLVM", "passes", "level of passes", "level of code"])
 def test_kernels_of_another_machine_or_compiler_are_not_taken(
     what: str, new_process: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,8 +94,12 @@ def test_kernels_of_another_machine_or_compiler_are_not_taken(
         monkeypatch.setattr(compiler, "host_features", lambda: "")
     elif what == "LLVM":
         monkeypatch.setattr(llvm, "llvm_version_info", (1, 2, 3))
-    else:
+    elif what == "passes":
         monkeypatch.setattr(compiler, "_PASSES", compiler._PASSES[:-1])
+    elif what == "level of passes":
+        monkeypatch.setattr(compiler, "_PASS_LEVEL", 1)
+    else:
+        monkeypatch.setattr(compiler, "CODE_LEVEL", 2)
     compiled = new_process()
     products()
     assert len(compiled) == 2

@@ -43,7 +43,9 @@ def host_features() -> str:
 
 def new_target_machine() -> Any:
     """A target machine of LLVM for this processor, with everything the processor offers; an engine takes it over."""
-    return _target().create_target_machine(cpu=llvm.get_host_cpu_name(), features=host_features(), opt=3, jit=True)
+    return _target().create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=host_features(), opt=CODE_LEVEL, jit=True
+    )
 
 
 @cache

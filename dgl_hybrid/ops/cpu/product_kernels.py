@@ -33,6 +33,7 @@ eighth of it, and 32 KiB with eight ways hold as many as the second of two opera
 _MAX_SHORT_SUMS_BYTES = 256 << 10
 """Of a weight's gradient, which every block reads and writes: larger ones do not stay in the second cache."""
 _MANY_PANELS = 4
+"""From so many on, each asks for a share of the next block's lines; with fewer, one at every step costs nothing."""
 
 Finish = Callable[[Value, Value, int, Value], None]
 """Takes a row, the first column of a panel, a column within it, and the elements from there on."""

@@ -89,7 +89,8 @@ class CodeCache:
         if path is None:
             return None
         try:
-            _require_own_folder(path.parent)
+            _require_own(path.parent)
+            _require_own(path)  # it may have been put there while others could write to the folder
             data = path.read_bytes()
         except FileNotFoundError:
             return None
@@ -112,7 +113,7 @@ class CodeCache:
         aside = None
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_own_folder(path.parent)
+            _require_own(path.parent)
             if not self._has_written:
                 self._has_written = True
                 _remove_unused(path.parent)
@@ -147,12 +148,12 @@ def _checksum(key: str, code: bytes) -> bytes:
     return hashlib.sha256(key.encode() + code).digest()
 
 
-def _require_own_folder(folder: Path) -> None:
+def _require_own(path: Path) -> None:
     """Raises PermissionError if anybody else could have put code there; FileNotFoundError if there is none."""
-    found = folder.stat()
+    found = path.stat()
     if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
         raise PermissionError(
-            f"a folder of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; expected one of user "
+            f"{path} of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; expected one of user "
             f"{os.geteuid()} that nobody else may write to"
         )
 

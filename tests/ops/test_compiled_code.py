@@ -131,7 +131,17 @@ def test_folder_of_somebody_else_is_not_used(
     cache_in(tmp_path).load_or_compile(KEY, lambda: CUBIN)
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1, raising=False)
     assert cache_in(tmp_path).load_or_compile(KEY, lambda: b"mine") == b"mine"
-    assert "a folder of user" in caplog.text
+    assert f"{tmp_path} of user" in caplog.text
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_file_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache_in(tmp_path).load_or_compile(KEY, lambda: CUBIN)
+    file = tmp_path / f"{KEY}.cubin"
+    file.chmod(0o620)
+    assert cache_in(tmp_path).load_or_compile(KEY, lambda: b"mine") == b"mine"
+    assert f"{file} of user" in caplog.text
+    assert cache_in(tmp_path).load_or_compile(KEY, never) == b"mine", "it was replaced by one of the user's own"
 
 
 def test_what_was_not_used_for_longest_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dgl_hybrid.graph.gradient_owners import is_nobody_elses
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import Rows
 from dgl_hybrid.ops import SparseRows
@@ -61,12 +62,12 @@ class _RowsAndOwn(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        is_ours = is_nobody_elses(grads)
         grad_all, grad_own = grads
         x, w_own = ctx.saved_tensors
         needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
         grad_x_own, grad_w_own, grad_bias = _gradients(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
-        # Somebody else may hold that of all rows.
-        grad_x = None if grad_x_own is None else _add_to_first(grad_all, grad_x_own)
+        grad_x = None if grad_x_own is None else _add_to_first(grad_all, grad_x_own, in_place=is_ours)
         return grad_x, grad_w_own, grad_bias if needs_bias else None, None
 
 
@@ -88,11 +89,14 @@ def _gradients(
     return grad_x, grad_weight, next(found)
 
 
-def _add_to_first(rows: Tensor, first: Tensor) -> Tensor:
-    """Returns `rows` (C, A) with (n, A) added to the first n of them."""
+def _add_to_first(rows: Tensor, first: Tensor, *, in_place: bool) -> Tensor:
+    """Returns `rows` (C, A) with (n, A) added to the first n of them: where they lie, if they may be written to."""
     num_first = len(first)
-    if torch.is_grad_enabled() or num_first == len(rows):
+    if torch.is_grad_enabled():  # it will be differentiated
         return torch.cat([rows[:num_first] + first, rows[num_first:]]) if num_first < len(rows) else rows + first
+    if in_place and rows.is_contiguous():
+        rows[:num_first].add_(first)
+        return rows
     result = torch.empty_like(rows)
     torch.add(rows[:num_first], first, out=result[:num_first])
     result[num_first:] = rows[num_first:]

@@ -86,12 +86,13 @@ class _Attended:
         # Where nothing has weighed anything yet, -inf less -inf would be NaN: both are to stay at 0.
         total = after.masked_fill(after == _MINUS_INF, 0.0)
         keeps, adds = (before - total).exp_(), (other.lse - total).exp_()
-        sums = [(self.out, other.out, (keeps.unsqueeze(-1), adds.unsqueeze(-1)))]
+        sums = [(self.out, other.out)]
         if self.positive is not None and other.positive is not None:
-            sums.append((self.positive.rows, other.positive.rows, sums[0][2]))
-            sums.append((self.positive.weights, other.positive.weights, (keeps, adds)))
-        for mine, others, (kept, added) in sums:
-            mine.index_copy_(0, rows, mine.index_select(0, rows).mul_(kept).addcmul_(others, added))
+            sums.append((self.positive.rows, other.positive.rows))
+            sums.append((self.positive.weights.unsqueeze(-1), other.positive.weights.unsqueeze(-1)))
+        backend = choose_backend(self.out)
+        for mine, others in sums:
+            backend.merge_rows(mine, rows, others, keeps, adds)
         self.lse.index_copy_(0, rows, after)
 
 

@@ -217,6 +217,17 @@ class Backend(Protocol):
             factors: (M,), likewise.
         """
 
+    def merge_rows(self, out: Tensor, targets: Tensor, rows: Tensor, keeps: Tensor, adds: Tensor) -> None:
+        """out[targets[n], h] = out[targets[n], h] * keeps[n, h] + rows[n, h] * adds[n, h].
+
+        Args:
+            out: (M, H, D), contiguous.
+            targets: (N,) int32 or int64, each once.
+            rows: (N, H, D) of out's dtype.
+            keeps: (N, H), likewise.
+            adds: (N, H), likewise.
+        """
+
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """(N, C): the ELU, with alpha = 1, of x (N, C) + bias (C,)."""
 

@@ -52,6 +52,12 @@ def add_rows(out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None)
     out.index_add_(0, targets, rows.contiguous())
 
 
+def merge_rows(out: Tensor, targets: Tensor, rows: Tensor, keeps: Tensor, adds: Tensor) -> None:
+    """`Backend.merge_rows`."""
+    kept = out.index_select(0, targets).mul_(keeps.unsqueeze(-1))
+    out.index_copy_(0, targets.long(), kept.addcmul_(rows, adds.unsqueeze(-1)))
+
+
 def biased_elu(x: Tensor, bias: Tensor | None) -> Tensor:
     """`Backend.biased_elu`."""
     return F.elu(x) if bias is None else F.elu_(x + bias)
@@ -75,6 +81,9 @@ class PlainRows:
 
     def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
         add_rows(out, targets, rows, factors)
+
+    def merge_rows(self, out: Tensor, targets: Tensor, rows: Tensor, keeps: Tensor, adds: Tensor) -> None:
+        merge_rows(out, targets, rows, keeps, adds)
 
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return biased_elu(x, bias)

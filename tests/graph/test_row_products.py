@@ -216,6 +216,66 @@ def test_rows_and_own(bias: bool, num_own: int) -> None:
     assert torch.equal(given, torch.ones_like(x))
 
 
+class _Twice(torch.autograd.Function):
+    """2 x, of which the gradient is a tensor of its own; `made` keeps where it lies, `kept` perhaps itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, made: list[int], kept: list[Tensor] | None) -> Tensor:
+        ctx.made, ctx.kept = made, kept
+        return 2.0 * x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = 2.0 * grads[0]
+        ctx.made.append(grad.data_ptr())
+        if ctx.kept is not None:
+            ctx.kept.append(grad)
+        return grad, None, None
+
+
+HOLDERS = ["nobody", "maker", "hook", "prehook", "other operand", "grad", "caller"]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_gradient_that_others_hold_is_not_written_to(holder: str) -> None:
+    """What nobody else holds takes the own rows' gradient where it lies."""
+    of_own = linears(6, 3, bias=False)[1]
+    x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    seen = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+    made: list[int] = []
+    kept: list[Tensor] = []
+    where: list[int] = []
+    earlier = 1.0 * seen  # its node comes after that of `rows_and_own`, and waits with the gradient it has been given
+    earlier.retain_grad()
+    rows_in = 1.0 * x
+    rows_in.register_hook(lambda grad: where.append(grad.data_ptr()))
+    rows, own = rows_and_own(rows_in, of_own, 4)
+    if holder == "hook":
+        rows.register_hook(lambda grad: kept.append(grad))
+    if holder == "prehook":
+        rows.grad_fn.register_prehook(lambda grads: kept.append(grads[0]))  # type: ignore[union-attr]
+    last = rows + earlier if holder == "other operand" else rows
+    if holder == "caller":
+        kept.append(torch.full_like(rows, 2.0))
+        torch.autograd.backward([rows, own], [kept[0], torch.ones_like(own)])
+        made = [kept[0].data_ptr()]
+    elif holder == "grad":
+        result = _Twice.apply(rows, made, None).sum() + own.sum()
+        kept.append(torch.autograd.grad(result, [x, rows])[1])
+    else:
+        result = _Twice.apply(last, made, kept if holder == "maker" else None).sum() + own.sum()
+        result.backward()
+        kept += [earlier.grad] if holder == "other operand" and earlier.grad is not None else []
+    assert (where == made) == (holder == "nobody")
+    assert len(kept) == (holder != "nobody")
+    for grad in kept:
+        assert torch.equal(grad, torch.full_like(x, 2.0))
+    if holder != "grad":
+        expected = torch.full_like(x, 2.0)
+        expected[:4] += of_own.weight.sum(0)
+        torch.testing.assert_close(x.grad, expected)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("outputs", "width"), [(7, 7), (16, 16), (31, 32), (41, 41), (47, 48)])
 @pytest.mark.parametrize("num_own", [0, 4, 11])

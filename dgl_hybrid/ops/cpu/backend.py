@@ -235,6 +235,9 @@ class CpuBackend:
     def add_rows(self, out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None) -> None:
         row_ops.add_rows(out, targets, rows, factors)
 
+    def merge_rows(self, out: Tensor, targets: Tensor, rows: Tensor, keeps: Tensor, adds: Tensor) -> None:
+        row_ops.merge_rows(out, targets, rows, keeps, adds)
+
     def biased_elu(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return row_ops.biased_elu(x, bias)
 

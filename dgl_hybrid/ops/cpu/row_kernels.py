@@ -15,10 +15,11 @@ from dgl_hybrid.ops.cpu.lanes import Block, Piece, get_all, grouped_head_sums, l
 
 @dataclass(frozen=True)
 class RowDropoutSpec:
-    """What a dropout of rows is compiled for."""
+    """What a dropout of rows is compiled for; `past_cache`: its result goes straight to memory."""
 
     value: Kind
     block: Block
+    past_cache: bool
 
 
 def emit_row_dropout(spec: RowDropoutSpec) -> str:
@@ -32,7 +33,8 @@ def emit_row_dropout(spec: RowDropoutSpec) -> str:
         words = dropout.words_of(row)
         for piece in pieces:
             factors = dropout.factors_of(words, piece.begin, piece.lanes)
-            target.store(piece.begin, source.load(piece.begin, piece.lanes) * factors)
+            value = source.load(piece.begin, piece.lanes) * factors
+            target.store(piece.begin, value, past_cache=spec.past_cache)
     return k.finish()
 
 
@@ -54,6 +56,23 @@ def emit_add_rows(kind: Kind, index: Kind, block: Block, has_factors: bool) -> s
         if has_factors:
             values = [value * factors.load(target) for value in values]
         store_pieces(pieces, place, [there + value for there, value in zip(load_pieces(pieces, place), values)])
+    return k.finish()
+
+
+def emit_merge_rows(kind: Kind, index: Kind, block: Block) -> str:
+    """out[targets[n], h] = out[targets[n], h] * keeps[n, h] + rows[n, h] * adds[n, h]; for some whole heads."""
+    k = KernelBuilder()
+    rows, targets, out, keeps, adds = k.pointer(kind), k.pointer(index), *(k.pointer(kind) for _ in range(3))
+    stride, head_stride, last = k.integer(), k.integer(), k.integer()
+    with k.rows() as row:
+        ahead = k.intrinsic("smin", row.type, row + _TARGETS_AHEAD, last)
+        out.at(targets.load(ahead).convert("i64") * stride).prefetch(0, block.size)
+        target, given = out.at(targets.load(row).convert("i64") * stride), rows.at(row * stride)
+        kept, added = keeps.at(row * head_stride), adds.at(row * head_stride)
+        for piece in block.pieces(kind):
+            value = target.load(piece.begin, piece.lanes) * piece.spread(kept)
+            value = given.load(piece.begin, piece.lanes).multiply_add(piece.spread(added), value)
+            target.store(piece.begin, value)
     return k.finish()
 
 

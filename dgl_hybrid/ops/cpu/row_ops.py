@@ -20,6 +20,7 @@ from dgl_hybrid.ops.cpu.row_kernels import (
     emit_biased_elu_backward,
     emit_head_terms,
     emit_head_terms_backward,
+    emit_merge_rows,
     emit_row_dropout,
 )
 from dgl_hybrid.ops.cpu.tasks import cut_evenly, cut_for_sums
@@ -41,7 +42,8 @@ def drop(x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
     for column, block in column_blocks(1, num_columns, _MAX_ELEMENTS):
         packed, _keep = dropout_arguments(dropout, num_columns, column)
         arguments: list[int | float] = [address(x, column), address(out, column), num_columns, *packed]
-        run(emit_row_dropout, (RowDropoutSpec(KINDS[x.dtype], block),), cut_evenly(len(x)), arguments)
+        spec = RowDropoutSpec(KINDS[x.dtype], block, goes_past_cache(out, column, block.size))
+        run(emit_row_dropout, (spec,), cut_evenly(len(x)), arguments)
     return out
 
 
@@ -60,6 +62,19 @@ def add_rows(out: Tensor, targets: Tensor, rows: Tensor, factors: Tensor | None)
         arguments += [stride, num_columns, num_rows - 1]
         whole = np.array([0, num_rows], dtype=np.int64)
         run(emit_add_rows, (KINDS[out.dtype], KINDS[targets.dtype], block, factors is not None), whole, arguments)
+
+
+def merge_rows(out: Tensor, targets: Tensor, rows: Tensor, keeps: Tensor, adds: Tensor) -> None:
+    """`Backend.merge_rows`."""
+    if not _have_kernels(rows, out, keeps, adds) or not out.is_contiguous():
+        plain_rows.merge_rows(out, targets, rows, keeps, adds)
+        return
+    targets, rows, keeps, adds = (t.contiguous() for t in (targets, rows, keeps, adds))
+    num_rows, heads, width = rows.shape
+    for head, block in head_blocks(heads, width, _MAX_ELEMENTS, heads):
+        arguments: list[int | float] = [address(rows, head * width), address(targets), address(out, head * width)]
+        arguments += [address(keeps, head), address(adds, head), heads * width, heads, num_rows - 1]
+        run(emit_merge_rows, (KINDS[out.dtype], KINDS[targets.dtype], block), cut_evenly(num_rows), arguments)
 
 
 def biased_elu(x: Tensor, bias: Tensor | None) -> Tensor:

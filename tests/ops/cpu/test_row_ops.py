@@ -136,6 +136,50 @@ def test_rows_are_added_to_their_places(
     torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
 
 
+# -------------------------------------------------------------------------------------------------- rows merged
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("num_rows", "heads", "width"), [(0, 2, 3), (1, 1, 1), (9, 4, 32), (700, 3, 7), (20, 2, 600), (TASK_ROWS + 5, 4, 1)]
+)
+def test_rows_are_merged(num_rows: int, heads: int, width: int, index: torch.dtype, dtype: torch.dtype) -> None:
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    shape = (num_rows, heads)
+    rows = random(*shape, width, dtype=wide).to(dtype)
+    keeps, adds = (random(*shape, dtype=wide, seed=seed).abs().to(dtype) for seed in (1, 2))
+    out = random(2 * num_rows + 3, heads, width, dtype=wide, seed=4).to(dtype)
+    targets = torch.randperm(len(out), generator=torch.Generator().manual_seed(1))[:num_rows].to(index)
+    expected = out.clone()
+    expected[targets.long()] = out[targets.long()] * keeps.unsqueeze(-1) + rows * adds.unsqueeze(-1)
+    row_ops.merge_rows(out, targets, rows, keeps, adds)
+    tolerance = 0.05 if dtype == torch.bfloat16 else 1e-6
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    # Of results that lie apart.
+    apart = random(len(out), heads, width + 1, dtype=wide, seed=4).to(dtype)
+    expected = apart.clone()
+    expected[targets.long(), :, 1:] = apart[targets.long(), :, 1:] * keeps.unsqueeze(-1) + rows * adds.unsqueeze(-1)
+    row_ops.merge_rows(apart[:, :, 1:], targets, rows, keeps, adds)
+    torch.testing.assert_close(apart, expected, rtol=tolerance, atol=tolerance)
+
+
+# ----------------------------------------------------------------------------------------------- rows with a mask
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 47, 128])
+def test_masked_rows_that_go_past_the_cache(width: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, ids = random(300, width, dtype=dtype), torch.arange(300) * 7
+    kept = row_ops.drop(x, ids, (3, 5), 0.4)
+    monkeypatch.setattr(memory, "MIN_PAST_CACHE_BYTES", 0)
+    size = host.vector_unit().register_bytes // dtype.itemsize
+    assert memory.goes_past_cache(kept, 0, width) == (width % size == 0)
+    before = compiler.num_compiled_kernels()
+    assert torch.equal(row_ops.drop(x, ids, (3, 5), 0.4), kept)
+    assert (compiler.num_compiled_kernels() > before) == (width % size == 0)
+
+
 # ------------------------------------------------------------------------------------------------- terms of heads
 
 

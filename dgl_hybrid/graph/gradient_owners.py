@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_Counts = tuple[int, int, int]
+_Counts = tuple[int, ...]
 
 
 def is_nobody_elses(grads: tuple[Tensor, ...]) -> bool:
@@ -25,31 +26,40 @@ def is_nobody_elses(grads: tuple[Tensor, ...]) -> bool:
     Args:
         grads: The variadic arguments of a `backward(ctx, *grads)`, before that gives their elements further names.
     """
-    counts, least = _count_owners(grads), _counts_without_owners()
+    counts, least = _count_owners(grads), _counts_without_owners(grads[0]._is_view())
     return counts is not None and least is not None and all(a <= b for a, b in zip(counts, least, strict=True))
 
 
 def _count_owners(grads: tuple[Tensor, ...]) -> _Counts | None:
-    """Returns who refers to the first: from Python, from PyTorch, and to its memory."""
+    """Returns who refers to the first: from Python, from PyTorch, to its memory; and, of a view, to what it is of.
+
+    Gradients are views where a forward changed the shape of its rows; those keep what they are of as long as they live.
+    """
     first = grads[0]
     try:
-        in_pytorch = first._use_count()  # type: ignore[attr-defined]
-        of_memory = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+        in_memory = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+        base = first._base
+        of_base = () if base is None else (sys.getrefcount(base), base._use_count())  # type: ignore[attr-defined]
+        return sys.getrefcount(first), first._use_count(), in_memory, *of_base  # type: ignore[attr-defined]
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-    return sys.getrefcount(first), in_pytorch, of_memory
 
 
 @functools.cache
-def _counts_without_owners() -> _Counts | None:
+def _counts_without_owners(is_view: bool) -> _Counts | None:
     """Returns the counts of a gradient that only the function itself holds; None if they tell nothing."""
-    alone, held = _counts_of(keeps=False), _counts_of(keeps=True)
-    return alone if alone is not None and held is not None and alone[0] < held[0] else None
-
-
-def _counts_of(*, keeps: bool) -> _Counts | None:
-    found: list[_Counts | None] = []
+    alone = _counts_of(is_view, lambda made, grad: None)
     kept: list[Tensor] = []
+    for keep in (lambda made, grad: kept.append(made), lambda made, grad: kept.append(grad)):
+        held = _counts_of(is_view, keep)
+        if alone is None or held is None or not any(a > b for a, b in zip(held, alone, strict=True)):
+            return None
+    return alone
+
+
+def _counts_of(is_view: bool, see: Callable[[Tensor, Tensor], None]) -> _Counts | None:
+    """Returns the counts of a new gradient, of which `see` is given what was made and what was handed on."""
+    found: list[_Counts | None] = []
 
     class Seen(torch.autograd.Function):
         @staticmethod
@@ -61,7 +71,7 @@ def _counts_of(*, keeps: bool) -> _Counts | None:
             found.append(_count_owners(grads))
             return grads[0]
 
-    class Fresh(torch.autograd.Function):
+    class Made(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.clone()
@@ -69,11 +79,10 @@ def _counts_of(*, keeps: bool) -> _Counts | None:
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> Tensor:
             made = grads[0] * 2.0
-            if keeps:
-                kept.append(made)
-            return made
+            grad = made.view_as(made) if is_view else made
+            see(made, grad)
+            return grad
 
     with torch.enable_grad():
-        seen = Seen.apply(torch.zeros(1, requires_grad=True))
-        Fresh.apply(seen).backward()
+        Made.apply(Seen.apply(torch.zeros(1, requires_grad=True))).backward()
     return found[0]

@@ -236,8 +236,9 @@ class _Twice(torch.autograd.Function):
 HOLDERS = ["nobody", "maker", "hook", "prehook", "other operand", "grad", "caller"]
 
 
+@pytest.mark.parametrize("is_view", [False, True])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_a_gradient_that_others_hold_is_not_written_to(holder: str) -> None:
+def test_a_gradient_that_others_hold_is_not_written_to(holder: str, is_view: bool) -> None:
     """What nobody else holds takes the own rows' gradient where it lies."""
     of_own = linears(6, 3, bias=False)[1]
     x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
@@ -255,12 +256,13 @@ def test_a_gradient_that_others_hold_is_not_written_to(holder: str) -> None:
     if holder == "prehook":
         rows.grad_fn.register_prehook(lambda grads: kept.append(grads[0]))  # type: ignore[union-attr]
     last = rows + earlier if holder == "other operand" else rows
+    last = last.unsqueeze(1) if is_view else last  # as sums do
     if holder == "caller":
         kept.append(torch.full_like(rows, 2.0))
         torch.autograd.backward([rows, own], [kept[0], torch.ones_like(own)])
         made = [kept[0].data_ptr()]
     elif holder == "grad":
-        result = _Twice.apply(rows, made, None).sum() + own.sum()
+        result = _Twice.apply(last, made, None).sum() + own.sum()
         kept.append(torch.autograd.grad(result, [x, rows])[1])
     else:
         result = _Twice.apply(last, made, kept if holder == "maker" else None).sum() + own.sum()
@@ -269,7 +271,7 @@ def test_a_gradient_that_others_hold_is_not_written_to(holder: str) -> None:
     assert (where == made) == (holder == "nobody")
     assert len(kept) == (holder != "nobody")
     for grad in kept:
-        assert torch.equal(grad, torch.full_like(x, 2.0))
+        assert torch.equal(grad.view_as(x), torch.full_like(x, 2.0))
     if holder != "grad":
         expected = torch.full_like(x, 2.0)
         expected[:4] += of_own.weight.sum(0)

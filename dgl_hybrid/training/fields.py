@@ -249,15 +249,23 @@ class StoredFields(GraphFields):
         return len(self._fields)
 
 
-def agree_on_stored_writes(communicator: Communicator, fields_by_kind: Mapping[str, StoredFields]) -> None:
-    """Makes rows of fields that any rank wrote to be read again on all. Collective."""
-    fields = {f"{kind} {name}": field for kind, of_kind in fields_by_kind.items() for name, field in of_kind.stored()}
-    found = {key: writes for key, field in fields.items() if (writes := field.find_writes())}
-    if not any(count for (count,) in communicator.gather_ints([len(found)])):
-        return
+def find_stored_writes(fields_by_kind: Mapping[str, StoredFields]) -> dict[str, int]:
+    """Returns what `find_writes` found of each field of which it found something."""
+    return {key: writes for key, field in _by_key(fields_by_kind).items() if (writes := field.find_writes())}
+
+
+def spread_stored_writes(
+    communicator: Communicator, fields_by_kind: Mapping[str, StoredFields], found: Mapping[str, int]
+) -> None:
+    """Makes rows of fields that any rank found written to be read again on all. Collective."""
+    fields = _by_key(fields_by_kind)
     most: Counter[str] = Counter()
     for of_rank in communicator.gather_json(found):
         most |= Counter(of_rank)  # the greater of both
     for key, writes in most.items():
         if key in fields:
             fields[key].drop_reads(writes)
+
+
+def _by_key(fields_by_kind: Mapping[str, StoredFields]) -> dict[str, StoredField]:
+    return {f"{kind} {name}": field for kind, of_kind in fields_by_kind.items() for name, field in of_kind.stored()}

@@ -445,7 +445,6 @@ class FullGraphLoader:
 
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates."""
-        self.graph.agree_on_writes()
         self._agree_on_last_epoch()
         self._prefetch.fill(self.graph, self.blocks)
         if self._is_cast_otherwise or (self.outcome is None and not (self.forced and self._is_checked)):
@@ -505,9 +504,12 @@ class FullGraphLoader:
             self._free_memory.take_back_rows()
 
     def _agree_on_last_epoch(self) -> None:
-        """Tells all ranks how long the last epoch took, whether what is kept of it is still right and whether it drew
-        random numbers. Collective.
+        """Tells all ranks how long the last epoch took, whether anybody wrote into fields, whether what is kept of the
+        epoch is still right and whether it drew random numbers. Collective.
+
+        In one gather: between four ranks on two cores each takes milliseconds.
         """
+        written = self.graph.find_writes()
         kept = [block.static_results for block in self.blocks]
         was_changed = self._keep_static and any(results.was_changed for results in kept)
         step: Step | None = self.__dict__.get("_step")
@@ -518,14 +520,17 @@ class FullGraphLoader:
         seen, planned_for = self._template, self._planned_for
         is_otherwise = seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
         told = self.communicator.gather_ints(
-            [self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise)]
+            [self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)]
         )
+        is_written = any(row[5] for row in told)
+        if is_written:
+            self.graph.spread_writes(written)
         self._is_cast_otherwise = all(row[4] for row in told)
         self._epoch_ns = 0
         # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
         self._has_drawn |= any(row[2] for row in told)
         self._steps_done += any(row[2] for row in told)
-        if any(row[1] for row in told):
+        if is_written or any(row[1] for row in told):
             for results in kept:
                 results.clear()
         self._continue_trials([row[0] for row in told], max(row[3] for row in told))

@@ -22,7 +22,7 @@ from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
 from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
-from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, agree_on_stored_writes
+from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, find_stored_writes, spread_stored_writes
 from dgl_hybrid.training.stable_reads import StableReads
 
 
@@ -144,12 +144,21 @@ class PartitionedGraph:
         """Fetches static per-node rows by global id from their owners. Collective."""
         return fetch_rows(self.communicator, self.nodes, local_rows, ids_global)
 
-    def agree_on_writes(self) -> None:
-        """Makes rows be read again on all ranks where any wrote into a field, or into what it had read. Collective."""
+    def find_writes(self) -> dict[str, int]:
+        """Returns into which fields, or what it had read of them, this process wrote since it was last asked.
+
+        If any rank wrote into some, `spread_writes` follows on all.
+        """
         if self._reads is not None:
-            self._reads.agree()
+            return dict.fromkeys(self._reads.find_writes(), 1)
+        return find_stored_writes(self._stored)
+
+    def spread_writes(self, found: Mapping[str, int]) -> None:
+        """Makes rows be read again on all ranks where `find_writes` found something on any. Collective."""
+        if self._reads is not None:
+            self._reads.spread_writes(set(found))
         else:
-            agree_on_stored_writes(self.communicator, self._stored)
+            spread_stored_writes(self.communicator, self._stored, found)
 
     def forget_reads(self, ids: Iterable[Tensor]) -> None:
         """Drops the rows that were read by these id tensors of a loader; every rank does so at the same point."""

@@ -179,15 +179,24 @@ class StableReads:
         """Makes writes of any rank known to all. Collective, except after the process group's end."""
         if self._communicator.world_size > 1 and self._communicator.backend != "kvstore" and not dist.is_initialized():
             return
+        written = self.find_writes()
+        if any(count for (count,) in self._communicator.gather_ints([len(written)])):
+            self.spread_writes(written)
+
+    def find_writes(self) -> set[str]:
+        """Returns what this process wrote since it was last asked; all of it has arrived where it belongs."""
         written = {name for name in self._agreed if not self._agreed[name].holds(self._local(name))} | self._pushed
         if self._pushed:
             self._fence()
         self._pushed = set()
         self._agreed = self._stamps()
-        if any(count for (count,) in self._communicator.gather_ints([len(written)])):
-            everywhere = {name for names in self._communicator.gather_json(sorted(written)) for name in names}
-            self._num_writes.update(everywhere)
-            self._drop(everywhere)
+        return written
+
+    def spread_writes(self, written: set[str]) -> None:
+        """Makes what `find_writes` returned on any rank be read again on all. Collective."""
+        everywhere = {name for names in self._communicator.gather_json(sorted(written)) for name in names}
+        self._num_writes.update(everywhere)
+        self._drop(everywhere)
 
     def _fence(self) -> None:
         """Waits until every server has done what this process pushed: an answer comes after all that was sent before.

@@ -258,7 +258,7 @@ class Bench:
         team, timeout_s = entry.team, self.settings.timeout_s
         team.start()
         start_s = time.monotonic()
-        entry.facts = team.ask("prepare", timeout_s=timeout_s)[0]
+        entry.facts = _of_all_ranks(team.ask("prepare", timeout_s=timeout_s))
         entry.prepare_s = time.monotonic() - start_s
         sample = gate.merge(team.ask("check", timeout_s=timeout_s))
         if entry.system == "dgl" and not reference.is_file():
@@ -275,7 +275,7 @@ class Bench:
             ranks = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
             seconds.append(max(rank["elapsed_s"] for rank in ranks))
             entry.warmup += 1
-        entry.facts |= team.ask("facts", timeout_s=timeout_s)[0]
+        entry.facts |= _of_all_ranks(team.ask("facts", timeout_s=timeout_s))
         if seconds:
             entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds))))
         team.ask("forget_peak", timeout_s=timeout_s)
@@ -372,6 +372,7 @@ class Bench:
                     "p50": summarise_epochs(entry.epochs, is_emulated=is_emulated)["p50"],
                     "predicted": entry.facts.get("predicted"),
                     "plan": entry.facts.get("plan"),
+                    "plan_digest": entry.facts.get("plan_digest"),
                     "turn": entry.turn,
                     "in_turns_with": entry.together,
                 }
@@ -379,6 +380,14 @@ class Bench:
             ],
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
+
+
+def _of_all_ranks(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the first rank's facts, but for the digest of the plan: that is of what all ranks do."""
+    digests = [of_rank.get("plan_digest") for of_rank in facts]
+    if None in digests:
+        return facts[0]
+    return facts[0] | {"plan_digest": hashlib.sha256(json.dumps(digests).encode()).hexdigest()[:16]}
 
 
 def _keep(file: Path, sample: dict[str, Any]) -> None:

@@ -76,6 +76,10 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
         "ratio_error": ratio_error(systems),
         "plans": plans(own),
+        "same_plan": {
+            "best_pure": same_plan(own, best_of(systems, *PURE)),
+            "neutronstar": same_plan(own, best_of(systems, "neutronstar")),
+        },
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
         "vs_dgl": ratio(systems, "dgl"),
@@ -93,6 +97,18 @@ def plans(line: Line | None) -> list[str]:
     return [start["plan"] for start in starts if start.get("plan") is not None]
 
 
+def same_plan(line: Line | None, other: Line | None) -> bool | None:
+    """Returns whether all starts of both ran one and the same plan, whatever it is called; None if that is not known.
+
+    A ratio of such starts is that of a program to itself: what it differs from 1 by is how starts differ.
+    """
+    starts = [start for one in (line, other) if one is not None for start in one.get("starts", ())]
+    digests = {start.get("plan_digest") for start in starts}
+    if line is None or other is None or None in digests or not digests:
+        return None
+    return len(digests) == 1
+
+
 def predicted_errors(line: Line | None) -> list[float]:
     """Returns how far the prediction of each start is from what that start measured, relative to it.
 
@@ -106,8 +122,8 @@ def predicted_errors(line: Line | None) -> list[float]:
 
 
 def lost(cells: Iterable[Mapping[str, Any]], *, least: float = 1.0) -> list[dict[str, Any]]:
-    """Returns where hybrid is not at least so many times as fast as another: cell, against what, ratio, its error, and
-    the plans that hybrid had.
+    """Returns where hybrid is not at least so many times as fast as another: cell, against what, ratio, its error, the
+    plans that hybrid had, and whether the other ran that very plan.
 
     Ratios to the systems of others have no error: those are started once.
     """
@@ -123,6 +139,7 @@ def lost(cells: Iterable[Mapping[str, Any]], *, least: float = 1.0) -> list[dict
                         "ratio": cell[name],
                         "ratio_error": error,
                         "plans": cell["plans"],
+                        "same_plan": cell["same_plan"].get(name.removeprefix("vs_")),
                     }
                 )
     return sorted(found, key=lambda one: float(one["ratio"]))

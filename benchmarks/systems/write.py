@@ -91,10 +91,11 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
             f"{one['ratio']:.2f}",
             "" if one["ratio_error"] is None else f"{one['ratio_error']:.0%}",
             ", ".join(one["plans"]),
+            {None: "", True: "yes", False: "no"}[one["same_plan"]],
         )
         for one in more["lost"]
     ]
-    head = ("cell", "than", "ratio", "standard error", "plans of hybrid's starts")
+    head = ("cell", "than", "ratio", "standard error", "plans of hybrid's starts", "all of both one plan")
     parts.append("### Where hybrid is slower\n\n" + (markdown(head, lost) if lost else "Nowhere."))
     failed = [(one["cell"], one["system"], one["error"].replace("|", "/")) for one in more["failed"]]
     parts.append("### What failed\n\n" + (markdown(("cell", "system", "error"), failed) if failed else "Nothing."))

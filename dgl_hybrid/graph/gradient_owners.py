@@ -2,9 +2,10 @@
 """Whether a gradient that autograd hands to a function is held by nobody else, and may be written to.
 
 Adding something to a few rows of a gradient that others hold (a hook, a sum whose other operand has the same gradient,
-a view) takes a copy of all of them. PyTorch itself looks at how many hold a gradient before it keeps it as a leaf's
-(`AccumulateGrad`); what Python tells of that is not a public interface, so the counts of a gradient that surely nobody
-else holds are measured once, and without them nothing is ever taken for one's own.
+a view) takes a copy of all of them. PyTorch's engine adds gradients where they lie by the same question: whether
+anybody else refers to the tensor, or to its memory (`InputBuffer::accumulate`). What Python is told of that is not a
+public interface, so the counts of a gradient that surely nobody else holds are measured once, and where that is not
+possible nothing is ever taken for one's own.
 """
 
 from __future__ import annotations
@@ -26,8 +27,18 @@ def is_nobody_elses(grads: tuple[Tensor, ...]) -> bool:
     Args:
         grads: The variadic arguments of a `backward(ctx, *grads)`, before that gives their elements further names.
     """
+    if _may_be_recorded():
+        return False
     counts, least = _count_owners(grads), _counts_without_owners(grads[0]._is_view())
     return counts is not None and least is not None and all(a <= b for a, b in zip(counts, least, strict=True))
+
+
+def _may_be_recorded() -> bool:
+    """Whether a dispatch mode sees every tensor: what it keeps would be in the counts that are measured."""
+    try:
+        return bool(torch._C._len_torch_dispatch_stack() > 0)
+    except AttributeError:
+        return True
 
 
 def _count_owners(grads: tuple[Tensor, ...]) -> _Counts | None:
@@ -83,6 +94,6 @@ def _counts_of(is_view: bool, see: Callable[[Tensor, Tensor], None]) -> _Counts 
             see(made, grad)
             return grad
 
-    with torch.enable_grad():
+    with torch.enable_grad(), torch._C.DisableTorchFunction():
         Made.apply(Seen.apply(torch.zeros(1, requires_grad=True))).backward()
     return found[0]

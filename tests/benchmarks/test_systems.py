@@ -364,7 +364,7 @@ def test_lost_cells_and_failures_are_told(lines: list[dict[str, Any]]) -> None:
     more = summarise(lines, {})["more"]
     (lost,) = more["lost"]
     expected = {"cell": SHAPED.key, "against": "best_pure", "ratio": pytest.approx(0.95), "ratio_error": None}
-    assert lost == expected | {"plans": []}
+    assert lost == expected | {"plans": [], "same_plan": None}
     assert more["failed"] == [{"cell": SHAPED.key, "system": "sar", "error": "it broke | here"}]
 
 
@@ -372,6 +372,30 @@ def test_it_is_told_which_plans_lost(lines: list[dict[str, Any]]) -> None:
     (line,) = (line for line in lines if (line["cell"], line["variant"]) == (SHAPED.key, "hybrid"))
     line["starts"] = [{"p50": 1.0, "plan": plan} for plan in ("depcomm", "hybrid@0.5", None)]
     assert [one["plans"] for one in summarise(lines, {})["more"]["lost"]] == [["depcomm", "hybrid@0.5"]]
+
+
+def test_it_is_told_whether_the_faster_one_ran_the_same_plan(lines: list[dict[str, Any]]) -> None:
+    of_cell = {line["variant"]: line for line in lines if line["cell"] == SHAPED.key}
+    pure = min((of_cell["depcache"], of_cell["depcomm"]), key=lambda line: line["p50"])
+
+    def told(own: list[str | None], other: list[str | None]) -> bool | None:
+        for line, digests in ((of_cell["hybrid"], own), (pure, other)):
+            line["starts"] = [{"p50": 1.0, "plan": "any", "plan_digest": digest} for digest in digests]
+        (lost,) = summarise(lines, {})["more"]["lost"]
+        return lost["same_plan"]
+
+    assert told(["a", "a"], ["a"]) is True
+    assert told(["a", "b"], ["a"]) is False
+    assert told(["a", "a"], ["b"]) is False
+    assert told(["a", None], ["a"]) is None, "of older measurements it is not known"
+
+
+def test_plans_of_all_ranks_are_in_one_digest() -> None:
+    first, second = ({"plan": "hybrid", "plan_digest": digest} for digest in ("a", "b"))
+    assert measure._of_all_ranks([first, second])["plan"] == "hybrid"
+    assert measure._of_all_ranks([first, second]) != measure._of_all_ranks([first, first])
+    assert measure._of_all_ranks([first, second]) == measure._of_all_ranks([first, second])
+    assert measure._of_all_ranks([{"plan": None}, second]) == {"plan": None}, "none is made yet"
 
 
 def test_without_peers_their_figures_are_null(lines: list[dict[str, Any]]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +15,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dgl_hybrid import optimize
+from dgl_hybrid.graph import gradient_owners
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, product, rows_and_own, sum_of_products
 from dgl_hybrid.graph.static_results import StaticResults
@@ -276,6 +279,33 @@ def test_a_gradient_that_others_hold_is_not_written_to(holder: str, is_view: boo
         expected = torch.full_like(x, 2.0)
         expected[:4] += of_own.weight.sum(0)
         torch.testing.assert_close(x.grad, expected)
+
+
+class _Recorder(TorchDispatchMode):
+    """Keeps every tensor that is made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.made.append(result)
+        return result
+
+
+def test_gradients_that_are_recorded_are_not_written_to() -> None:
+    gradient_owners._counts_without_owners.cache_clear()
+    of_own = linears(6, 3, bias=False)[1]
+    for is_recorded in (True, False):  # what is measured while all are kept would be the least ever after
+        x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
+        rows_in, where, made = 1.0 * x, [], []
+        rows_in.register_hook(lambda grad, where=where: where.append(grad.data_ptr()))
+        rows, own = rows_and_own(rows_in, of_own, 4)
+        result = _Twice.apply(rows, made, None).sum() + own.sum()
+        with _Recorder() if is_recorded else contextlib.nullcontext():
+            result.backward()
+        assert (where == made) == (not is_recorded)
 
 
 @pytest.mark.parametrize("bias", [True, False])

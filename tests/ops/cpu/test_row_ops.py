@@ -142,7 +142,8 @@ def test_rows_are_added_to_their_places(
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize(
-    ("num_rows", "heads", "width"), [(0, 2, 3), (1, 1, 1), (9, 4, 32), (700, 3, 7), (20, 2, 600), (TASK_ROWS + 5, 4, 1)]
+    ("num_rows", "heads", "width"),
+    [(0, 2, 3), (1, 1, 1), (9, 4, 32), (30, 5, 200), (700, 3, 7), (20, 2, 600), (TASK_ROWS + 5, 4, 1)],
 )
 def test_rows_are_merged(num_rows: int, heads: int, width: int, index: torch.dtype, dtype: torch.dtype) -> None:
     wide = torch.float32 if dtype == torch.bfloat16 else dtype

@@ -8,14 +8,16 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from benchmarks.systems import gate, measure, results
 from benchmarks.systems.accuracy import MARGIN, judge, time_to
+from benchmarks.systems.adaptors.ours import _digest
 from benchmarks.systems.graphs import SHAPES, GraphShape, generate
 from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
 from benchmarks.systems.job import Job
@@ -26,6 +28,7 @@ from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
 from benchmarks.systems.write import BEGIN, END, draw_all, report, write
+from dgl_hybrid.planner import DependencyPlan
 
 SETTINGS = Settings(rounds=5).to_json()
 HEADLINE = [
@@ -396,6 +399,27 @@ def test_plans_of_all_ranks_are_in_one_digest() -> None:
     assert measure._of_all_ranks([first, second]) != measure._of_all_ranks([first, first])
     assert measure._of_all_ranks([first, second]) == measure._of_all_ranks([first, second])
     assert measure._of_all_ranks([{"plan": None}, second]) == {"plan": None}, "none is made yet"
+
+
+def test_a_digest_is_of_what_a_plan_does() -> None:
+    plan = DependencyPlan(
+        strategy="hybrid",
+        rank=0,
+        world_size=2,
+        num_layers=2,
+        cached=(torch.tensor([3, 5]), torch.tensor([5])),
+        communicated=(1, 2),
+        objective_s=0.5,
+    )
+    assert _digest(plan) == _digest(replace(plan, strategy="neutronstar", objective_s=0.25))
+    others = [
+        replace(plan, cached=(torch.tensor([3, 7]), torch.tensor([5]))),
+        replace(plan, cached=(torch.tensor([3]), torch.tensor([5]))),
+        replace(plan, chunk_rows=100),
+        replace(plan, trace=cast(Any, SimpleNamespace(sums_first=(False, True)))),
+        replace(plan, trace=cast(Any, SimpleNamespace(sums_first=(False, False)))),
+    ]
+    assert len({_digest(one) for one in (plan, *others)}) == 1 + len(others)
 
 
 def test_without_peers_their_figures_are_null(lines: list[dict[str, Any]]) -> None:

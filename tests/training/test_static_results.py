@@ -29,6 +29,7 @@ from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu import resting_rows
 from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.training.models import GraphStack
 from tests.helpers.exactness import (
     LAYERS,
     Case,
@@ -365,6 +366,36 @@ def test_a_kept_result_that_one_rank_wrote_into_is_made_anew_on_all(partitions: 
     runs = run_ranks(3, train, folder, Case(kind="gin"), change="writes on rank 0 between epochs")
     assert_same(runs, reference(Case(kind="gin")))
     assert all(run.first_layer_exchanges[1] > 0 and run.first_layer_exchanges[2] == 0 for run in runs)
+
+
+def kept_around_a_write(rank: int, world_size: int, part_config: str) -> list[int]:
+    """Bytes kept as each of two epochs begins and ends, of which the last rank wrote into a field between."""
+    g = PartitionedGraph.open(part_config)
+    model = optimize(GraphStack([dglnn.SAGEConv(g.ndata["feat"].shape[1], 4, "mean").double()], None))
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        1,
+        model=model,  # else plans are made, and blocks anew, after the first epoch
+        strategy="depcache",
+        topology=uniform_topology(world_size),
+    )
+    found = []
+    for epoch in range(2):
+        for input_nodes, _, blocks in loader:
+            found.append(blocks[0].static_results.num_bytes)
+            model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+            found.append(blocks[0].static_results.num_bytes)
+        if epoch == 0 and rank == world_size - 1:
+            g.ndata["feat"].local.mul_(2.0)
+    return found
+
+
+def test_what_was_made_of_a_written_field_is_dropped_before_it_is_made_anew(partitions: PartitionStore) -> None:
+    """On all ranks, so that there are never both."""
+    for before, kept, begin, again in run_ranks(3, kept_around_a_write, partitions.get("power_law", power_law(), 3)):
+        assert before == begin == 0
+        assert kept == again > 0
 
 
 def test_an_evaluation_in_inference_mode_may_come_first(partitions: PartitionStore) -> None:

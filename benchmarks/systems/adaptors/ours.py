@@ -128,8 +128,9 @@ class Ours(System):
 
 
 def _digest(plan: DependencyPlan) -> str:
-    """What this rank's plan does, whichever strategy it is called by: plans of one digest run the same."""
-    found = hashlib.sha256(json.dumps([plan.num_layers, plan.chunk_rows, plan.num_cached]).encode())
+    """What this rank's plan does, whichever strategy it is called by: which rows it computes, and how layers do it."""
+    sums_first = plan.trace.sums_first if plan.trace is not None else ()  # by measured rates: starts may differ
+    found = hashlib.sha256(json.dumps([plan.num_layers, plan.chunk_rows, plan.num_cached, sums_first]).encode())
     for ids in plan.cached:
         found.update(ids.numpy().tobytes())
     return found.hexdigest()[:16]

@@ -34,8 +34,11 @@ those that were predicted to be within the first factor of it: a turn may be dis
 127 ms where the same plan took 82 the next time, and predictions are seldom off by so much."""
 FINAL_EPOCHS = 3
 """Timed epochs of each of those, each time, at least."""
-TIE = 1.02
-"""Times that differ by no more than this factor are the same: epochs of one plan differ as much."""
+TIE, LOOSEST_TIE = 1.02, 1.05
+"""Times that differ by no more than the first factor are the same: epochs of one plan differ as much. Where turns of
+one plan differ by more (four ranks on two cores: lower quartiles of 168, 174 and 178 ms, 170 to 188), so do ties, up to
+the second: the least of several times that chance decides is below what that plan takes, and a hybrid among many of
+them would win by it."""
 SHARE = 0.1
 """Of the time trained so far that trials may take, if nothing else is asked for."""
 DRIFT_WINDOW = 16
@@ -113,7 +116,7 @@ class PlanTrials:
         self._predicted_s = list(predicted_s)
         self._num_candidates, self._favourites = num_candidates, frozenset(favourites)
         self.measured_s: list[float | None] = [None] * num_candidates
-        self._timed: list[list[float]] = [[] for _ in range(num_candidates)]
+        self._turns: list[list[list[float]]] = [[] for _ in range(num_candidates)]  # timed epochs of each
         self.current, self.is_waiting, self.has_drifted = 0, False, False
         self.is_settled = num_candidates == 1
         self._waiting = list(range(1, num_candidates))
@@ -146,9 +149,11 @@ class PlanTrials:
             return
         self._turn.append(epoch_s)
         if len(self._turn) > WARM_UP_EPOCHS:
-            timed = self._timed[self.current]
-            timed.append(epoch_s)
-            self.measured_s[self.current] = sorted(timed)[(len(timed) - 1) // 4]
+            turns = self._turns[self.current]
+            if len(self._turn) == WARM_UP_EPOCHS + 1:
+                turns.append([])
+            turns[-1].append(epoch_s)
+            self.measured_s[self.current] = _lower_quartile([time_s for turn in turns for time_s in turn])
             least = FINAL_EPOCHS if self._finals else TIMED_EPOCHS
             pays = TIMED_SHARE * self._change_s / max(self._time_of(self.current), 1e-9)
             if len(self._turn) >= WARM_UP_EPOCHS + max(least, min(int(pays), MAX_TIMED_EPOCHS)):
@@ -173,10 +178,10 @@ class PlanTrials:
                 self._begin_turn()
             else:
                 self.is_waiting = True
-                as_fast = self._within(TIE)
+                as_fast = self._as_fast_as_any()
                 self.current = self.current if self.current in as_fast else min(as_fast, key=self._time_of)
             return
-        as_fast = self._within(TIE)
+        as_fast = self._as_fast_as_any()
         favourites = [index for index in as_fast if index in self._favourites]
         # Among favourites the fastest, since each is a plan of its own; among the rest what was predicted.
         self.current = min(favourites, key=self._time_of) if favourites else as_fast[0]
@@ -193,6 +198,25 @@ class PlanTrials:
     def _time_of(self, index: int) -> float:
         time_s = self.measured_s[index]
         return float("inf") if time_s is None else time_s
+
+    def _as_fast_as_any(self) -> list[int]:
+        """Returns the candidates whose times tie with the fastest's: see `TIE`.
+
+        How far turns of one candidate are from each other tells by what a time may be off, after one, two or three of
+        them; all candidates that had several turns tell it together.
+        """
+        quartiles = [[_lower_quartile(turn) for turn in turns] for turns in self._turns]
+        off = [q / (math.fsum(of_one) / len(of_one)) - 1.0 for of_one in quartiles if len(of_one) > 1 for q in of_one]
+        degrees = sum(len(of_one) - 1 for of_one in quartiles if len(of_one) > 1)
+        deviation = math.sqrt(math.fsum(x * x for x in off) / degrees) if degrees else 0.0
+        fastest = min(range(self._num_candidates), key=self._time_of)
+
+        def factor_of(index: int) -> float:
+            inverse = sum(1.0 / len(quartiles[one]) for one in (index, fastest) if quartiles[one])
+            return min(max(TIE, 1.0 + deviation * math.sqrt(inverse)), LOOSEST_TIE)
+
+        limit_s = self._time_of(fastest)
+        return [i for i in range(self._num_candidates) if i == fastest or self._time_of(i) <= factor_of(i) * limit_s]
 
     def _within(self, factor: float, *, or_predicted: bool = False) -> list[int]:
         """Returns the candidates that are slower than the fastest by no more than a factor.
@@ -217,3 +241,7 @@ class PlanTrials:
         is_slower = in_order[DRIFT_WINDOW // 4] > DRIFT_FACTOR * self._chosen_s
         is_faster = in_order[-1 - DRIFT_WINDOW // 4] < self._chosen_s / DRIFT_FACTOR
         self.has_drifted = (is_slower or is_faster) and self._can_afford_a_turn(self._planning_s)
+
+
+def _lower_quartile(times_s: Sequence[float]) -> float:
+    return sorted(times_s)[(len(times_s) - 1) // 4]

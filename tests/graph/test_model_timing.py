@@ -14,7 +14,18 @@ from torch import Tensor, nn
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.graph import model_timing
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
-from dgl_hybrid.graph.model_timing import Measured, fit_times, time_model
+from dgl_hybrid.graph.model_timing import (
+    BUDGET_S,
+    MOST_ROUNDS,
+    MOST_UNSURE_ROUNDS,
+    PRECISION,
+    ROUNDS,
+    Measured,
+    error_of_median,
+    fit_times,
+    time_model,
+    wants_another_round,
+)
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import _structure_of_one_rank, build_blocks_like
 from dgl_hybrid.graph.trace import trace_model
@@ -232,9 +243,45 @@ def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
     assert rounds == [None, 1, None], "what times are made of is never one epoch alone"
 
 
+def test_the_error_of_a_median_is_that_of_medians_drawn_again_and_again() -> None:
+    generator = torch.Generator().manual_seed(0)
+    drawn = 0.1 + 0.02 * torch.randn(2000, 25, generator=generator, dtype=torch.float64)
+    expected = float(drawn.median(1).values.std()) / 0.1
+    told = sum(error_of_median(times) for times in drawn.tolist()) / len(drawn)
+    assert told == pytest.approx(expected, rel=0.1)
+    assert error_of_median([0.1]) == float("inf")
+    disturbed = [0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 9.0]
+    assert error_of_median(disturbed) < 1e-9, "one epoch of many says nothing of the others"
+
+
+def rounds_of(times_s: list[float], budget_s: float = BUDGET_S) -> int:
+    """How many epochs run that take these times, again and again."""
+    elapsed_s: list[float] = []
+    while wants_another_round(elapsed_s, budget_s):
+        elapsed_s.append(times_s[len(elapsed_s) % len(times_s)])
+    return len(elapsed_s)
+
+
+def test_epochs_that_differ_are_timed_more_often() -> None:
+    # Alike: as before, some, for half of the budget.
+    assert rounds_of([0.001]) == MOST_ROUNDS
+    assert rounds_of([0.1]) == 5
+    assert rounds_of([0.9]) == ROUNDS
+    # Four ranks on two cores: until the median is known, or for as long as the least rounds may take.
+    differing = [0.010, 0.014, 0.012, 0.016, 0.013, 0.011, 0.015, 0.012]
+    count = rounds_of(differing)
+    assert MOST_ROUNDS < count < MOST_UNSURE_ROUNDS
+    elapsed_s = [differing[i % len(differing)] for i in range(count)]
+    assert error_of_median(elapsed_s) <= PRECISION < error_of_median(elapsed_s[:-1])
+    assert rounds_of([1.0, 0.5, 2.0]) == ROUNDS, "3.5 s are more than three epochs of the budget"
+    assert rounds_of([0.001, 0.009]) == MOST_UNSURE_ROUNDS
+    assert rounds_of([0.1, 0.9], budget_s=0.01) == ROUNDS
+
+
 @pytest.mark.parametrize("num_more", [0, 25])
-def test_rounds_go_on_until_no_rank_wants_another(num_more: int) -> None:
+def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other ranks want `num_more` rounds after this one has had its own; then none."""
+    monkeypatch.setattr(model_timing, "PRECISION", float("inf"))  # whatever else this machine does
     epochs: list[int] = []
     told: list[bool] = []
 

@@ -196,6 +196,43 @@ def test_a_lead_within_the_noise_counts_for_nothing(
     assert trials.current == expected
 
 
+def run_turns(trials: PlanTrials, seconds: list[list[float]]) -> None:
+    """Runs trials where epochs of a candidate take what is given for its first, second, … turn; the last for more."""
+    num_turns = [0] * len(seconds)
+    while not trials.is_settled:
+        current = trials.current
+        turn_s = seconds[current][min(num_turns[current], len(seconds[current]) - 1)]
+        for _ in range(FINAL if num_turns[current] else FIRST):
+            trials.record(turn_s)
+        num_turns[current] += 1
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "pure", "expected"),
+    [
+        ([1.0, 1.0, 1.0], [1.03, 1.03, 1.03], 0),  # turns of a plan are alike: so much is clearly faster
+        ([0.970, 1.03, 1.03], [0.992, 1.05, 1.05], 1),  # they differ by as much
+        ([0.90, 1.10, 1.10], [0.96, 1.10, 1.10], 0),  # by far more, but so much slower is no tie
+        ([0.90, 1.10, 1.10], [0.94, 1.10, 1.10], 1),
+    ],
+)
+def test_ties_are_as_wide_as_turns_of_one_plan_differ(hybrid: list[float], pure: list[float], expected: int) -> None:
+    trials = PlanTrials(2, favourites=(1,))
+    run_turns(trials, [hybrid, pure])
+    assert trials.measured_s == [hybrid[0], pure[0]]
+    assert trials.current == expected
+
+
+def test_who_ties_by_what_other_plans_turns_tell() -> None:
+    """Two turns of the third, which is out, say that turns differ; those of the first two happen not to."""
+    trials = PlanTrials(3, favourites=(1,))
+    run_turns(trials, [[1.0], [1.025], [1.39, 1.25]])
+    assert trials.current == 1
+    trials = PlanTrials(3, favourites=(1,))
+    run_turns(trials, [[1.0], [1.025], [1.39]])
+    assert trials.current == 0
+
+
 def test_hybrids_that_are_tried_are_best_at_different_speeds_of_rows() -> None:
     def estimate(comm_s: float, rest_s: float) -> RankEstimate:
         return RankEstimate(

@@ -270,6 +270,8 @@ class LayerBlock:
 
     def retire(self) -> None:
         """Lets go of everything, whoever still holds this block; using it raises an error from now on."""
+        if self._split is not None:
+            self._split.retire()
         self.__dict__.clear()
         self.__class__ = _RetiredBlock
 

@@ -78,6 +78,10 @@ class SplitBlock:
         for name in ("_layer", "trained_sums", "plain_sums", "attention"):
             self.__dict__.pop(name, None)
 
+    def retire(self) -> None:
+        """Parts from those on other devices, which hold each other: with the last block all of it is gone, at once."""
+        self._shared.by_device.clear()
+
     @cached_property
     def _layer(self) -> SplitLayer:
         return _moved(split_layer(self._structure, self._messages), self._device)

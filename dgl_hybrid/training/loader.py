@@ -83,11 +83,12 @@ class FullGraphLoader:
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
             more hybrids and NeutronStar's then take turns of four epochs, those near the fastest, or predicted to be,
             of five or ten more (short epochs are timed more often, for half of what a change of plans takes), and the
-            one that measured fastest stays; within 2 % of it, a pure plan or NeutronStar's. Changing a plan takes as
-            long as many epochs, so True lets trials take a tenth of the time trained so far; a number is another share,
-            `math.inf` has them all at once, for benchmarks (24 to 84 epochs with six candidates, short ones up to 216),
-            False none. `is_settled` says when they are over; plans are made and tried anew when epochs drift. The id
-            tensors that are yielded change with the plan, so read by them in every epoch.
+            one that measured fastest stays; within 2 % of it, or as much as turns of one plan differ (5 % at most), a
+            pure plan or NeutronStar's. Changing a plan takes as long as many epochs, so True lets trials take a tenth
+            of the time trained so far; a number is another share, `math.inf` has them all at once, for benchmarks (24
+            to 84 epochs with six candidates, short ones up to 216), False none. `is_settled` says when they are over;
+            plans are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so
+            read by them in every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
             gains nothing.
@@ -375,7 +376,9 @@ class FullGraphLoader:
         for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
             self.__dict__.pop(name, None)
         self.communicator.drop_free_memory()
-        give_back_memory()
+        # All of that is free now: nothing of it lies in cycles, and to look for some took as long as several epochs. It
+        # goes back so that the next plan does not lie scattered between what is left.
+        give_back_memory(thoroughly=False)
 
     def _leave_memory(self, *, thoroughly: bool) -> None:
         """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too."""

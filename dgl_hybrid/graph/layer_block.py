@@ -123,7 +123,6 @@ class LayerBlock:
         self._block = self._build_block(device, edge_numbers) if _block is None else _block
         self._edge_ids, self._idtype = edge_ids, _idtype
         claim(self._block._graph)
-        self._index = dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
         self._source = SourceFields(structure.num_held, self._where)
         ids = torch.cat([rows_global[: structure.num_held], structure.exchange.recv_global]).to(device)
         self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
@@ -181,7 +180,9 @@ class LayerBlock:
     def _graph(self) -> dispatch.DeferredIndex:
         # `dgl.ops` functions take operands directly and reach for this; see `dispatch`.
         self._check_has_all_edges()
-        return self._index
+        # Made for each operation: kept here it would hold this block as this block holds it, and a layer's `local_var`,
+        # with all fields that were set in it, would stay until somebody looks for cycles.
+        return dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
 
     @property
     def is_in_scope(self) -> bool:

@@ -369,16 +369,23 @@ class FullGraphLoader:
         if "blocks" not in self.__dict__:
             return
         self._free_memory.watch(())
+        structures = [weakref.ref(layer) for layer in self.sets.layers]
         # The script's variables still hold what was yielded last.
         for block in self.blocks:
             self.graph.forget_reads(block.known_ids())
             block.retire()
-        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
+        self._end_step()
+        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys"):
             self.__dict__.pop(name, None)
         self.communicator.drop_free_memory()
-        # All of that is free now: nothing of it lies in cycles, and to look for some took as long as several epochs. It
-        # goes back so that the next plan does not lie scattered between what is left.
-        give_back_memory(thoroughly=False)
+        # It goes back so that the next plan does not lie scattered between what is left. To look for cycles takes as
+        # long as several epochs, and there is none in what is ours: a layer of the user's may make some.
+        give_back_memory(thoroughly=any(structure() is not None for structure in structures))
+
+    def _end_step(self) -> None:
+        step: Step | None = self.__dict__.pop("_step", None)
+        if step is not None:
+            step.end()
 
     def _leave_memory(self, *, thoroughly: bool) -> None:
         """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too."""
@@ -432,7 +439,7 @@ class FullGraphLoader:
         if set(state) != {"steps", "seed"} or not all(isinstance(v, int) and v >= 0 for v in state.values()):
             raise ValueError(f"expected what FullGraphLoader.state_dict returns: steps and seed (got {dict(state)!r})")
         self._steps_done, self.seed = state["steps"], state["seed"]
-        self.__dict__.pop("_step", None)
+        self._end_step()
 
     # ---------------------------------------------------------------- iteration
 
@@ -471,6 +478,7 @@ class FullGraphLoader:
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
         is_first, self._is_new = self._is_new, False
+        self._end_step()
         session.follow(step)
         self._step = step
         start_ns = self._now_ns()
@@ -536,6 +544,7 @@ class FullGraphLoader:
         if is_written or any(row[1] for row in told):
             for results in kept:
                 results.clear()
+        del step, kept  # a change of plan drops what they hold
         self._continue_trials([row[0] for row in told], max(row[3] for row in told))
 
     def _say_untimed(self) -> None:

@@ -63,6 +63,10 @@ class Step:
         self.block_used = True
         self.last_block_used |= block is self.blocks[-1] or block.layer == len(self.blocks)
 
+    def end(self) -> None:
+        """Lets go of the block that was used last: a layer's copy of one of these, maybe, which holds this step."""
+        self.current_block = None
+
     def note_edge_result(self, result: Tensor) -> None:
         self._edge_results[id(result)] = weakref.ref(result)
 

@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
-from dgl_hybrid.errors import BlockError
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.planner import RankEstimate, Topology, uniform_topology
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import planning
@@ -620,73 +617,6 @@ def test_a_share_that_is_none(share: float, partitions: PartitionStore) -> None:
         FullGraphLoader(g, g.owned_nodes("train_mask"), 2, autotune=share)
 
 
-def watch_what_stays(
-    rank: int, world_size: int, part_config: str, kind: str, has_cycles: bool, epochs: int
-) -> tuple[list[set[str]], list[bool]]:
-    """Returns, for each change of plan, what of the plan before is still there where Python looks for no cycles itself,
-    and whether the loader looked for some.
-
-    Args:
-        has_cycles: Whether the model's code leaves some, with all of that in them.
-    """
-    g = PartitionedGraph.open(part_config)
-    model = optimize(Case(kind=kind, num_layers=3).build(g.ndata["feat"].shape[1]))
-    topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
-    loader = FullGraphLoader(
-        g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5, autotune=AT_ONCE
-    )
-    watched: dict[str, weakref.ref[object]] = {}
-    left: list[set[str]] = []
-    searched: list[bool] = []
-    give_back = loader_module.give_back_memory
-
-    def note_search(*, thoroughly: bool) -> None:
-        searched.append(thoroughly)
-        give_back(thoroughly=thoroughly)
-
-    def train() -> None:
-        for input_nodes, ids, blocks in loader:
-            if watched["ids"]() is not input_nodes:
-                left.append({name for name, reference in watched.items() if reference() is not None})
-            features = g.ndata["feat"][input_nodes]
-            F.cross_entropy(model(blocks, features), g.ndata["label"][ids]).backward()
-            results = [kept.result for kept in blocks[0].static_results._kept.values()]
-            things = {"ids": input_nodes, "features": features, "block": blocks[-1]}
-            things |= {f"kept {i}": result for i, result in enumerate(results) if result is not None}
-            assert ("kept 0" in things) == (kind == "sage_mean")
-            things |= {"structure": blocks[-1].structure, "edges": blocks[0].structure.indices}
-            if has_cycles:
-                ring: dict[str, object] = dict(things)
-                ring["ring"] = ring
-            watched.update({name: weakref.ref(thing) for name, thing in things.items()})
-
-    watched["ids"] = weakref.ref(torch.empty(0))
-    gc.collect()
-    gc.disable()
-    loader_module.give_back_memory = note_search  # type: ignore[assignment]
-    try:
-        for _ in range(epochs):
-            train()  # a script's own variables would keep a plan's blocks
-            if loader.is_settled:
-                break
-    finally:
-        gc.enable()
-        loader_module.give_back_memory = give_back
-    assert loader.is_settled
-    return left, searched
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_cycles"), [("sage_mean", False), ("gat", False), ("dotgat", False), ("sage_mean", True)]
-)
-def test_nothing_of_a_plan_that_was_tried_is_left(kind: str, has_cycles: bool, partitions: PartitionStore) -> None:
-    folder = partitions.get("power_law", power_law(), 3)
-    for left, searched in run_ranks(3, watch_what_stays, folder, kind, has_cycles, MOST_EPOCHS):
-        assert len(left) >= 3, "the first plan and two changes"
-        assert left == [set()] * len(left)
-        assert searched == [has_cycles] * (len(left) - 1), "a search takes as long as several epochs"
-
-
 @dataclass(kw_only=True)
 class Left:
     """What became of trials in a script that does not run its loops to their end."""
@@ -754,105 +684,3 @@ def test_who_takes_the_batch_by_next_is_told_once_that_epochs_cannot_be_timed(pa
     assert "next(iter(loader))" in first.warnings[0]
     assert "autotune=False" in first.warnings[0]
     assert second.warnings == []
-
-
-@dataclass(kw_only=True)
-class Held:
-    """What a script that keeps its batches holds of plans that were replaced."""
-
-    num_replaced: int
-    left: set[str]
-    """What is still there of any of them."""
-    raised: dict[str, str]
-    """By what was done with the blocks, what the error said."""
-    text: str
-
-
-def hold_batches(rank: int, world_size: int, part_config: str, is_tuned: bool) -> Held:
-    g = PartitionedGraph.open(part_config)
-    model = optimize(Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1]))
-    loader = FullGraphLoader(
-        g,
-        g.owned_nodes("train_mask"),
-        3,
-        model=model if is_tuned else None,
-        topology=uniform_topology(world_size, bandwidth_bytes_per_s=4e8),
-        seed=5,
-        autotune=AT_ONCE if is_tuned else False,
-    )
-    batches: list[tuple[torch.Tensor, torch.Tensor, list[Any]]] = []
-    watched: list[dict[str, weakref.ref[object]]] = []
-
-    def train(batch: tuple[torch.Tensor, torch.Tensor, list[Any]]) -> None:
-        input_nodes, ids, blocks = batch
-        features = g.ndata["feat"][input_nodes]
-        F.cross_entropy(model(blocks, features), g.ndata["label"][ids]).backward()
-        if not batches or batches[-1][0] is not input_nodes:
-            (kept,) = (kept.result for kept in blocks[0].static_results._kept.values() if kept.result is not None)
-            things = {"features": features, "kept": kept, "structure": blocks[-1].structure}
-            things |= {"edges": blocks[0].structure.indices, "graph": blocks[1]._block}
-            watched.append({name: weakref.ref(thing) for name, thing in things.items()})
-            batches.append(batch)
-
-    for _ in range(MOST_EPOCHS):
-        for batch in loader:
-            train(batch)
-        if loader.is_settled and len(batches) > 1:
-            break
-    raised = {}
-    input_nodes, _, blocks = batches[0]
-    uses: dict[str, Callable[[], object]] = {
-        "model": lambda: model(blocks, torch.zeros(len(input_nodes), g.ndata["feat"].shape[1], dtype=torch.float64)),
-        "fields": lambda: blocks[0].srcdata,
-        "sizes": lambda: blocks[-1].num_dst_nodes(),
-        "copy": lambda: blocks[0].to("cpu"),
-        "anything": lambda: blocks[0].whatever,
-    }
-    for name, use in uses.items():
-        try:
-            use()
-        except BlockError as error:
-            raised[name] = str(error)
-    for batch in loader:
-        train(batch)  # the errors leave nothing behind
-    return Held(
-        num_replaced=len(batches) - 1,
-        left={name for of_plan in watched[:-1] for name, reference in of_plan.items() if reference() is not None},
-        raised=raised,
-        text=repr(blocks),
-    )
-
-
-@pytest.mark.parametrize("is_tuned", [True, False])
-def test_batches_that_a_script_holds_keep_nothing_of_a_replaced_plan(
-    is_tuned: bool, partitions: PartitionStore
-) -> None:
-    """A list of batches made before the loop, or a variable that outlives it, kept one plan beside another; and the old
-    blocks went on to be used as if they were the loader's.
-    """
-    for held in run_ranks(3, hold_batches, partitions.get("power_law", power_law(), 3), is_tuned):
-        assert held.num_replaced >= (2 if is_tuned else 1)
-        assert held.left == set()
-        assert set(held.raised) == {"model", "fields", "sizes", "copy", "anything"}
-        for message in held.raised.values():
-            assert "of a plan that was replaced" in message
-            assert "take the blocks, and the ids, that the loader yields in each epoch" in message
-        assert "replaced" in held.text
-
-
-def empty_batches(rank: int, world_size: int, part_config: str) -> list[float]:
-    g = PartitionedGraph.open(part_config)
-    model = Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1])
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, plan=[torch.arange(0)] * 3, seed=5)
-    losses = []
-    for _ in range(3):
-        for input_nodes, ids, blocks in loader:
-            layers = [blocks.pop(0) for _ in range(3)]  # a model that takes its blocks one by one does this
-            losses.append(F.cross_entropy(model(layers, g.ndata["feat"][input_nodes]), g.ndata["label"][ids]).item())
-    return losses
-
-
-def test_the_list_of_blocks_belongs_to_the_script(partitions: PartitionStore) -> None:
-    """It was the loader's own, whose next epoch then had no blocks."""
-    for losses in run_ranks(2, empty_batches, partitions.get("power_law", power_law(), 2)):
-        assert losses == [losses[0]] * 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -374,18 +374,12 @@ class FullGraphLoader:
         for block in self.blocks:
             self.graph.forget_reads(block.known_ids())
             block.retire()
-        self._end_step()
-        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys"):
+        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
             self.__dict__.pop(name, None)
         self.communicator.drop_free_memory()
         # It goes back so that the next plan does not lie scattered between what is left. To look for cycles takes as
         # long as several epochs, and there is none in what is ours: a layer of the user's may make some.
         give_back_memory(thoroughly=any(structure() is not None for structure in structures))
-
-    def _end_step(self) -> None:
-        step: Step | None = self.__dict__.pop("_step", None)
-        if step is not None:
-            step.end()
 
     def _leave_memory(self, *, thoroughly: bool) -> None:
         """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too."""
@@ -439,7 +433,7 @@ class FullGraphLoader:
         if set(state) != {"steps", "seed"} or not all(isinstance(v, int) and v >= 0 for v in state.values()):
             raise ValueError(f"expected what FullGraphLoader.state_dict returns: steps and seed (got {dict(state)!r})")
         self._steps_done, self.seed = state["steps"], state["seed"]
-        self._end_step()
+        self.__dict__.pop("_step", None)
 
     # ---------------------------------------------------------------- iteration
 
@@ -464,7 +458,8 @@ class FullGraphLoader:
         self._free_memory.give_back_if_cheap()
         step = Step(
             communicator=self.communicator,
-            sets=self.sets,
+            level_sizes=self.sets.sizes,
+            owned=self.sets.owned,
             blocks=self.blocks,
             node_keys=self._node_keys,
             edge_keys=self._edge_keys,
@@ -473,13 +468,12 @@ class FullGraphLoader:
             seed=self.seed,
             num_vertices=self.graph.num_nodes(),
             number=self._steps_done,
-            on_call=self._see_call,
+            on_call=self._watcher(),
         )
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
         is_first, self._is_new = self._is_new, False
-        self._end_step()
-        session.follow(step)
+        session.follow(step, self.blocks)
         self._step = step
         start_ns = self._now_ns()
         try:
@@ -621,8 +615,21 @@ class FullGraphLoader:
             self.forced = self._is_checked = True
             _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
 
+    def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """What a step tells of calls. The loader holds its step, so that does not hold the loader, which the script may
+        have dropped (`next(iter(FullGraphLoader(...)))`); the graph still hears of them.
+        """
+        graph, this = self.graph, weakref.ref(self)
+
+        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            graph.note_forward()
+            loader = this()
+            if loader is not None:
+                loader._see_call(module, args, kwargs)
+
+        return see_call
+
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.graph.note_forward()
         # An evaluation may come first, which is called in ways of its own.
         if self._template is None or (torch.is_grad_enabled() and not self._has_seen_training):
             self._has_seen_training = torch.is_grad_enabled()

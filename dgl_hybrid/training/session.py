@@ -148,11 +148,11 @@ def _batch_norm(
     if input.dim() != 2 or not step.is_level(num_rows):
         raise BlockError(
             f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
-            f"vertex of a level {sorted(set(step.sets.sizes))}"
+            f"vertex of a level {sorted(set(step.level_sizes))}"
         )
     return distributed_batch_norm(
         input,
-        step.sets.owned[:num_rows].to(input.device),
+        step.owned[:num_rows].to(input.device),
         running_mean,
         running_var,
         weight,
@@ -267,7 +267,7 @@ class _Session:
 _session = _Session()
 
 
-def follow(step: Step) -> None:
+def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
     """Begins to accompany the forwards of the blocks of a step, which a loader is about to yield."""
     if not _session.installed:
         _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
@@ -280,7 +280,7 @@ def follow(step: Step) -> None:
             )
         )
     _session.latest = weakref.ref(step)
-    for block in step.blocks:
+    for block in blocks:
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
         block.on_edge_dropout = step.edge_dropout

@@ -4,15 +4,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.ops import EdgeDropout
@@ -21,14 +20,18 @@ from dgl_hybrid.training.edge_keys import EdgeKeys
 
 @dataclass(kw_only=True)
 class Step:
-    """One yield of a loader; alive until its next.
+    """One yield of a loader; alive until its next, or for as long as somebody holds one of its blocks.
 
     Rows of every level are prefixes of one permutation, so a tensor's number of rows tells which vertices they are.
+
+    Blocks hold their step, so it only refers to them: what holds itself would stay until Python looks for cycles.
     """
 
     communicator: Communicator
-    sets: LevelSets
-    blocks: list[LayerBlock]
+    level_sizes: tuple[int, ...]
+    owned: Tensor
+    """(|C_0|,) bool: rows that are not replicas."""
+    blocks: InitVar[Sequence[LayerBlock]]
     node_keys: Tensor
     """(|C_0|,) int64: the id of every row that does not depend on the partition (original ids, where known)."""
     edge_keys: EdgeKeys
@@ -44,9 +47,7 @@ class Step:
     number: int
     """Counts the training steps of the loader; masks differ from step to step."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
-    """Told of each outermost module call that used the step's last block. Held here and nowhere else: it is a method of
-    the loader, which holds its step."""
-    current_block: LayerBlock | None = None
+    """Told of each outermost module call that used the step's last block."""
     block_used: bool = False
     last_block_used: bool = False
     was_trained: bool = False
@@ -57,15 +58,22 @@ class Step:
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     _keys_on: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+    _blocks: list[weakref.ref[LayerBlock]] = field(init=False)
+    _used: list[weakref.ref[LayerBlock]] = field(default_factory=list)
+    """The block that was used last, then the one of this step that it is or was copied from."""
+
+    def __post_init__(self, blocks: Sequence[LayerBlock]) -> None:
+        self._blocks = [weakref.ref(block) for block in blocks]
+
+    @property
+    def current_block(self) -> LayerBlock | None:
+        """The block that was used last. A layer's copy of one (`local_var`) is gone after the layer: then that one."""
+        return next((block for block in (used() for used in self._used) if block is not None), None)
 
     def note_use(self, block: LayerBlock) -> None:
-        self.current_block = block
+        self._used = [weakref.ref(block), self._blocks[block.layer - 1]]
         self.block_used = True
-        self.last_block_used |= block is self.blocks[-1] or block.layer == len(self.blocks)
-
-    def end(self) -> None:
-        """Lets go of the block that was used last: a layer's copy of one of these, maybe, which holds this step."""
-        self.current_block = None
+        self.last_block_used |= block.layer == len(self._blocks)
 
     def note_edge_result(self, result: Tensor) -> None:
         self._edge_results[id(result)] = weakref.ref(result)
@@ -107,7 +115,7 @@ class Step:
         return keys[: block.structure.num_edges]
 
     def is_level(self, num_rows: int) -> bool:
-        return num_rows in self.sets.sizes
+        return num_rows in self.level_sizes
 
     def keys_of(self, x: Tensor, what: str) -> Tensor:
         """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective where those of edges are
@@ -142,6 +150,6 @@ class Step:
             return block
         raise BlockError(
             f"{what} inside the model: a tensor of shape {tuple(x.shape)} has neither the rows of a level "
-            f"{sorted(set(self.sets.sizes))} nor those of the layer's edges, so its randomness cannot be made equal on "
-            f"all ranks. Apply it to tensors with one row for each vertex or edge."
+            f"{sorted(set(self.level_sizes))} nor those of the layer's edges, so its randomness cannot be made equal "
+            f"on all ranks. Apply it to tensors with one row for each vertex or edge."
         )

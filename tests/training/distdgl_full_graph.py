@@ -239,14 +239,23 @@ def check_embedding(g: Any, view: PartitionedGraph, transport: str) -> list[dict
     foreign = foreign[~view.nodes.is_owned(foreign)]
     loader = FullGraphLoader(g, view.owned_nodes("train_mask"), 2, plan=[foreign, foreign], transport=transport)
     seen = []
+
+    def train(input_nodes: Tensor, seeds: Tensor, blocks: list[Any]) -> None:
+        x = embedding(input_nodes)
+        nn.functional.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
+        own = view.nodes.is_owned(input_nodes)
+        seen.append({"ids": input_nodes, "x": x.detach().clone(), "grad": x.grad.clone(), "own": own})
+        optimizer.step()
+
     for _ in range(2):
-        for input_nodes, seeds, blocks in loader:
-            x = embedding(input_nodes)
-            nn.functional.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
-            own = view.nodes.is_owned(input_nodes)
-            seen.append({"ids": input_nodes, "x": x.detach().clone(), "grad": x.grad.clone(), "own": own})
-            optimizer.step()
+        for batch in loader:
+            train(*batch)
         g.barrier()
+    of_no_loader = next(
+        iter(FullGraphLoader(g, view.owned_nodes("train_mask"), 2, plan=[foreign, foreign], transport=transport))
+    )
+    train(*of_no_loader)
+    g.barrier()
     return [{**facts, "ids": g.ndata["id"][facts["ids"]]} for facts in seen]
 
 

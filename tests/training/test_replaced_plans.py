@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is left of a plan that was replaced, whatever the script or its layers still hold; what held blocks answer."""
+"""What is left of a plan that was replaced, or of a loader that was dropped, whatever the script or its layers still
+hold; what held blocks answer.
+"""
 
 from __future__ import annotations
 
@@ -191,3 +193,63 @@ def test_the_list_of_blocks_belongs_to_the_script(partitions: PartitionStore) ->
     """It was the loader's own, whose next epoch then had no blocks."""
     for losses in run_ranks(2, empty_batches, partitions.get("power_law", power_law(), 2)):
         assert losses == [losses[0]] * 3
+
+
+def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_held: bool) -> list[set[str]]:
+    """Returns, for each of three loaders that the script dropped, what of it is there while Python looks for no cycles.
+
+    Args:
+        is_held: Whether the script still holds one block.
+    """
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind=kind, num_layers=3, dropout=0.5).build(g.ndata["feat"].shape[1]))
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=4e8)
+    held: list[Any] = []
+
+    def train() -> dict[str, weakref.ref[object]]:
+        loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5)
+        for _ in range(2):
+            for input_nodes, ids, blocks in loader:
+                logits = model(blocks, g.ndata["feat"][input_nodes])
+                F.cross_entropy(logits, g.ndata["label"][ids]).backward()
+        held[:] = blocks[1:2] if is_held else []
+        things: dict[str, object] = {"loader": loader, "ids": input_nodes, "first block": blocks[0]}
+        things |= {"step": loader._step, "structure": blocks[0].structure}
+        return {name: weakref.ref(thing) for name, thing in things.items()}
+
+    gc.collect()
+    gc.disable()
+    try:
+        return [{name for name, reference in train().items() if reference() is not None} for _ in range(3)]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+@pytest.mark.parametrize("kind", ["sage_mean", "gat", "dotgat"])
+def test_a_loader_that_is_dropped_is_gone_at_once(kind: str, is_held: bool, partitions: PartitionStore) -> None:
+    """It held itself by its step, so a script with a loader for each epoch held several plans."""
+    folder = partitions.get("power_law", power_law(), 3)
+    expected = {"step"} if is_held else set()  # a block that is held still draws the same masks on all ranks
+    assert run_ranks(3, drop_loaders, folder, kind, is_held) == [[expected] * 3] * 3
+
+
+def use_batch_of_no_loader(rank: int, world_size: int, part_config: str, is_kept: bool) -> list[torch.Tensor]:
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind="sage_mean", dropout=0.5).build(g.ndata["feat"].shape[1]))
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=5)
+    input_nodes, ids, blocks = next(iter(loader))
+    if not is_kept:
+        gone = weakref.ref(loader)
+        del loader
+        assert gone() is None
+    loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][ids])
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+def test_a_batch_outlives_its_loader(partitions: PartitionStore) -> None:
+    """As `next(iter(loader))` gives it of a loader that nobody keeps, with the masks and the weight of the loss."""
+    folder = partitions.get("power_law", power_law(), 3)
+    kept, dropped = (run_ranks(3, use_batch_of_no_loader, folder, is_kept) for is_kept in (True, False))
+    for of_kept, of_dropped in zip(kept, dropped, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(of_kept, of_dropped, strict=True))

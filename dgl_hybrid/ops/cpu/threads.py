@@ -33,6 +33,9 @@ import torch
 
 from dgl_hybrid.ops.cpu.compiler import Kernel
 
+# Types of arrays are kept: ctypes forgets one with its last array, and each lies in a cycle then.
+_words = cache(lambda count: ctypes.c_int64 * count)
+
 MIN_TASKS_FOR_THREADS = 4
 """Waking a thread takes some 50 microseconds; fewer tasks are not worth it."""
 
@@ -46,7 +49,7 @@ class _Call:
         self.num_tasks = len(bounds) - 1
         words = [bounds.ctypes.data, self.num_tasks, ctypes.addressof(self._counter)]
         words += [struct.unpack("q", struct.pack("d", a))[0] if isinstance(a, float) else a for a in arguments]
-        self._packed = (ctypes.c_int64 * len(words))(*words)
+        self._packed = _words(len(words))(*words)
 
     def work(self) -> None:
         """Does tasks until none is left to be drawn."""

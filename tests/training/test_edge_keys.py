@@ -136,3 +136,39 @@ def test_keys_come_with_the_first_draw_on_edges(
             assert known == expected_known
             for epoch, output, whole in zip(epochs, outputs, expected, strict=True):
                 assert_close(output, whole[ids], f"epoch {epoch} on {world_size} ranks")
+
+
+class DropsOutside(nn.Module):
+    """Drops attention after a layer that has worked on a copy of its block, which is gone by then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [dglnn.DotGatConv(NUM_FEATURES, 4, 2), dglnn.DotGatConv(8, 4, 2)]  # `local_var` each
+        )
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], x).flatten(1)
+        _, attention = self.layers[1](blocks[1], h, get_attention=True)
+        return F.dropout(attention, 0.5)
+
+
+def drop_outside(rank: int, world_size: int, part_config: str) -> tuple[int, Tensor]:
+    g = PartitionedGraph.open(part_config)
+    torch.manual_seed(0)
+    model = DropsOutside().double()
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=5)
+    with torch.no_grad():
+        for input_nodes, _, blocks in loader:
+            dropped = model(blocks, g.ndata["feat"][input_nodes])
+    return int((dropped == 0).sum()), dropped.sum((0, 2))
+
+
+def test_attention_of_a_layer_that_copied_its_block_is_dropped_by_edges(partitions: PartitionStore) -> None:
+    """The block that was used last is that copy: then the one it was copied from says which edges there are."""
+    alone, split = (
+        run_ranks(world_size, drop_outside, partitions.get("power_law", power_law(), world_size))
+        for world_size in (1, 3)
+    )
+    assert 0 < alone[0][0] == sum(zeros for zeros, _ in split)
+    assert_close(sum(total for _, total in split), alone[0][1], "attention that was kept")

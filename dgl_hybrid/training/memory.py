@@ -110,7 +110,7 @@ def give_back_memory(*, thoroughly: bool = True) -> None:
             runs out of memory, too: most of that time.
     """
     if thoroughly:
-        gc.collect()  # blocks and steps refer to each other
+        gc.collect()  # planning leaves cycles, and a layer of the user's may
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:  # of glibc
         trim(0)

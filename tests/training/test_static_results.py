@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import sys
 import tempfile
 from collections import Counter
@@ -271,7 +270,6 @@ def test_raw_rows_stay_on_disk_unless_the_model_reads_them(
     gradients: list[list[Tensor]] = []
     for rests in (False, True):
         loader = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.empty(0, dtype=torch.int64)])
-        gc.collect()  # a loader that is gone holds itself: its rows stay on disk until then
         num_before, num_on_disk = len(resting_rows._on_disk), []
         for _ in range(4):
             if rests:

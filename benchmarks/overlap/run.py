@@ -6,13 +6,14 @@
 Everything is communicated ("depcomm"), three times on the same cell, in turns: exchange and aggregation apart;
 together, so that held rows are summed while others travel; and together with partial sums sent where they are fewer.
 The systems' own benchmark runs them (`benchmarks/systems`): results are checked against plain DGL before anything is
-timed.
+timed. With `--device cuda` the ranks share a GPU, and rows go through pinned memory.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.emulated_network import why_unavailable
@@ -22,6 +23,7 @@ from benchmarks.systems.results import Line
 from benchmarks.systems.variants import Comparison, Result, make_parser
 
 APART, TOGETHER, SUMS = SYSTEMS = ("depcomm_apart", "depcomm_overlap", "depcomm_sums")
+ON_GPU = tuple(f"{system}_gpu" for system in SYSTEMS)
 MODELS = (("sage", 2), ("gcn", 3), ("gat", 2))
 NETWORKS = ("loopback", "1gbit", "200mbit")
 
@@ -73,7 +75,7 @@ def put_together(apart: Result, together: Result, sums: Result) -> Result:
 
 def row_of(result: Result) -> tuple[str, ...]:
     """Times in milliseconds."""
-    apart, together, sums = (result[name] for name in SYSTEMS)
+    apart, together, sums = (result.get(name) or result[f"{name}_gpu"] for name in SYSTEMS)
     return (
         f"{1e3 * apart['epoch_s']:.0f}",
         f"{1e3 * together['epoch_s']:.0f}",
@@ -105,18 +107,27 @@ COMPARISON = Comparison(
     row_of=row_of,
     readme=Path(__file__).parent / "README.md",
 )
+GPU_COMPARISON = replace(
+    COMPARISON,
+    systems=ON_GPU,
+    title="Milliseconds per epoch (median) on one GPU that the ranks share, everything communicated",
+    readme=Path(__file__).parent / "gpu.md",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("python -m benchmarks.overlap")
     parser.add_argument("--network", action="append", choices=NETWORKS, help="may be given several times (all)")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each variant")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the ranks compute (cpu)")
     args = parser.parse_args(arguments)
-    why = why_unavailable()
+    comparison = COMPARISON if args.device == "cpu" else GPU_COMPARISON
+    networks = args.network or NETWORKS
+    why = None if set(networks) == {"loopback"} else why_unavailable()
     if why is not None:
         print(f"no links can be limited here: {why}", file=sys.stderr)
         sys.exit(2)
     settings = Settings(rounds=args.rounds, timeout_s=600.0)
-    cells = cells_of(args.graph or ["powerlaw"], args.scale, args.network or NETWORKS)
-    results = COMPARISON.measure(cells, settings, args.cache)
-    COMPARISON.report(results, args)
+    cells = cells_of(args.graph or ["powerlaw"], args.scale, networks)
+    results = comparison.measure(cells, settings, args.cache)
+    comparison.report(results, args)

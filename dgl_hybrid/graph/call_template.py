@@ -131,13 +131,14 @@ class CallTemplate:
             `(args, kwargs, static)`, `static` being the tensors that would be the same in every epoch.
         """
         static: list[Tensor] = []
+        device = blocks[0].device
         for data, shapes, rows in (
             (blocks[0].srcdata, self.fields.source, blocks[0].num_src_nodes()),
             (blocks[-1].dstdata, self.fields.destination, blocks[-1].num_dst_nodes()),
             *((block.edata, self.fields.edge, block.num_edges()) for block in blocks),
         ):
             for name, (shape, dtype) in shapes.items():
-                static.append(_random_rows(rows, shape, dtype, generator))
+                static.append(_random_rows(rows, shape, dtype, generator).to(device))
                 data[name] = static[-1]
 
         def concrete(value: Any) -> Any:
@@ -153,7 +154,7 @@ class CallTemplate:
                 x = _random_rows(rows, value.shape, value.dtype, generator)
                 if value.zeros_like is not None and rows:
                     x[_rows_of(value.zeros_like, rows, own_rows) == 0] = 0.0
-                x.requires_grad_(value.requires_grad)
+                x = x.to(device).requires_grad_(value.requires_grad)
                 if value.is_static:
                     static.append(x)
                 return x

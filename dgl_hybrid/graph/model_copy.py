@@ -48,15 +48,15 @@ def _shared_by_copies(classes: tuple[type, ...]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def with_own_randomness() -> Iterator[None]:
-    """Puts the generators of PyTorch (CPU), Python and NumPy back to where they were.
+def with_own_randomness(device: torch.device | None = None) -> Iterator[None]:
+    """Puts the generators of PyTorch (the CPU's, and a given GPU's), Python and NumPy back to where they were.
 
     Ranks run a model on made-up blocks as often as they have time for. A model that draws from any of them, which layer
     to skip, say, would otherwise go different ways on different ranks from then on.
     """
     of_python, of_numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[device] if device is not None and device.type == "cuda" else []):
             yield
     finally:
         random.setstate(of_python)

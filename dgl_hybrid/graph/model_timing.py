@@ -37,6 +37,7 @@ from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.planner import ModelTimes, ModelTrace
+from dgl_hybrid.planner.probe import wait_for_device
 
 RowFunction = Callable[[Tensor], Tensor]
 AnyWantsMore = Callable[[bool], bool]
@@ -88,10 +89,11 @@ def time_model(
             error is raised it may not have come to that.
 
     Returns:
-        The times; None if the model's operations cannot be told apart (it runs its forward again in backward), or it is
-        not on CPU, where an operation has ended when its call returns.
+        The times; None if the model's operations cannot be told apart (it runs its forward again in backward, or is on
+        several devices).
     """
-    if any(parameter.device.type != "cpu" for parameter in model.parameters()):
+    devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
+    if len(devices) > 1:
         return None
     timer = _Timer(
         model,
@@ -102,8 +104,9 @@ def time_model(
         keep_static=keep_static,
         own_rows=own_rows,
         budget_s=budget_s,
+        device=devices.pop(),
     )
-    with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
+    with with_own_randomness(timer.device), torch.inference_mode(False), torch.enable_grad():
         try:
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
             factor = FIRST_EDGES / max(timer.num_edges, 1)
@@ -205,7 +208,9 @@ class _Timer:
         keep_static: bool,
         own_rows: Tensor | None,
         budget_s: float,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self._budget_s, self._own_rows, self._sums_first = budget_s, own_rows, trace.sums_first
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._model = copy_of(inner).train()
@@ -239,6 +244,7 @@ class _Timer:
 
         The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
         """
+        blocks = [block.to(self.device) for block in blocks]
         generator = torch.Generator().manual_seed(0)
         args, kwargs, static = self._template.bind(blocks, generator, self._own_rows)
         for block in blocks:
@@ -260,7 +266,7 @@ class _Timer:
             elapsed_s.append(time.perf_counter() - start)
             if len(elapsed_s) > ROUNDS:
                 continue
-            watch = _Stopwatch(rows, edges)
+            watch = _Stopwatch(rows, edges, self.device)
             with watch:
                 epoch()
             is_first = len(measured.ops) != len(watch.ops)
@@ -279,6 +285,7 @@ class _Timer:
             torch.autograd.backward(losses)
         if self._optimizer is not None:
             self._optimizer.step()
+        wait_for_device(self.device)
 
 
 def _loss_of(rows: Tensor) -> Tensor:
@@ -314,10 +321,14 @@ class _DropoutAs(TorchFunctionMode):
 
 
 class _Stopwatch(TorchDispatchMode):
-    """Times every operation and tells by the sizes of its tensors what it works on."""
+    """Times every operation and tells by the sizes of its tensors what it works on.
 
-    def __init__(self, rows: list[int], edges: list[int]) -> None:
+    On a GPU each is waited for: what is launched ahead of time in training is in the epochs that are not watched.
+    """
+
+    def __init__(self, rows: list[int], edges: list[int], device: torch.device) -> None:
         super().__init__()
+        self._device = device
         self._places = {size: place for place, size in enumerate([*rows, *edges])}
         self._num_levels = len(rows)
         self.ops: list[float] = []
@@ -326,8 +337,10 @@ class _Stopwatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        wait_for_device(self._device)
         start = time.perf_counter()
         out = func(*args, **(kwargs or {}))
+        wait_for_device(self._device)
         self.ops.append(time.perf_counter() - start)
         found = [
             self._places[dimension]

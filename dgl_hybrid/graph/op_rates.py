@@ -4,7 +4,7 @@
 The planner's gather rate is that of copying sources; weighted messages and attention take longer, by how much depends
 on heads, widths and kernels. Its row rate is that of a product; a dropout mask that is a function of ids costs several.
 A plan that took them for plain ones would recompute what it should receive. Messages are timed on a `LayerBlock`, hence
-by the kernels that layers run, whichever those are.
+by the kernels that layers run, whichever those are, and on the device that trains.
 """
 
 from __future__ import annotations
@@ -22,44 +22,54 @@ from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import EdgeDropout, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
+from dgl_hybrid.planner.probe import wait_for_device
 
-_NUM_NODES, _DEGREE = 4096, 16
+_CPU = torch.device("cpu")
+_NUM_NODES, _GPU_NODES, _DEGREE = 1 << 12, 1 << 17, 16
+"""On a GPU, enough that launches take little of the time."""
 _ROUNDS = 5
 
 
 @functools.cache
-def weighted_slowdown(num_heads: int, head_width: int) -> float:
+def weighted_slowdown(num_heads: int, head_width: int, device: torch.device = _CPU) -> float:
     """Returns the time of `u_mul_e` + `sum` over that of `copy_u` + `sum`, forward and backward; at least 1.
 
     Args:
         num_heads: Weights per edge.
         head_width: Elements that share a weight.
+        device: Where.
     """
-    block = _sample_block()
-    x = _random_rows(_NUM_NODES, num_heads, head_width)
-    weight = _random_rows(block.num_edges(), num_heads, 1)
-    return _slowdown(lambda: dgl.ops.u_mul_e_sum(block, x, weight), _copying(num_heads * head_width))
+    block = _sample_block(device)
+    x = _random_rows(block.num_src_nodes(), num_heads, head_width, device=device)
+    weight = _random_rows(block.num_edges(), num_heads, 1, device=device)
+    copying = _copying(num_heads * head_width, device)
+    return _slowdown(lambda: dgl.ops.u_mul_e_sum(block, x, weight), copying, device)
 
 
 @functools.cache
-def attention_slowdown(op: FusedOp, num_heads: int, head_width: int, *, has_dropout: bool) -> float:
+def attention_slowdown(
+    op: FusedOp, num_heads: int, head_width: int, device: torch.device = _CPU, *, has_dropout: bool
+) -> float:
     """Returns the time of a fused attention op over that of `copy_u` + `sum`, forward and backward; at least 1.
 
     Args:
         op: Which.
         num_heads: Attention heads.
         head_width: Elements of one head.
+        device: Where.
         has_dropout: Whether it drops attention weights.
     """
-    edges = sparse_graph_of(_sample_block().real_index)
+    block = _sample_block(device)
+    edges, num_nodes = sparse_graph_of(block.real_index, device), block.num_src_nodes()
     assert edges is not None
-    x, el, er = (_random_rows(_NUM_NODES, num_heads, width) for width in (head_width, 1, 1))
+    x, el, er = (_random_rows(num_nodes, num_heads, width, device=device) for width in (head_width, 1, 1))
     dropout = EdgeDropout.from_call(0.5, seed=0, step=0, call_index=0) if has_dropout else None
-    copying = _copying(num_heads * head_width)
+    copying = _copying(num_heads * head_width, device)
     if op == "gat":
-        return _slowdown(lambda: gat(edges, x, el, er, dropout=dropout), copying)
-    x_dst, attention = _random_rows(_NUM_NODES, num_heads, head_width), _random_rows(num_heads, head_width)
-    return _slowdown(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout), copying)
+        return _slowdown(lambda: gat(edges, x, el, er, dropout=dropout), copying, device)
+    x_dst = _random_rows(num_nodes, num_heads, head_width, device=device)
+    attention = _random_rows(num_heads, head_width, device=device)
+    return _slowdown(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout), copying, device)
 
 
 class InEdgeSum:
@@ -81,35 +91,43 @@ class InEdgeSum:
         return summed
 
 
-def row_slowdown(function: Callable[[Tensor], Tensor]) -> float:
+def row_slowdown(function: Callable[[Tensor], Tensor], device: torch.device = _CPU) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
-    x = torch.randn(4 * _NUM_NODES, 64).requires_grad_()
-    return _slowdown(lambda: function(x), lambda: x * 2.0)
+    x = torch.randn(4 * _num_nodes(device), 64, device=device).requires_grad_()
+    return _slowdown(lambda: function(x), lambda: x * 2.0, device)
+
+
+def _num_nodes(device: torch.device) -> int:
+    return _GPU_NODES if device.type == "cuda" else _NUM_NODES
 
 
 @functools.cache
-def _sample_block() -> LayerBlock:
-    indptr = _DEGREE * torch.arange(_NUM_NODES + 1)
-    sources = torch.randint(_NUM_NODES, (_NUM_NODES * _DEGREE,), generator=torch.Generator().manual_seed(0))
-    return build_block_of(indptr, sources)
+def _sample_block(device: torch.device) -> LayerBlock:
+    num_nodes = _num_nodes(device)
+    indptr = _DEGREE * torch.arange(num_nodes + 1)
+    sources = torch.randint(num_nodes, (num_nodes * _DEGREE,), generator=torch.Generator().manual_seed(0))
+    return build_block_of(indptr, sources).to(device)
 
 
-def _copying(width: int) -> Callable[[], Tensor]:
-    block, x = _sample_block(), _random_rows(_NUM_NODES, width)
+def _copying(width: int, device: torch.device) -> Callable[[], Tensor]:
+    block = _sample_block(device)
+    x = _random_rows(block.num_src_nodes(), width, device=device)
     return lambda: dgl.ops.copy_u_sum(block, x)
 
 
-def _random_rows(*shape: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).requires_grad_()
+def _random_rows(*shape: int, device: torch.device) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(0)).to(device).requires_grad_()
 
 
-def _slowdown(run: Callable[[], Tensor], plain: Callable[[], Tensor]) -> float:
+def _slowdown(run: Callable[[], Tensor], plain: Callable[[], Tensor], device: torch.device) -> float:
     """Times both by turns, so that whatever else the machine does falls on either; the first round warms up."""
-    ratios = [_elapsed_s(run) / _elapsed_s(plain) for _ in range(_ROUNDS + 1)]
+    ratios = [_elapsed_s(run, device) / _elapsed_s(plain, device) for _ in range(_ROUNDS + 1)]
     return max(1.0, statistics.median(ratios[1:]))
 
 
-def _elapsed_s(run: Callable[[], Tensor]) -> float:
+def _elapsed_s(run: Callable[[], Tensor], device: torch.device) -> float:
+    wait_for_device(device)
     start = time.perf_counter()
     run().sum().backward()
+    wait_for_device(device)
     return time.perf_counter() - start

@@ -79,8 +79,8 @@ class _Record:
 
 
 class _Observer:
-    def __init__(self, record: _Record, num_edges: list[int]) -> None:
-        self.record, self.num_edges = record, num_edges
+    def __init__(self, record: _Record, num_edges: list[int], device: torch.device) -> None:
+        self.record, self.num_edges, self.device = record, num_edges, device
         self.passed: list[tuple[int, Tensor, Callable[[int, int], float]]] = []
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
@@ -94,11 +94,11 @@ class _Observer:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), False))
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
-        slowdown = weighted_slowdown if is_weighted else lambda heads, width: 1.0
+        slowdown = partial(weighted_slowdown, device=self.device) if is_weighted else lambda heads, width: 1.0
         self.passed.extend((layer, x, slowdown) for x in fields)
 
     def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None:
-        self.passed.append((layer, x, partial(attention_slowdown, op, has_dropout=has_dropout)))
+        self.passed.append((layer, x, partial(attention_slowdown, op, device=self.device, has_dropout=has_dropout)))
 
     def charge(self) -> None:
         """Adds what was passed to the record, timed and not counted: kernels read each source once for each edge."""
@@ -281,6 +281,8 @@ def trace_model(
             something other than batch norm, which could not be exact on partitions.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    # Counts are the same everywhere; how much slower some operations are than others is not.
+    device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
     taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
     taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
     # The caller may be evaluating; the trace needs a backward.
@@ -289,7 +291,7 @@ def trace_model(
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
         record = _Record.empty(num_layers)
         record.blocks = blocks
-        observer = _Observer(record, num_edges)
+        observer = _Observer(record, num_edges, device)
         for block in blocks:
             block.sums_first = bool(sums_first) and sums_first[block.layer - 1]
             # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
@@ -305,7 +307,7 @@ def trace_model(
         for block in blocks:
             block.observer = observer
         costs = _CostMode(record, sizes, num_edges)
-        with _QuietMode(record, sizes, costs, row_slowdown(dropout)), costs:
+        with _QuietMode(record, sizes, costs, row_slowdown(dropout, device)), costs:
             with template.casting("cpu"):
                 outputs = _differentiable(copied(*args, **kwargs))
             costs.forward = False

@@ -22,6 +22,12 @@ SMALL_BYTES = 64
 LINK_BYTES = 1 << 21
 REPEATS = 3
 MACHINE_CHARS = 64
+ROW_ELEMENTS, GATHERED_ELEMENTS, GEMM_ROWS = 1 << 23, 1 << 21, 1 << 12
+"""Of one operand of row-local work, which is larger than caches, since rows of a level are; of the rows that a sum
+gathers from; of a product."""
+GPU_FACTORS = (1 << 3, 1 << 4, 1 << 5)
+"""How many times as many on a GPU, whose caches are larger, and which does 4096 rows of a product in less than it takes
+to launch it."""
 
 Aggregate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(indptr (N + 1,), sources (E,), rows (N, F)) -> (N, F): the sum of source rows over each row's in-edges."""
@@ -182,19 +188,20 @@ def _measure_links(links: Links) -> tuple[list[float], list[float]]:
 
 
 def _gemm_rate(device: torch.device) -> float:
-    left, right, out = (torch.ones(size, device=device) for size in ((4096, 128), (128, 128), (4096, 128)))
-    return 2.0 * 4096 * 128 * 128 / _best(lambda: torch.mm(left, right, out=out), device)
+    num_rows = GEMM_ROWS * (GPU_FACTORS[2] if device.type == "cuda" else 1)
+    left, right, out = (torch.ones(size, device=device) for size in ((num_rows, 128), (128, 128), (num_rows, 128)))
+    return 2.0 * num_rows * 128 * 128 / _best(lambda: torch.mm(left, right, out=out), device)
 
 
 def _row_rate(device: torch.device) -> float:
-    # Larger than caches: rows of a level are.
-    rows, out = torch.ones(1 << 23, device=device), torch.ones(1 << 23, device=device)
+    num_elements = ROW_ELEMENTS * (GPU_FACTORS[0] if device.type == "cuda" else 1)
+    rows, out = (torch.ones(num_elements, device=device) for _ in range(2))
     return 2.0 * rows.numel() * 4 / _best(lambda: torch.add(rows, 1.0, out=out), device)
 
 
 def _gather_rate(device: torch.device, width: int, aggregate: Aggregate | None) -> float:
     """Bytes gathered per second by a sum over in-edges of random rows, the inner loop of every layer."""
-    num_rows, degree = (1 << 23) // (4 * width), 4
+    num_rows, degree = GATHERED_ELEMENTS * (GPU_FACTORS[1] if device.type == "cuda" else 1) // width, 4
     generator = torch.Generator().manual_seed(0)
     num_edges = num_rows * degree
     sources = torch.randint(0, num_rows, (num_edges,), generator=generator)
@@ -218,15 +225,16 @@ def _best(action: Callable[[], object], device: torch.device) -> float:
     """Returns the least seconds of a few runs after one to warm up: noise only ever adds."""
     best = float("inf")
     for attempt in range(REPEATS + 1):
-        _finish(device)
+        wait_for_device(device)
         start = time.perf_counter()
         action()
-        _finish(device)
+        wait_for_device(device)
         if attempt:
             best = min(best, time.perf_counter() - start)
     return max(best, 1e-9)
 
 
-def _finish(device: torch.device) -> None:
+def wait_for_device(device: torch.device) -> None:
+    """Returns when a device has done what this process gave it: at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

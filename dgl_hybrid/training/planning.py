@@ -435,4 +435,4 @@ def _estimate_from_json(record: dict[str, object]) -> RankEstimate:
 
 
 def _example_dropout(x: Tensor) -> Tensor:
-    return replicated_dropout(x, 0.5, torch.arange(len(x)), seed=0, step=0, call_index=0)
+    return replicated_dropout(x, 0.5, torch.arange(len(x), device=x.device), seed=0, step=0, call_index=0)

@@ -162,10 +162,11 @@ def test_what_is_not_seen_is_spread_as_the_trace_counts() -> None:
     assert fit_times(calls, large, kept).edge_s[0] == 0
 
 
-def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_a_model_is_timed_and_not_changed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_timing, "FIRST_EDGES", 1 << 13)
     monkeypatch.setattr(model_timing, "ROUNDS", 1)
-    model = TwoLayers(dropout=0.5).eval()
+    model = TwoLayers(dropout=0.5).eval().to(device)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     dropped: list[int] = []
@@ -173,6 +174,7 @@ def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(model_timing, "fit_times", lambda *args: seen.extend(args[:2]) or fit_times(*args))
 
     def dropout(x: Tensor) -> Tensor:
+        assert x.device == model.first.fc_neigh.weight.device
         dropped.append(len(x))
         return x * 2.0
 
@@ -187,6 +189,41 @@ def test_a_model_is_timed_and_not_changed(monkeypatch: pytest.MonkeyPatch) -> No
     assert not model.training
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_every_operation_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU was given before is not taken for the time of an operation, nor the time of its launch."""
+    steps: list[str] = []
+    monkeypatch.setattr(model_timing, "wait_for_device", lambda device: steps.append(f"wait for {device}"))
+    with model_timing._Stopwatch([4], [8], torch.device("cuda", 1)) as watch:
+        torch.ones(4).add_(1.0)
+    assert steps == ["wait for cuda:1"] * 4
+    assert watch.charged_to == [0, 0]
+
+
+def test_a_model_on_several_devices_is_not_timed() -> None:
+    model = TwoLayers()
+    model.second.to("meta")
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    assert time_model(model, template, hand_sets(), synthetic_trace([IN, HIDDEN, OUT])) is None
+
+
+@pytest.mark.cuda
+def test_random_numbers_of_the_gpu_go_on_as_if_nothing_had_been_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks time as often as they have time for, and would draw different numbers from then on."""
+    monkeypatch.setattr(model_timing, "ROUNDS", 1)
+
+    class Noisy(TwoLayers):
+        def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+            return super().forward(blocks, x + torch.rand_like(x))
+
+    model = Noisy().to("cuda")
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    torch.cuda.manual_seed(3)
+    expected = torch.rand(4, device="cuda")
+    torch.cuda.manual_seed(3)
+    assert time_model(model, template, hand_sets(), synthetic_trace([IN, HIDDEN, OUT]), budget_s=0.01) is not None
+    assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
 def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:

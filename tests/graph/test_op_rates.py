@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
+from dgl_hybrid.graph import op_rates
 from dgl_hybrid.graph.op_rates import InEdgeSum, attention_slowdown, row_slowdown, weighted_slowdown
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 
@@ -36,3 +38,22 @@ def test_slowdowns_are_ratios_of_at_least_one() -> None:
         assert 1.0 <= attention_slowdown("gat", 4, 8, has_dropout=has_dropout) < float("inf")
         assert 1.0 <= attention_slowdown("gatv2", 4, 8, has_dropout=has_dropout) < float("inf")
     assert 1.0 <= row_slowdown(lambda x: torch.exp(torch.sin(x))) < float("inf")
+
+
+@pytest.mark.cuda
+def test_slowdowns_on_a_gpu_are_of_its_own_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op_rates, "_GPU_NODES", 1 << 10)
+    gpu, seen = torch.device("cuda", 0), set()
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        seen.add(x.device)
+        return 2 * x
+
+    reset_op_counts()
+    assert 1.0 <= weighted_slowdown(2, 12, gpu) < float("inf")
+    assert set(op_counts()) == {"spmm.u_mul_e.sum/ours", "spmm.copy_u.sum/ours"}
+    for has_dropout in (False, True):
+        assert 1.0 <= attention_slowdown("gat", 2, 12, gpu, has_dropout=has_dropout) < float("inf")
+        assert 1.0 <= attention_slowdown("gatv2", 2, 12, gpu, has_dropout=has_dropout) < float("inf")
+    assert 1.0 <= row_slowdown(double, gpu) < float("inf")
+    assert seen == {gpu}

@@ -165,14 +165,16 @@ def test_fused_attention_sends_what_the_layer_sends_and_keeps_no_edges(kind: typ
 def test_a_fused_layer_is_priced_by_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def attention_slowdown(op: str, num_heads: int, head_width: int, *, has_dropout: bool) -> float:
-        asked.append((op, num_heads, head_width, has_dropout))
+    def attention_slowdown(
+        op: str, num_heads: int, head_width: int, device: torch.device, *, has_dropout: bool
+    ) -> float:
+        asked.append((op, num_heads, head_width, device.type, has_dropout))
         return 10.0
 
     monkeypatch.setattr(trace_module, "attention_slowdown", attention_slowdown)
     model = Stack(dglnn.GATConv(IN, HIDDEN // 3, 3, attn_drop=0.5), dglnn.GATv2Conv(HIDDEN, OUT, 1))
     first, second = trace(optimize(model)).trace.layers
-    assert asked == [("gat", 3, HIDDEN // 3, True), ("gatv2", 1, OUT, False)]
+    assert asked == [("gat", 3, HIDDEN // 3, "cpu", True), ("gatv2", 1, OUT, "cpu", False)]
     assert first.edge_bytes == pytest.approx(10.0 * 2 * 4 * HIDDEN)
     assert second.edge_bytes == pytest.approx(10.0 * 2 * 4 * OUT)
 
@@ -180,7 +182,7 @@ def test_a_fused_layer_is_priced_by_its_own_time(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", [dglnn.GraphConv, dglnn.SAGEConv, dglnn.GATConv])
 def test_ops_of_ours_are_not_charged_twice(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are visible to the dispatcher, which DGL's kernels are not; softmax over edges is charged only there."""
-    monkeypatch.setattr(trace_module, "weighted_slowdown", lambda heads, width: 3.0)
+    monkeypatch.setattr(trace_module, "weighted_slowdown", lambda heads, width, device: 3.0)
     more = {dglnn.SAGEConv: ("mean",), dglnn.GATConv: (1,)}.get(kind, ())
     ours = trace(Stack(kind(IN, HIDDEN, *more), kind(HIDDEN, OUT, *more))).trace
     route_ops("none")

@@ -174,6 +174,8 @@ class Case:
     overlap: bool = True
     chunk_rows: int | None = None
     partial_sums: bool | None = None
+    device: str = "cpu"
+    """Where ranks train; the reference is computed on the CPU."""
 
     def build(self, in_feats: int) -> Model:
         torch.manual_seed(self.seed)
@@ -257,7 +259,7 @@ def step_on(
         transport: Of a `DistGraph`; with "kvstore" gradients are averaged without DDP.
     """
     world_size = g.nodes.world_size
-    model = case.build(g.ndata["feat"].shape[1])
+    model = case.build(g.ndata["feat"].shape[1]).to(case.device)
     if case.optimized:
         optimize(model)
     plan = forced_plan(g, case, model)
@@ -271,6 +273,7 @@ def step_on(
         graph,
         g.owned_nodes("train_mask"),
         sampler,
+        case.device,
         plan=plan,
         model=None if plan else model,
         strategy=strategy,
@@ -301,13 +304,13 @@ def step_on(
     own = loader.num_seeds
     return StepResult(
         losses=losses,
-        node_ids=original_ids[seeds[:own] - g.nodes.start],
-        logits=logits.detach()[:own],
-        input_ids=g.fetch_nodes(original_ids, input_nodes),
+        node_ids=original_ids[seeds[:own].cpu() - g.nodes.start],
+        logits=logits.detach()[:own].cpu(),
+        input_ids=g.fetch_nodes(original_ids, input_nodes.cpu()),
         # Every rank's loss entered with the factor world_size that DDP's average takes away again.
-        input_grad=x.grad / world_size,
-        weight_grads=grads,
-        buffers={name: buffer.clone() for name, buffer in model.named_buffers()},
+        input_grad=x.grad.cpu() / world_size,
+        weight_grads={name: grad.cpu() for name, grad in grads.items()},
+        buffers={name: buffer.clone().cpu() for name, buffer in model.named_buffers()},
         forward_exchanges=sum(not event.backward for event in events),
         backward_exchanges=sum(event.backward for event in events),
         cached=[loader.sets.num_recomputed(level) for level in range(case.num_layers)],

@@ -40,6 +40,13 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     "hybrid_128_mib": partial(
         _load, "ours", "Ours", strategy="hybrid", transport="collective", memory_budget_bytes=128 * 2**20
     ),
+    # On one GPU, which ranks share if there are several.
+    "hybrid_gpu": partial(_load, "ours", "Ours", strategy="hybrid", device="cuda"),
+    "depcomm_apart_gpu": partial(_load, "ours", "Ours", strategy="depcomm", device="cuda", overlap=False),
+    "depcomm_overlap_gpu": partial(_load, "ours", "Ours", strategy="depcomm", device="cuda", partial_sums=False),
+    "depcomm_sums_gpu": partial(_load, "ours", "Ours", strategy="depcomm", device="cuda", partial_sums=True),
+    "pyg_gpu": partial(_load, "pyg", "PyG"),
+    "pyg_sparse_gpu": partial(_load, "pyg", "PyG", edges="sparse"),
     "sar": partial(_load, "sar", "SAR"),
     "sar_mfg": partial(_load, "sar", "SAR", blocks="mfg"),
     "sar_mfg_no_sr": partial(_load, "sar", "SAR", blocks="mfg", rematerialise="no"),

@@ -128,13 +128,18 @@ class System(ABC):
 
 
 class Stopwatch:
-    """Times a block in elapsed and in processor seconds."""
+    """Times a block in elapsed and in processor seconds, until the device has done what it was given."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self._gpu = device if device is not None and device.type == "cuda" else None
 
     def __enter__(self) -> Stopwatch:
         self._start, self._start_cpu = time.perf_counter(), time.process_time()
         return self
 
     def __exit__(self, *error: object) -> None:
+        if self._gpu is not None:
+            torch.cuda.synchronize(self._gpu)
         self.elapsed_s = time.perf_counter() - self._start
         self.cpu_s = time.process_time() - self._start_cpu
 

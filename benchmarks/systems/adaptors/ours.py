@@ -33,12 +33,13 @@ from dgl_hybrid.training.epoch_clock import EpochClock
 
 
 class Ours(System):
-    """One strategy of `FullGraphLoader`, with further options of it, a memory budget, or a transport of rows."""
+    """One strategy of `FullGraphLoader`, with further options of it, a memory budget, a transport of rows, a device."""
 
     def __init__(self, job: Job, *, strategy: str, **options: Any) -> None:
         super().__init__(job)
         budget = options.pop("memory_budget_bytes", None)
         self._transport: RankTransport = options.pop("transport", "auto")
+        self._device = torch.device(options.pop("device", "cpu"))
         self._planner = PlannerConfig(strategy=strategy, memory_budget_bytes=budget)
         self._options = options
 
@@ -46,7 +47,7 @@ class Ours(System):
         job = self.job
         communicator = create_communicator(transport=self._transport)
         self.g = dgl_hybrid.PartitionedGraph.open(job.part_config, communicator=communicator)
-        self.model: nn.Module = self.make_model()
+        self.model: nn.Module = self.make_model().to(self._device)
         optimize = getattr(dgl_hybrid, "optimize", None)
         if optimize is not None:
             self.model = optimize(self.model) or self.model
@@ -55,6 +56,7 @@ class Ours(System):
                 self.g,
                 self.g.owned_nodes("train_mask"),
                 job.num_layers,
+                self._device,
                 model=self.model,
                 planner=self._planner,
                 seed=job.seed,
@@ -67,11 +69,13 @@ class Ours(System):
         return {"is_optimized": optimize is not None, "plan_s": planning.elapsed_s, **self.facts()}
 
     def facts(self) -> dict[str, Any]:
+        gpu = {"gpu_bytes": torch.cuda.max_memory_allocated(self._device)} if self._device.type == "cuda" else {}
         outcome = self.loader.outcome
         if outcome is None:
-            return {"predicted": None, "plan": None}
+            return {"predicted": None, "plan": None, **gpu}
         predicted = float(outcome.predicted_epoch_s)
         return {
+            **gpu,
             "predicted": predicted if math.isfinite(predicted) else None,
             "plan": outcome.plan.strategy,
             "plan_digest": _digest(outcome.plan),
@@ -99,12 +103,12 @@ class Ours(System):
             share = self.loader.loss_weight / self.job.world_size
             losses.append(mean_over_ranks(float(loss) * share, share))
             if epoch == 0 and self.loader.num_seeds:
-                logits = pick_logits(original_ids(self.job)[seeds], rows, sample_ids(self.job))
+                logits = pick_logits(original_ids(self.job)[seeds.cpu()], rows.cpu(), sample_ids(self.job))
         return Sample(losses=losses, logits=logits)
 
     def run_epoch(self) -> Epoch:
         self.clock.start()
-        with Stopwatch() as watch:
+        with Stopwatch(self._device) as watch:
             self._step()
         times = self.clock.stop()
         sent = sum(times.forward_bytes) + sum(times.backward_bytes)

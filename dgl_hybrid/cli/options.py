@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS
 from dgl_hybrid.launch.workspace import PART_METHODS
 from dgl_hybrid.planner.config import STRATEGIES
-from dgl_hybrid.training.config import DTYPES, MODELS
+from dgl_hybrid.training.config import DEVICES, DTYPES, MODELS
 
 C = TypeVar("C")
 
@@ -32,6 +32,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "model": MODELS,
     "strategy": STRATEGIES,
     "dtype": DTYPES,
+    "device": DEVICES,
     "part_method": PART_METHODS,
     "approximate": APPROXIMATIONS,
 }

@@ -13,6 +13,7 @@ from dgl_hybrid.planner import STRATEGIES, PlannerConfig
 
 MODELS = ("gcn", "sage", "gat", "gatv2", "gin")
 DTYPES = ("float32", "float64")
+DEVICES = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,6 +84,8 @@ class TrainConfig:
     """Epochs between evaluations; 0: only after the last."""
     dtype: str = "float32"
     """Arithmetic; float64 to compare runs digit by digit."""
+    device: str = "cpu"
+    """Where ranks train; cuda: on their machine's GPUs, which they share if there are fewer."""
     seed: int = 0
     """Of initial weights and dropout. (A generated graph has its own: powerlaw:seed=1.)"""
 
@@ -105,6 +108,8 @@ class TrainConfig:
             )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype (got {self.dtype!r}); choose one of {', '.join(DTYPES)}")
+        if self.device not in DEVICES:
+            raise ValueError(f"unknown device (got {self.device!r}); choose one of {', '.join(DEVICES)}")
         if self.approximate is not None and self.approximate not in APPROXIMATIONS:
             raise ValueError(
                 f"unknown approximation (got {self.approximate!r}); choose one of {', '.join(APPROXIMATIONS)}"

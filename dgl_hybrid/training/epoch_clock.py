@@ -7,8 +7,11 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from dgl_hybrid.exchange.clock import ExchangeEvent, split_wait
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.planner.probe import wait_for_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,10 +42,16 @@ class EpochTimes:
 
 
 class EpochClock:
-    """`start()` before an epoch, `stop()` after it; both collective, the time between them is not disturbed."""
+    """`start()` before an epoch, `stop()` after it; both collective, the time between them is not disturbed.
 
-    def __init__(self, communicator: Communicator, num_layers: int) -> None:
-        self._communicator = communicator
+    Args:
+        communicator: Of the ranks.
+        num_layers: L.
+        device: Where they train; what a GPU was given in an epoch is waited for at its end.
+    """
+
+    def __init__(self, communicator: Communicator, num_layers: int, device: torch.device | None = None) -> None:
+        self._communicator, self._device = communicator, device or torch.device("cpu")
         self._num_layers = num_layers
         self._start_s = 0.0
         communicator.common_time_s(0.0)  # collective the first time: not inside an epoch
@@ -55,6 +64,7 @@ class EpochClock:
 
     def stop(self) -> EpochTimes:
         """Returns the same on every rank. Collective."""
+        wait_for_device(self._device)
         elapsed_s = time.perf_counter() - self._start_s
         communicator, num_layers = self._communicator, self._num_layers
         # Layer 0 is static data: features and labels fetched once, in the first epoch.

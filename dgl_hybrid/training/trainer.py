@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -57,11 +58,12 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
     checkpoints = _open_checkpoints(job, g, model, optimizer)
     progress = _resume(checkpoints, config) if checkpoints is not None else None
     loader, plan = make_loader(job, g, model)
-    evaluator = Evaluator(g, job.model.num_layers, chunk_rows=_chunk_rows_of_evaluations(job, plan))
+    chunk_rows = _chunk_rows_of_evaluations(job, plan)
+    evaluator = Evaluator(g, job.model.num_layers, loader.device, chunk_rows=chunk_rows)
     wrapped: nn.Module = model
     if communicator.transport is not None:
         wrapped = nn.parallel.DistributedDataParallel(model)
-    clock = EpochClock(communicator, job.model.num_layers)
+    clock = EpochClock(communicator, job.model.num_layers, loader.device)
     epochs: list[EpochReport] = []
     measured: list[Accuracy] = []
     times: EpochTimes | None = None
@@ -153,7 +155,12 @@ def count_classes(job: TrainJob, g: PartitionedGraph) -> int:
 
 
 def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
-    """Builds the job's model for the graph's widths, optimised. Collective."""
+    """Builds the job's model for the graph's widths, optimised, on this rank's device. Collective.
+
+    Raises:
+        ValueError: On every rank: one of them has no GPU where the job wants one.
+    """
+    device = choose_device(job, g)
     model = build_model(
         job.model.model,
         int(g.ndata["feat"].shape[1]),
@@ -165,7 +172,28 @@ def build(job: TrainJob, g: PartitionedGraph) -> nn.Module:
         seed=job.training.seed,
         dtype=getattr(torch, job.training.dtype),
     )
-    return optimize(model)
+    return optimize(model.to(device))
+
+
+def choose_device(job: TrainJob, g: PartitionedGraph) -> torch.device:
+    """Returns where this rank trains; with "cuda" it is the process's current device from then on. Collective.
+
+    Raises:
+        ValueError: On every rank: one of them has no GPU.
+    """
+    device = torch.device(job.training.device)
+    with g.communicator.agreed():
+        if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError(
+                    f"device cuda needs a GPU and a PyTorch built for it on every rank (rank {g.rank()} has PyTorch "
+                    f"{torch.__version__} and sees no GPU): train on cpu, or see dgl-hybrid doctor"
+                )
+            # What torchrun and `launch` say of this machine; without either, ranks are taken to be of one.
+            local_rank = int(os.environ.get("LOCAL_RANK", g.rank()))
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+    return device
 
 
 def _open_checkpoints(
@@ -212,6 +240,7 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
         g,
         g.owned_nodes("train_mask"),
         job.model.num_layers,
+        next(model.parameters()).device,
         model=None if plan is not None else model,
         planner=job.strategy.planner_config(),
         plan=plan,
@@ -238,7 +267,14 @@ class Evaluator:
     loader's memory budget asks for it.
     """
 
-    def __init__(self, g: PartitionedGraph, num_layers: int, *, chunk_rows: int | None = None) -> None:
+    def __init__(
+        self,
+        g: PartitionedGraph,
+        num_layers: int,
+        device: torch.device | None = None,
+        *,
+        chunk_rows: int | None = None,
+    ) -> None:
         self._graph = g
         masks = torch.stack([g.ndata[split].local.bool() for split in SPLITS])
         nothing = torch.empty(0, dtype=torch.int64)
@@ -246,6 +282,7 @@ class Evaluator:
             g,
             g.nodes.owned()[masks.any(0)],
             num_layers,
+            device,
             plan=[nothing] * num_layers,
             seed=0,
             chunk_rows=chunk_rows,
@@ -254,7 +291,8 @@ class Evaluator:
         self._labels = g.ndata["label"][self._loader.seeds][:own]
         self._splits = torch.zeros(len(SPLITS), own, dtype=torch.bool)
         if own:
-            self._splits = masks[:, self._loader.seeds[:own] - g.nodes.start]
+            self._splits = masks[:, self._loader.seeds[:own].cpu() - g.nodes.start]
+        self._splits = self._splits.to(self._loader.device)
 
     def measure(self, model: nn.Module, epoch: int) -> Accuracy:
         """Returns the same on every rank; leaves the model in the mode it was in. Collective."""

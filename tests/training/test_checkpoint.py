@@ -79,16 +79,21 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("model", "num_parts", "dtype"),
-    [("gcn", 1, "float64"), ("gcn", 2, "float32"), ("gin", 3, "float64"), ("gat", 2, "float64")],
+    ("model", "num_parts", "dtype", "device"),
+    [
+        *(("gcn", 1, "float64", "cpu"), ("gcn", 2, "float32", "cpu")),
+        *(("gin", 3, "float64", "cpu"), ("gat", 2, "float64", "cpu")),
+        pytest.param("gin", 2, "float64", "cuda", marks=pytest.mark.cuda),
+    ],
 )
 def test_resumed_is_as_if_never_broken_off(
-    model: str, num_parts: int, dtype: str, folder: Path, tmp_path: Path
+    model: str, num_parts: int, dtype: str, device: str, folder: Path, tmp_path: Path
 ) -> None:
     """Dropout masks, batch norm's running statistics and Adam's moments included."""
-    whole = run(make_job(folder, num_parts, tmp_path / "whole", model=model, dtype=dtype), num_parts)
-    first = run(make_job(folder, num_parts, tmp_path / "two", model=model, dtype=dtype, epochs=4), num_parts)
-    second = run(make_job(folder, num_parts, tmp_path / "two", model=model, dtype=dtype, resume=True), num_parts)
+    options: dict[str, Any] = {"model": model, "dtype": dtype, "device": device}
+    whole = run(make_job(folder, num_parts, tmp_path / "whole", **options), num_parts)
+    first = run(make_job(folder, num_parts, tmp_path / "two", **options, epochs=4), num_parts)
+    second = run(make_job(folder, num_parts, tmp_path / "two", **options, resume=True), num_parts)
     assert (first.first_epoch, second.first_epoch) == (1, 5)
     close = {"rel": 1e-9 if dtype == "float64" else 1e-5}  # order of products goes by measured times
     assert losses(first) + losses(second) == pytest.approx(losses(whole), **close)

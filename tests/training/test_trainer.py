@@ -91,6 +91,25 @@ def test_equals_plain_dgl(model: str, num_parts: int, strategy: str, folder: Pat
     )
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize(("model", "num_parts"), [("gcn", 1), ("gat", 2), ("gin", 3)])
+def test_on_a_gpu_equals_plain_dgl(model: str, num_parts: int, folder: Path, dataset: GraphDataset) -> None:
+    expected = train_reference(make_job(folder, 3, model=model), dataset)
+    report = run(make_job(folder, num_parts, model=model, device="cuda"), num_parts, is_probed=True)
+    assert [epoch.loss for epoch in report.epochs] == pytest.approx([epoch.loss for epoch in expected.epochs], rel=1e-9)
+    assert (report.final.train, report.final.val, report.final.test) == pytest.approx(
+        (expected.final.train, expected.final.val, expected.final.test)
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_no_gpu_where_one_is_wanted(folder: Path) -> None:
+    job = make_job(folder, 2, device="cuda").to_json()
+    for error in run_ranks_expect_errors(2, run_job, job, False):
+        assert error.type_name == "ValueError"
+        assert f"device cuda needs a GPU and a PyTorch built for it on every rank (rank {error.rank} has" in error.message
+
+
 def test_dropout_does_not_depend_on_ranks_or_strategy(folder: Path) -> None:
     curves = []
     for num_parts, strategy in ((1, "depcomm"), (2, "depcache"), (3, "hybrid")):

@@ -65,7 +65,7 @@ class Ours(System):
             )
         self.wrapped = self.model if job.world_size == 1 else nn.parallel.DistributedDataParallel(self.model)
         self.optimizer = self.make_optimizer(self.model)
-        self.clock = EpochClock(communicator, job.num_layers)
+        self.clock = EpochClock(communicator, job.num_layers, self._device)
         return {"is_optimized": optimize is not None, "plan_s": planning.elapsed_s, **self.facts()}
 
     def facts(self) -> dict[str, Any]:

@@ -59,11 +59,13 @@ def tables(lines: Sequence[Line]) -> str:
         shown = [line for line in lines if line["machine"]["device"] == device]
         first = shown[0]
         versions = ", ".join(f"{name} {version}" for name, version in first["versions"].items() if version is not None)
+        sizes = " and ".join(f"{count:,}" for count in sorted({line["num_nodes"] for line in shown}))
         commits = ", ".join(sorted({f"{line['git_sha']}{'+' * line['dirty']}" for line in shown}))
         parts += [
             f"## {device}",
             f"Copy bandwidth {first['copy_bytes_per_s'] / 1e9:,.0f} GB/s (read and written); "
-            f"L2 {first['machine'].get('l2_bytes', 0) / 2**20:.0f} MiB; {versions}; commit {commits}; {first['time']}.",
+            f"L2 {first['machine'].get('l2_bytes', 0) / 2**20:.0f} MiB; graphs of {sizes} vertices; {versions}; "
+            f"commit {commits}; {first['time']}.",
             "\n".join("| " + " | ".join(row) + " |" for row in [HEAD, ["---"] * len(HEAD), *rows_of(shown)]),
         ]
     return "\n\n".join(["# Results of benchmarks.ops.gpu (generated)", *parts]) + "\n"
@@ -97,7 +99,7 @@ def draw(lines: Sequence[Line], variant: str, key: str, title: str, unit: str, f
     axes.set_ylim(bottom=0)
     axes.set_xlabel("width (columns)")
     axes.set_ylabel(unit)
-    axes.set_title(f"{title}\n{shown[0]['machine']['device']}, p20 to p80", fontsize=10)
+    axes.set_title(f"{title}\n{shown[0]['machine']['device']}, {shown[0]['num_nodes']:,} vertices, p20 to p80", fontsize=10)
     axes.legend(fontsize=7, ncols=3)
     for ending in (".png", ".svg"):
         figure.savefig(file.with_suffix(ending), dpi=150, metadata={"Date": None} if ending == ".svg" else None)

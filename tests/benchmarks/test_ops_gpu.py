@@ -348,7 +348,7 @@ def test_tables_show_the_newest_of_each_machine() -> None:
     text = tables(kept)
     assert "## GPU A" in text
     assert "## GPU B" in text
-    assert "Copy bandwidth 2,000 GB/s (read and written); L2 1 MiB; torch 1; commit abc; 2026-01-01" in text
+    assert "Copy bandwidth 2,000 GB/s (read and written); L2 1 MiB; graphs of 10 vertices; torch 1; commit abc" in text
     assert rows_of([lines[0]]) == [
         ("copy_u sum", "uniform", "64", "float32", "2.000 (1.000 to 3.000)", "50", "", "1.23", "")
     ]

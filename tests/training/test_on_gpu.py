@@ -26,7 +26,7 @@ from tests.helpers.world import run_ranks
 pytestmark = pytest.mark.cuda
 
 KINDS = sorted(set(LAYERS) - {"user_defined"})
-"""All but functions of a user's own, which DGL runs, and its build for CPUs not on a GPU."""
+"""All but functions of a user's own, which DGL runs; whether its build for CPUs can on a GPU is not known."""
 SPLIT = ("gcn_both", "sage_mean", "gin", "edge_weight_norm", "gat", "gatv2")
 
 

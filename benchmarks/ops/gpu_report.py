@@ -99,7 +99,9 @@ def draw(lines: Sequence[Line], variant: str, key: str, title: str, unit: str, f
     axes.set_ylim(bottom=0)
     axes.set_xlabel("width (columns)")
     axes.set_ylabel(unit)
-    axes.set_title(f"{title}\n{shown[0]['machine']['device']}, {shown[0]['num_nodes']:,} vertices, p20 to p80", fontsize=10)
+    axes.set_title(
+        f"{title}\n{shown[0]['machine']['device']}, {shown[0]['num_nodes']:,} vertices, p20 to p80", fontsize=10
+    )
     axes.legend(fontsize=7, ncols=3)
     for ending in (".png", ".svg"):
         figure.savefig(file.with_suffix(ending), dpi=150, metadata={"Date": None} if ending == ".svg" else None)

@@ -27,7 +27,9 @@ ROW_ELEMENTS, GATHERED_ELEMENTS, GEMM_ROWS = 1 << 23, 1 << 21, 1 << 12
 gathers from; of a product."""
 GPU_FACTORS = (1 << 3, 1 << 4, 1 << 5)
 """How many times as many on a GPU, whose caches are larger, and which does 4096 rows of a product in less than it takes
-to launch it."""
+to launch it; where it has `ROOMY_BYTES` free, since a GPU that is nearly full is to be probed, too."""
+ROOMY_BYTES = 8 << 30
+"""Sixteen times what the largest of these takes: ranks that share a GPU probe it at once."""
 
 Aggregate = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(indptr (N + 1,), sources (E,), rows (N, F)) -> (N, F): the sum of source rows over each row's in-edges."""
@@ -187,21 +189,26 @@ def _measure_links(links: Links) -> tuple[list[float], list[float]]:
     return latency_s, rate
 
 
+def _factors(device: torch.device) -> tuple[int, int, int]:
+    is_roomy = device.type == "cuda" and torch.cuda.mem_get_info(device)[0] >= ROOMY_BYTES
+    return GPU_FACTORS if is_roomy else (1, 1, 1)
+
+
 def _gemm_rate(device: torch.device) -> float:
-    num_rows = GEMM_ROWS * (GPU_FACTORS[2] if device.type == "cuda" else 1)
+    num_rows = GEMM_ROWS * _factors(device)[2]
     left, right, out = (torch.ones(size, device=device) for size in ((num_rows, 128), (128, 128), (num_rows, 128)))
     return 2.0 * num_rows * 128 * 128 / _best(lambda: torch.mm(left, right, out=out), device)
 
 
 def _row_rate(device: torch.device) -> float:
-    num_elements = ROW_ELEMENTS * (GPU_FACTORS[0] if device.type == "cuda" else 1)
+    num_elements = ROW_ELEMENTS * _factors(device)[0]
     rows, out = (torch.ones(num_elements, device=device) for _ in range(2))
     return 2.0 * rows.numel() * 4 / _best(lambda: torch.add(rows, 1.0, out=out), device)
 
 
 def _gather_rate(device: torch.device, width: int, aggregate: Aggregate | None) -> float:
     """Bytes gathered per second by a sum over in-edges of random rows, the inner loop of every layer."""
-    num_rows, degree = GATHERED_ELEMENTS * (GPU_FACTORS[1] if device.type == "cuda" else 1) // width, 4
+    num_rows, degree = GATHERED_ELEMENTS * _factors(device)[1] // width, 4
     generator = torch.Generator().manual_seed(0)
     num_edges = num_rows * degree
     sources = torch.randint(0, num_rows, (num_edges,), generator=generator)

@@ -141,6 +141,8 @@ class PlanMaker:
         shares = self._sent_shares(trace, sets)
         trace = self._order_products(model, template, trace, sets, shares)
         times = self.time(model, template, trace, sets) if self._given_topology is None else None
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:

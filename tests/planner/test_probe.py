@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dgl_hybrid.planner import Topology, cost_model, synthetic_trace
-from dgl_hybrid.planner.probe import probe
+from dgl_hybrid.planner.probe import GPU_FACTORS, ROOMY_BYTES, _factors, probe
 from tests.helpers.world import run_ranks
 
 
@@ -55,3 +55,12 @@ def test_probe_measures_the_aggregation_it_is_given() -> None:
     topology = probe(aggregate=aggregate)
     assert sorted(set(shapes)) == [16, 64, 256]
     assert all(rate < (1 << 25) / 0.001 for _, rate in topology.gather_bytes_per_s)
+
+
+def test_a_gpu_is_probed_at_sizes_it_has_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 2 * ROOMY_BYTES
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 4 * ROOMY_BYTES))
+    gpu = torch.device("cuda", 0)
+    assert _factors(gpu) == GPU_FACTORS
+    free = ROOMY_BYTES - 1
+    assert _factors(gpu) == _factors(torch.device("cpu")) == (1, 1, 1)

@@ -53,7 +53,7 @@ def forward_graphconv(
     matrix = self.weight if weight is None else weight
     is_plain = not operands and _multiplies(matrix, graph, feat, edge_weight)
     is_ours = (operands or is_plain) and not both_weights
-    if not is_ours or (not self._allow_zero_in_degree and bool((graph.in_degrees() == 0).any())):
+    if not is_ours or (not self._allow_zero_in_degree and graph.has_empty_rows):
         return dglnn.GraphConv.forward(self, graph, feat, weight, edge_weight)
     if is_plain:
         return _forward_plain_graphconv(self, graph, feat, matrix)
@@ -63,10 +63,10 @@ def forward_graphconv(
     def aggregate() -> Rows:
         x = feat
         if self._norm in ("left", "both"):
-            x = x * _degree_factors(graph.out_degrees(), x, self._norm)
+            x = x * _degree_factors(graph, x, self._norm, of_sources=True)
         x = _sum(graph, x, edge_weight)
         if self._norm in ("right", "both"):
-            x = x * _degree_factors(graph.in_degrees(), x, self._norm)
+            x = x * _degree_factors(graph, x, self._norm, of_sources=False)
         return sparse_or_dense(x) if is_product else x
 
     rst: Any = graph.keep(("graphconv", self._norm, edge_weight is not None, is_product), operands, aggregate)
@@ -103,18 +103,19 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
     if graph.sums_first or weight.shape[0] <= num_columns:
         # DGL scales these rows, too.
         is_source_scaled = self._norm in ("left", "both")
-        of_sources = _degree_factors(graph.out_degrees(), feat, self._norm) if is_source_scaled else None
+        of_sources = _degree_factors(graph, feat, self._norm, of_sources=True) if is_source_scaled else None
         rst = _sum(graph, feat, None) if of_sources is None else _scaled_sum(graph, feat, of_sources, of_sources=True)
         count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
         # DGL scales the sums; their products are multiplied where they lie in the cache.
         is_scaled = self._norm in ("right", "both")
-        return _multiply(self, rst, weight, _degree_factors(graph.in_degrees(), rst, self._norm) if is_scaled else None)
+        factors = _degree_factors(graph, rst, self._norm, of_sources=False) if is_scaled else None
+        return _multiply(self, rst, weight, factors)
     # DGL scales the wide rows, before the product.
     is_scaled = self._norm in ("left", "both")
-    factors = _degree_factors(graph.out_degrees(), feat, self._norm) if is_scaled else None
+    factors = _degree_factors(graph, feat, self._norm, of_sources=True) if is_scaled else None
     rst = _sum(graph, _narrowed(feat, weight, factors), None)[:, :num_columns]
     if self._norm in ("right", "both"):
-        rst = rst * _degree_factors(graph.in_degrees(), rst, self._norm)
+        rst = rst * _degree_factors(graph, rst, self._norm, of_sources=False)
     count("graphconv", "ours: fewer passes")
     rst = rst + self.bias if self.bias is not None else rst
     return self._activation(rst) if self._activation is not None else rst
@@ -189,8 +190,7 @@ def _mean(graph: LayerBlock, rows: Tensor) -> Tensor:
     """(C, F) to the means over in-edges of the destinations. Collective."""
     if rows.dtype not in (torch.float32, torch.float64):  # sums would be rounded before they are divided
         return _sum(graph, rows, None, fn.mean)
-    degrees = graph.in_degrees().to(rows).clamp(min=1).reshape(-1, 1)
-    return _scaled_sum(graph, rows, 1.0 / degrees, of_sources=False)
+    return _scaled_sum(graph, rows, _degree_factors(graph, rows, "right", of_sources=False), of_sources=False)
 
 
 def _forward_plain_gcn(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
@@ -290,10 +290,8 @@ def _static_operands(graph: Any, feat: Any, edge_weight: Tensor | None) -> tuple
     return operands if graph.static_results.are_static(operands) else ()
 
 
-def _degree_factors(degrees: Tensor, x: Tensor, norm: str) -> Tensor:
-    degrees = degrees.to(x).clamp(min=1)
-    factors: Tensor = torch.pow(degrees, -0.5) if norm == "both" else 1.0 / degrees
-    return factors.reshape(-1, *(1,) * (x.dim() - 1))
+def _degree_factors(graph: LayerBlock, x: Tensor, norm: str, *, of_sources: bool) -> Tensor:
+    return graph.degree_factors(norm, x.dtype, of_sources=of_sources).reshape(-1, *(1,) * (x.dim() - 1))
 
 
 def _narrowed(x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:

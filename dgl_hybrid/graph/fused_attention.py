@@ -134,9 +134,13 @@ def _find_edges(
     edges = sparse_graph_of(index, inputs[0].device)
     if edges is None:
         return "several edge types"
-    if not layer._allow_zero_in_degree and bool((graph.in_degrees() == 0).any()):
+    if not layer._allow_zero_in_degree and _has_empty_rows(graph):
         return "zero in-degree"
     return edges
+
+
+def _has_empty_rows(graph: Any) -> bool:
+    return graph.has_empty_rows if isinstance(graph, LayerBlock) else bool((graph.in_degrees() == 0).any())
 
 
 def _drop_inputs(layer: Any, graph: Any, feat: Any) -> tuple[Tensor, Tensor]:

@@ -109,6 +109,8 @@ class LayerBlock:
         self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
         self.approximation = approximation
         self.sums_first = sums_first
+        self._degree_factors: dict[tuple[str, bool, torch.dtype], Tensor] = {}
+        self._has_empty_rows: bool | None = None
         self._split = split
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
@@ -208,6 +210,26 @@ class LayerBlock:
         """Returns the *full-graph* out-degrees of the (|C_(l-1)|,) sources held here, not those inside the block."""
         degrees = self._full_out_degrees[: self.structure.num_held]
         return degrees if _is_all(u) else degrees[u]
+
+    def degree_factors(self, norm: str, dtype: torch.dtype, *, of_sources: bool) -> Tensor:
+        """Returns what DGL's layers multiply rows by: the root of 1 / degree for the norm "both", else 1 / degree.
+
+        Degrees are those of the full graph, at least 1. (C,) of the sources held here or (N,) of the destinations; the
+        same tensor at every call, made at the first: not to be written to.
+        """
+        key = norm, of_sources, dtype
+        if key not in self._degree_factors:
+            with torch.inference_mode(False), torch.no_grad():  # training may come after an evaluation
+                degrees = (self.out_degrees() if of_sources else self.in_degrees()).to(dtype).clamp(min=1)
+                self._degree_factors[key] = torch.pow(degrees, -0.5) if norm == "both" else 1.0 / degrees
+        return self._degree_factors[key]
+
+    @property
+    def has_empty_rows(self) -> bool:
+        """Whether some destination has no in-edges; looked up once, as that waits for a GPU."""
+        if self._has_empty_rows is None:
+            self._has_empty_rows = bool((self.in_degrees() == 0).any())
+        return self._has_empty_rows
 
     def weighted_out_degrees(self, edge_weight: Tensor) -> Tensor:
         """Returns the full-graph sum of out-edge weights of every source, received ones too, (C + R,).

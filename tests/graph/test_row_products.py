@@ -505,3 +505,45 @@ def test_layers_on_blocks(folder: str, sums_first: bool) -> None:
                     into += gradient
         # A rank's share of a weight's gradient is of the rows it multiplies: sources in one order, sums in the other.
         torch.testing.assert_close(*sums, msg=lambda text, kind=kind: f"{kind}, weights: {text}")
+
+
+def ready_block() -> LayerBlock:
+    """One of three destinations, the second of which has no in-edges."""
+    return build_block_of(torch.tensor([0, 2, 2, 4]), torch.tensor([1, 2, 0, 2]))
+
+
+def test_factors_of_degrees_are_made_once() -> None:
+    block = ready_block()
+    factors = block.degree_factors("both", torch.float64, of_sources=False)
+    assert torch.equal(factors, torch.tensor([2.0, 1.0, 2.0], dtype=torch.float64) ** -0.5)
+    assert block.degree_factors("both", torch.float64, of_sources=False) is factors
+    assert block.degree_factors("both", torch.float32, of_sources=False).dtype == torch.float32
+    # Sources 0 and 1 are read once, 2 twice.
+    of_sources = block.degree_factors("right", torch.float64, of_sources=True)
+    assert of_sources.tolist() == [1.0, 1.0, 0.5]
+    assert block.has_empty_rows
+    assert not build_block_of(torch.tensor([0, 1, 2]), torch.tensor([1, 0])).has_empty_rows
+
+
+@pytest.mark.parametrize("evaluates", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("kind", ["gcn", "gcn_narrow", "sage", "sage_narrow"])
+def test_training_may_come_after_an_evaluation(kind: str, evaluates: Callable[[], Any]) -> None:
+    """What is kept of degrees is saved for backward, which tensors of an inference mode cannot be."""
+    out = 2 if kind.endswith("narrow") else 7
+    options = {"allow_zero_in_degree": True} if kind.startswith("gcn") else {"aggregator_type": "mean"}
+    made = (dglnn.GraphConv if kind.startswith("gcn") else dglnn.SAGEConv)(4, out, **options).double()
+    layer = optimize(copy.deepcopy(made))
+    x = torch.rand(3, 4, dtype=torch.float64)
+    block, plain = ready_block(), dgl.graph(([1, 2, 0, 2], [0, 0, 2, 2]), num_nodes=3)
+    with evaluates():
+        torch.testing.assert_close(layer(block, x), made(plain, x))
+    leaf, expected = x.clone().requires_grad_(), x.clone().requires_grad_()
+    layer(block, leaf).square().sum().backward()
+    made(plain, expected).square().sum().backward()
+    assert leaf.grad is not None
+    assert expected.grad is not None
+    torch.testing.assert_close(leaf.grad, expected.grad)
+    for (name, ours), theirs in zip(layer.named_parameters(), made.parameters(), strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)

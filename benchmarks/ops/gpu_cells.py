@@ -233,6 +233,7 @@ def _sparse_matrix(graph: SparseGraph, values: Tensor) -> Tensor:
     assert rows.edge_ids is None, "graphs here have their edges by destination"
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
         return torch.sparse_csr_tensor(
             rows.indptr, rows.indices, values, (graph.num_dst, graph.num_src), check_invariants=False
         )

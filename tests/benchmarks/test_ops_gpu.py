@@ -242,7 +242,7 @@ def test_gate_refuses_a_wrong_gradient_or_result(reference: Callable[[object], N
         check(by_name["edge_softmax"], graph, 16, torch.float32)
 
 
-def test_wrong_cells_are_not_timed(reference: Callable[[object], None], console: Console) -> None:
+def test_wrong_cells_are_not_timed(reference: Callable[[object], None], console: Console, fake_pyg: None) -> None:
     """An error that only shows at full size is found by the rows that are checked there."""
     reference(WrongHub())
     bench = Bench(CPU, dataclasses.replace(TINY, gate_widths=()), console)

@@ -131,7 +131,10 @@ def choose_backend(rank: int, world_size: int, folder: str, backend: str | None)
         None,
         pytest.param(
             "cpu:gloo,cuda:nccl",
-            marks=pytest.mark.skipif(not dist.is_nccl_available(), reason="no NCCL in this PyTorch"),
+            marks=pytest.mark.skipif(
+                not (dist.is_nccl_available() and torch.cuda.is_available()),
+                reason="no NCCL in this PyTorch, or no GPU",
+            ),
         ),
     ],
 )

@@ -30,7 +30,7 @@ from benchmarks.emulated_network import EmulatedNetwork, NetworkError
 from benchmarks.systems import gate
 from benchmarks.systems.adaptors import CLUSTER_SYSTEMS, SINGLE_SYSTEMS
 from benchmarks.systems.floors import MachineRates, epoch_floor_s
-from benchmarks.systems.graphs import PreparedGraph
+from benchmarks.systems.graphs import ROOT, PreparedGraph
 from benchmarks.systems.grid import OURS, PEERS, Cell
 from benchmarks.systems.job import Job
 from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, now, spread
@@ -342,11 +342,22 @@ class Bench:
             "predicted": None,
         }
 
+    def _without_paths(self, text: str) -> str:
+        """Names folders of this machine by what they are: lines are kept where others read them."""
+        folders = {"CACHE": self.cache, "PEERS": self.peers, "CHECKOUT": ROOT, "~": Path.home()}
+        for name, folder in folders.items():
+            text = text if folder is None else text.replace(str(folder), name)
+        return text
+
     def _result(self, cell: Cell, graph: PreparedGraph, starts: Sequence[_Entry]) -> dict[str, Any]:
         for entry in starts:
             if entry.failure is not None:
                 details = getattr(entry.failure, "details", "")
-                return {"status": FAILED, "error": str(entry.failure)[:500], "details": details[-2000:]}
+                return {
+                    "status": FAILED,
+                    "error": self._without_paths(str(entry.failure))[:500],
+                    "details": self._without_paths(details)[-2000:],
+                }
         first = starts[0]
         is_emulated = first.team.network is not None
         result = summarise_epochs([epoch for entry in starts for epoch in entry.epochs], is_emulated=is_emulated)

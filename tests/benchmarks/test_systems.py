@@ -536,6 +536,20 @@ def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:
     assert time_to([(1.0, 0.2)], 0.3) is None
 
 
+def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> None:
+    """Lines are part of the repository."""
+    bench = measure.Bench(
+        settings=Settings(), cache=measure.ROOT / "cache", peers=tmp_path / "peers", rates=cast(Any, None), about={}
+    )
+    team = SimpleNamespace(job=SimpleNamespace(system="hybrid"))
+    failure = SystemFailure("no module in /a/b", f"{measure.ROOT}/x.py {bench.cache}/g.npz {bench.peers}/SAR /usr/lib")
+    entry = measure._Entry(team=cast(Any, team), failure=failure)
+    line = bench._result(Cell(graph="products"), cast(Any, None), [entry])
+    assert line["status"] == "failed"
+    assert line["error"] == "no module in /a/b"
+    assert line["details"] == "CHECKOUT/x.py CACHE/g.npz PEERS/SAR /usr/lib"
+
+
 # -------------------------------------------------------------------- processes
 
 

@@ -71,12 +71,22 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--network", action="append", choices=tuple(NETWORKS))
     parser.add_argument("--system", action="append", help="measure these only (hybrid is needed for ratios)")
     parser.add_argument("--rounds", type=int, help="turns of each start of a system (5)")
-    parser.add_argument("--starts", type=int, help="starts of each of our systems (3)")
+    parser.add_argument("--starts", type=int, help="starts of each of our systems (3; quick: 1)")
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
     parser.add_argument("--timeout", type=float, help="seconds for each step of a system (1800; quick: 300)")
     parser.add_argument("--retry-failed", action="store_true", help="measure cells again in which a system failed")
     parser.add_argument("--accuracy", action="store_true", help="time to accuracy instead of epochs")
     return parser.parse_args(arguments)
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """Returns what was asked for; a few minutes are enough for one start of each system."""
+    given = {name: value for name in ("rounds", "starts") if (value := getattr(args, name)) is not None}
+    return Settings(
+        **(({"starts": 1} if args.quick else {}) | given),
+        allocator=args.allocator,
+        timeout_s=args.timeout or (300.0 if args.quick else 1800.0),
+    )
 
 
 def choose_cells(args: argparse.Namespace) -> tuple[Cell, ...]:
@@ -151,11 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     cache = args.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid" / "systems"
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses, which end what was started
     cells = accuracy.cells() if args.accuracy else choose_cells(args)
-    settings = Settings(
-        **{name: value for name in ("rounds", "starts") if (value := getattr(args, name)) is not None},
-        allocator=args.allocator,
-        timeout_s=args.timeout or (300.0 if args.quick else 1800.0),
-    )
+    settings = settings_of(args)
     with tqdm(total=len(cells), unit="cell", file=sys.stderr) as bar:
         bench = Bench(
             settings=settings,

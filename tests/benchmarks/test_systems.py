@@ -23,7 +23,7 @@ from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_o
 from benchmarks.systems.job import Job
 from benchmarks.systems.measure import Settings, summarise_epochs
 from benchmarks.systems.results import append_lines, is_measured, newest, read_lines, spread
-from benchmarks.systems.run import main
+from benchmarks.systems.run import main, parse, settings_of
 from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
@@ -534,6 +534,14 @@ def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:
     assert (found["hybrid"]["p50"], found["hybrid"]["setting"], found["hybrid"]["best_accuracy"]) == (1.2, 1, 0.8)
     assert (found["distdgl_sampled"]["p50"], found["distdgl_sampled"]["setting"]) == (6.0, 0)
     assert time_to([(1.0, 0.2)], 0.3) is None
+
+
+def test_a_few_minutes_are_for_one_start_of_each_system() -> None:
+    assert settings_of(parse(["--quick"])) == Settings(starts=1, timeout_s=300.0)
+    assert settings_of(parse(["--quick", "--starts", "2", "--rounds", "7"])) == Settings(
+        starts=2, rounds=7, timeout_s=300.0
+    )
+    assert settings_of(parse([])) == Settings()
 
 
 def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> None:

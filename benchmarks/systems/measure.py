@@ -344,7 +344,13 @@ class Bench:
 
     def _without_paths(self, text: str) -> str:
         """Names folders of this machine by what they are: lines are kept where others read them."""
-        folders = {"CACHE": self.cache, "PEERS": self.peers, "CHECKOUT": ROOT, "~": Path.home()}
+        folders = {
+            "CACHE": self.cache,
+            "PEERS": self.peers,
+            "CHECKOUT": ROOT,
+            "TEMP": tempfile.gettempdir(),
+            "~": Path.home(),
+        }
         for name, folder in folders.items():
             text = text if folder is None else text.replace(str(folder), name)
         return text

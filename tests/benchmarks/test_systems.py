@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -546,16 +547,19 @@ def test_a_few_minutes_are_for_one_start_of_each_system() -> None:
 
 def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> None:
     """Lines are part of the repository."""
+    peers, temporary = tmp_path / "peers", Path(tempfile.gettempdir(), "x")
     bench = measure.Bench(
-        settings=Settings(), cache=measure.ROOT / "cache", peers=tmp_path / "peers", rates=cast(Any, None), about={}
+        settings=Settings(), cache=measure.ROOT / "cache", peers=peers, rates=cast(Any, None), about={}
     )
     team = SimpleNamespace(job=SimpleNamespace(system="hybrid"))
-    failure = SystemFailure("no module in /a/b", f"{measure.ROOT}/x.py {bench.cache}/g.npz {bench.peers}/SAR /usr/lib")
+    failure = SystemFailure(
+        "no module in /a/b", f"{measure.ROOT}/x.py {bench.cache}/g.npz {peers}/SAR {temporary} /usr/lib"
+    )
     entry = measure._Entry(team=cast(Any, team), failure=failure)
     line = bench._result(Cell(graph="products"), cast(Any, None), [entry])
     assert line["status"] == "failed"
     assert line["error"] == "no module in /a/b"
-    assert line["details"] == "CHECKOUT/x.py CACHE/g.npz PEERS/SAR /usr/lib"
+    assert line["details"] == "CHECKOUT/x.py CACHE/g.npz PEERS/SAR TEMP/x /usr/lib"
 
 
 # -------------------------------------------------------------------- processes

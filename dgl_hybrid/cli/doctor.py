@@ -9,8 +9,7 @@ import os
 
 import psutil
 
-from dgl_hybrid.cli.common import versions
-from dgl_hybrid.cli.tables import format_bytes, make_console
+from dgl_hybrid.errors import HybridError
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +19,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what is installed and what this machine offers."""
-    import dgl  # noqa: F401  to see that it can be imported
+    """Prints what is installed and what this machine offers.
+
+    Raises:
+        HybridError: DGL cannot be imported, or what it needs.
+    """
+    _check_imports()
     import torch
     from rich.table import Table
 
+    from dgl_hybrid.cli.common import versions
+    from dgl_hybrid.cli.tables import format_bytes, make_console
     from dgl_hybrid.compat import describe
     from dgl_hybrid.launch.local import LOOPBACK
 
@@ -60,6 +65,27 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts))
     return 0
+
+
+def _check_imports() -> None:
+    """Before anything of ours that imports DGL: what hinders it is what this command is asked for."""
+    try:
+        import dgl  # noqa: F401
+    except Exception as error:
+        from importlib.metadata import PackageNotFoundError, version
+
+        from dgl_hybrid.compat.versions import SUPPORTED_DGL
+
+        found = []
+        for name in ("dgl", "torch", "numpy"):
+            try:
+                found.append(f"{name} {version(name)}")
+            except PackageNotFoundError:
+                found.append(f"no {name}")
+        raise HybridError(
+            f"dgl cannot be imported: {type(error).__name__}: {str(error).rstrip('.')}. Installed: {', '.join(found)}; "
+            f"dgl_hybrid is for DGL {SUPPORTED_DGL}"
+        ) from error
 
 
 def cpu_kernels() -> str:

@@ -71,7 +71,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_plugin_options(parser, can_be_off=True)
     group = parser.add_argument_group("general")
-    group.add_argument("--json", action="store_true", help="end with one JSON object on the last line of stdout")
+    group.add_argument(
+        "--json", action="store_true", help="end with one JSON object on the last line of stdout, also when a part dies"
+    )
     group.add_argument("--verbose", action="store_true", help="show what servers write, too")
     group.add_argument("--debug", action="store_true", help="show tracebacks of our own faults")
 
@@ -86,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
     except ClusterFailure as error:
         if error.details and not args.debug:
             print(error.details, file=sys.stderr)
+        if args.json and error.result is not None:
+            print(json.dumps(to_json(error.result)), flush=True)
         raise
     if args.json:
         print(json.dumps(to_json(result)))

@@ -36,19 +36,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0, 1 for a fault, 2 for wrong options."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser, argv, script = _build_parser(argv)
-    args = parser.parse_args(argv)
-    args.script = script
-    debug = getattr(args, "debug", False)
-    prefix = f"dgl-hybrid {args.command}: error:"
+    prefix = f"dgl-hybrid {next((word for word in argv if word in COMMANDS), '')}".rstrip() + ": error:"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         prefix = f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] {prefix}"
-    logging.basicConfig(
-        stream=sys.stderr,
-        level=logging.INFO if getattr(args, "verbose", False) else logging.WARNING,
-        format="dgl-hybrid: %(levelname)s %(name)s: %(message)s",
-    )
+    debug = "--debug" in argv  # until it is known whose word that is
     try:
+        parser, argv, script = _build_parser(argv)
+        args = parser.parse_args(argv)
+        args.script = script
+        debug = getattr(args, "debug", False)
+        logging.basicConfig(
+            stream=sys.stderr,
+            level=logging.INFO if getattr(args, "verbose", False) else logging.WARNING,
+            format="dgl-hybrid: %(levelname)s %(name)s: %(message)s",
+        )
         code: int = import_module(COMMANDS[args.command][0]).run(args)
         return code
     except KeyboardInterrupt:

@@ -119,14 +119,15 @@ class PartResult:
     """How a part has ended."""
 
     part: Part
-    exit_code: int
+    exit_code: int | None
+    """128 and the signal's number if it was killed; None: it was ended with the job, or never started."""
     elapsed_s: float
     last_lines: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClusterResult:
-    """A job that has ended well."""
+    """How a job has ended."""
 
     parts: tuple[PartResult, ...]
     elapsed_s: float
@@ -148,6 +149,8 @@ class ClusterFailure(LaunchError):
         """The part's; 128 and the signal's number if it was killed."""
         self.part = part
         """Its name: `trainer 0`, `server 1`."""
+        self.result: ClusterResult | None = None
+        """How each part has ended; None before that is known."""
 
 
 def run_cluster(

@@ -110,6 +110,8 @@ class _State:
     has_listened: bool = False
     exit_code: int | None = None
     ended_s: float = 0.0
+    was_ended: bool = False
+    """By us, with the job: its exit code says nothing of it."""
 
 
 class Controller:
@@ -140,25 +142,37 @@ class Controller:
         self._last_ping_s = time.monotonic()
 
     def run(self) -> ClusterResult:
-        """Runs the job to its end."""
+        """Runs the job to its end.
+
+        Raises:
+            ClusterFailure: It has not ended well; `result` says how each part has.
+        """
         begun_s = time.monotonic()
         try:
-            self._start_agents()
-            self._start_parts()
-            self._follow()
-        finally:
-            self._end_agents()
+            try:
+                self._start_agents()
+                self._start_parts()
+                self._follow()
+            finally:
+                self._end_agents()
+        except ClusterFailure as error:
+            error.result = self._result(begun_s, error.exit_code)
+            raise
+        return self._result(begun_s, 0)
+
+    def _result(self, begun_s: float, exit_code: int) -> ClusterResult:
         return ClusterResult(
             parts=tuple(
                 PartResult(
                     part=state.part,
-                    exit_code=state.exit_code or 0,
-                    elapsed_s=state.ended_s - self._started_s,
+                    exit_code=None if state.was_ended or state.exit_code is None else _exit_code(state.exit_code),
+                    elapsed_s=max(state.ended_s - self._started_s, 0.0),
                     last_lines=tuple(state.lines),
                 )
                 for state in self._states.values()
             ),
             elapsed_s=time.monotonic() - begun_s,
+            exit_code=exit_code,
         )
 
     # Beginning
@@ -353,6 +367,8 @@ class Controller:
     def _end_agents(self) -> None:
         """Has all agents end what still runs, and waits until they have cleaned up."""
         self._is_ending = True
+        for state in self._states.values():
+            state.was_ended = state.exit_code is None
         for agent in self._agents:
             self._send(agent, End())
         try:

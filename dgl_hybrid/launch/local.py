@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs a task on ranks of this machine through PyTorch's elastic launcher, over the loopback interface only.
 
+Launcher and ranks meet in files of the job's folder, which only its user can read or write. PyTorch's TCP stores listen
+on all interfaces, whatever address they are given, and the launcher unpickles what it finds in its own.
+
 When one rank fails all are ended at once, and the caller gets that rank's error. Ranks end as well when the launcher
 itself is killed (`launch.rank`).
 """
@@ -24,6 +27,8 @@ from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.job import Job, RankError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Else the launcher would open one for the ranks, which have a file."""
 
 
 class RankFailure(LaunchError):
@@ -62,7 +67,10 @@ def run_local(
     Raises:
         RankFailure: A rank failed; all have ended.
         LaunchError: The ranks could not be started.
+        KeyboardInterrupt: SIGINT came; all ranks have ended.
+        SystemExit: Another signal that ends processes came, as 128 and its number; all ranks have ended.
     """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
@@ -78,7 +86,7 @@ def run_local(
             show_progress=show_progress,
         )
         job.write(folder)
-        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+        environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **_NO_TCP_STORE}
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
         try:
@@ -90,6 +98,10 @@ def run_local(
             raise explain_failure(
                 read_errors(folder), {rank: failure.exitcode for rank, failure in error.failures.items()}, ranks
             ) from None
+        except SignalException as error:
+            if error.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None
+            raise SystemExit(128 + error.sigval) from None
         except OSError as error:
             raise LaunchError(f"{ranks} ranks could not be started: {error}") from error
         result = folder / "result.json"
@@ -157,7 +169,8 @@ def _launch_config(ranks: int, folder: Path) -> Any:
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_endpoint=str(folder / "launcher_store"),
+        rdzv_configs={"store_type": "file"},
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,

@@ -32,7 +32,7 @@ def main(folder: Path) -> NoReturn:
     )
     code = 0
     try:
-        result = _run(job, rank)
+        result = _run(job, folder, rank, world_size)
         if rank == 0:
             write_json(folder / "result.json", result)
     except BaseException as error:  # also SystemExit: a rank that leaves early has failed
@@ -44,14 +44,15 @@ def main(folder: Path) -> NoReturn:
     os._exit(code)
 
 
-def _run(job: Job, rank: int) -> Any:
+def _run(job: Job, folder: Path, rank: int, world_size: int) -> Any:
     import torch
     import torch.distributed as dist
 
     from dgl_hybrid.launch.tasks import TASKS
 
     torch.set_num_threads(job.threads)
-    dist.init_process_group("gloo")
+    store = (folder / "rank_store").absolute().as_uri()  # a file: see `launch.local`
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     result = TASKS[job.task](job.payload, show_progress=rank == 0 and job.show_progress)
     dist.barrier()
     return result

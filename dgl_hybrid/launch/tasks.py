@@ -7,6 +7,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tqdm import tqdm
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.launch.workspace import DataConfig
+from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import save_plan
 from dgl_hybrid.planner.explain import explain_vertex
 from dgl_hybrid.planner.report import report
@@ -21,7 +23,7 @@ from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, EpochReport
-from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, partition_fingerprint, train
+from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, train
 
 
 def train_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
@@ -56,7 +58,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     problem, costs = outcome.basis.problem, outcome.basis.costs
     if payload["out"] is not None:
         with communicator.agreed():
-            save_plan(replace(plan, partition_fingerprint=partition_fingerprint(job.part_config)), payload["out"])
+            save_plan(replace(plan, partition_fingerprint=partition_digest(Path(job.part_config))), payload["out"])
     rows = [asdict(row) for row in report(problem, costs, [plan])]
     counts = count_dependencies(loader)
     explanations: list[str] = []

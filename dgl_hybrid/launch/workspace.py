@@ -17,6 +17,7 @@ from dgl_hybrid.datasets import GraphDataset, load_dataset
 from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
 
 _logger = logging.getLogger(__name__)
 
@@ -24,6 +25,7 @@ PART_METHODS = ("metis", "random", "contiguous")
 _WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
 _OF_A_NEW_PARTITION = ("part_method", "num_hops")
 _DATASET_FILE = "dataset.json"
+"""What we know of the graph beyond what DGL's files say; believed for the very partition that it was written for."""
 _FORMAT = 2
 """Part of every key: raised when datasets or partitions come out differently."""
 
@@ -209,13 +211,20 @@ def _existing(location: str, ranks: int | None) -> PreparedGraph:
             f"{part_config} has {summary.num_parts} parts, but --ranks is {ranks}. Start {summary.num_parts} ranks, or "
             f"partition the graph into {ranks} parts."
         )
-    dataset, num_classes = _read_description(part_config.parent) or (summary.graph_name, None)
+    dataset, num_classes = _read_description(part_config) or (summary.graph_name, None)
     return PreparedGraph(part_config=part_config, dataset=dataset, num_classes=num_classes, num_parts=summary.num_parts)
 
 
-def _read_description(folder: Path) -> tuple[str, int] | None:
+def _read_description(part_config: Path) -> tuple[str, int] | None:
+    """Returns the graph's full name and number of classes; None if nothing tells them, or of another partition."""
+    folder = part_config.parent
     try:
         content = json.loads((folder / _DATASET_FILE).read_text(encoding="utf-8"))
+        if (
+            content["part_config"] != part_config.name
+            or content["manifest"] != hash_file(folder / MANIFEST_NAME).sha256
+        ):
+            return None
         return str(content["name"]), int(content["num_classes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -223,11 +232,13 @@ def _read_description(folder: Path) -> tuple[str, int] | None:
 
 def _reusable(root: Path, key: str) -> PreparedGraph | None:
     for folder in sorted(root.glob(f"*-{key}")):
-        if _read_description(folder) is None:
+        if not (folder / _DATASET_FILE).is_file():
             continue  # interrupted before it was complete
         try:
             prepared = _existing(str(folder), None)
             verify_partition(prepared.part_config)
+            if prepared.num_classes is None:
+                continue  # written over by something else, or by an earlier version
         except PartitionError as error:
             _logger.warning("partitioning again, the kept partition is damaged: %s", error)
             continue
@@ -266,15 +277,40 @@ def write_partition(
     dataset_name: str,
     description: dict[str, object],
 ) -> None:
-    """Writes a partition folder and, last, what it was made from."""
-    (folder / _DATASET_FILE).unlink(missing_ok=True)
+    """Writes a partition folder and, last, what it was made from.
+
+    Raises:
+        PartitionError: It cannot be written, or would overwrite another graph's partition or a file that is not ours.
+    """
+    _check_ours(folder / _DATASET_FILE)
     partition_graph(
         graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
     )
-    record = {"name": dataset_name, "num_classes": num_classes, "made_from": description}
+    record = {
+        "name": dataset_name,
+        "num_classes": num_classes,
+        "part_config": f"{graph_name}.json",
+        "manifest": hash_file(folder / MANIFEST_NAME).sha256,
+        "made_from": description,
+    }
     aside = folder / f".{_DATASET_FILE}.writing"
     aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     aside.rename(folder / _DATASET_FILE)
+
+
+def _check_ours(path: Path) -> None:
+    """Raises if there is a file that nobody can have from us: somebody's own description of data, most likely."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        content = None
+    if not isinstance(content, dict) or "made_from" not in content:
+        raise PartitionError(
+            f"{path} is not one of dgl_hybrid's, and a partition in this folder would overwrite it. Choose another "
+            f"folder, or move that file."
+        )
 
 
 @contextmanager

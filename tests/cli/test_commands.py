@@ -162,3 +162,26 @@ def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
     assert "epochs 3 to 3, resumed" in done.stdout
     record = json.loads(done.stdout.splitlines()[-1])
     assert (record["first_epoch"], len(record["epochs"])) == (3, 1)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_end_the_job_and_give_its_exit_code(number: signal.Signals, code: int, partition: Path) -> None:
+    process = start_endless(partition)
+    ranks = rank_processes(process.pid)
+    assert listeners_of([psutil.Process(process.pid), *ranks]) <= {"127.0.0.1", "::1"}, "nobody else may reach them"
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == code, errors
+    assert errors == ("dgl-hybrid train: error: interrupted\n" if number == signal.SIGINT else "")
+    _, alive = psutil.wait_procs(ranks, timeout=30)
+    assert not alive, "a rank was left behind"
+
+
+def listeners_of(processes: list[psutil.Process]) -> set[str]:
+    """Returns the addresses at which anybody may connect to these processes."""
+    return {
+        connection.laddr.ip
+        for process in processes
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }

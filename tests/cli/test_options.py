@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -215,3 +216,29 @@ def test_doctor_says_what_compiles_the_kernels(capsys: pytest.CaptureFixture[str
     assert re.fullmatch(r"LLVM [\d.]+ \(llvmlite [\d.]+\), vectors of (128|256|512) bits", facts["cpu_kernels"])
     # With NVRTC and a GPU, with one of them, or with neither: always a word.
     assert re.match(r"NVRTC [\d.]+ (compiles, nothing runs: |for )|none: ", facts["cuda_kernels"])
+
+
+def test_what_hinders_dgl_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Commands import DGL before they run, and `doctor` is for the time when that fails."""
+    monkeypatch.setitem(sys.modules, "dgl", None)
+    assert main.main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("dgl-hybrid doctor: error: dgl cannot be imported: ModuleNotFoundError: ")
+    assert re.search(
+        r"Installed: dgl [\d.]+, torch [\d.+a-z]+, numpy [\d.]+; dgl_hybrid is for DGL >=2.1,<2.2\n$", said
+    )
+    monkeypatch.setattr(main, "import_module", broken_import)
+    assert main.main(["train"]) == 1
+    said = capsys.readouterr().err
+    assert (
+        said
+        == "dgl-hybrid train: error: unexpected ImportError: libdgl.so: no such file (--debug shows the traceback)\n"
+    )
+    with pytest.raises(ImportError, match=r"libdgl\.so"):
+        main.main(["train", "--debug"])
+
+
+def broken_import(name: str) -> None:
+    raise ImportError("libdgl.so: no such file")

@@ -200,16 +200,17 @@ def test_run_switches_the_plugin_on(tmp_path: Path) -> None:
     (tmp_path / "uses_dgl.py").write_text("import dgl, sys\nprint('dgl_hybrid.sampling' in sys.modules)\n")
     done = run_command("run", "uses_dgl.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    done = subprocess.run(
-        [sys.executable, "uses_dgl.py"],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.stdout == "False\n", done.stderr
+    for added in ({}, {ENABLE_VARIABLE: "0"}):
+        done = subprocess.run(
+            [sys.executable, "uses_dgl.py"],
+            cwd=tmp_path,
+            env=environment() | added,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )
+        assert done.stdout == "False\n", done.stderr
 
 
 def launch_words(folder: Path, plan: dict[str, list[list[Any]]], *words: str) -> list[str]:
@@ -233,14 +234,13 @@ def test_launch_tells_how_all_parts_ended(tmp_path: Path) -> None:
 
 def test_launch_leaves_with_the_trainers_code(tmp_path: Path) -> None:
     plan = {"trainer 1": [["complain", "my last words"], ["exit", 3]], "trainer 0": [["sleep", 600]]}
-    done = run_command(
-        *launch_words(
-            tmp_path,
-            plan,
-            "--",
-        )
-    )
+    done = run_command(*launch_words(tmp_path, plan, "--json", "--"))
     assert done.returncode == 3
+    result = json.loads(done.stdout.splitlines()[-1])
+    codes = {part["name"]: part["exit_code"] for part in result["parts"]}
+    assert (result["exit_code"], codes.pop("trainer 1")) == (3, 3)
+    assert codes == {"server 0": None, "server 1": None, "trainer 0": None}, "ended with the job"
+    assert result["parts"][3]["last_lines"][-1] == "my last words"
     *details, last = done.stderr.splitlines()
     assert last == "dgl-hybrid launch: error: trainer 1 on machine 1 (127.0.0.1) exited with code 3"
     assert details[details.index("last lines of trainer 1 on machine 1 (127.0.0.1):") + 2] == "  my last words"

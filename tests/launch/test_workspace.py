@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import dgl_hybrid
+from dgl_hybrid.cli import main
 from dgl_hybrid.errors import DatasetError, PartitionError
 from dgl_hybrid.launch.workspace import (
     DataConfig,
@@ -138,3 +142,55 @@ def test_no_partition(tmp_path: Path) -> None:
 def test_wrong_options(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PartitionConfig(**options)  # type: ignore[arg-type]
+
+
+def partition_into(folder: Path, data: str, **options: Any) -> int:
+    words = ["partition", "--data", data, "--ranks", str(options.get("ranks", 2)), "--out", str(folder)]
+    return main.main(words)
+
+
+def described(folder: Path, name: str) -> tuple[str, int | None]:
+    prepared = prepare_partition(DataConfig(), PartitionConfig(partition=str(folder / f"{name}.json")))
+    return prepared.dataset, prepared.num_classes
+
+
+def test_a_partition_that_is_not_written_leaves_the_former_ones_description(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was deleted before anything was checked."""
+    folder = tmp_path / "p"
+    assert partition_into(folder, SMALL) == 0
+    name = find_part_config(folder).stem
+    expected = described(folder, name)
+    assert expected[1] == 3
+    other = write_npz(tmp_path / "other.npz")
+    assert partition_into(folder, other) == 1
+    assert "would overwrite its parts" in capsys.readouterr().err
+    assert partition_into(folder, SMALL, ranks=1000) == 1
+    assert described(folder, name) == expected
+
+
+def test_a_description_is_believed_for_its_own_partition_only(tmp_path: Path) -> None:
+    """Another graph written there later had the classes of the former one."""
+    folder = tmp_path / "p"
+    assert partition_into(folder, write_npz(tmp_path / "a.npz")) == 0
+    name = find_part_config(folder).stem
+    assert described(folder, name)[1] == 2
+    dgl_hybrid.partition_graph(DataConfig(data=SMALL).load().graph, name, 2, folder)
+    assert described(folder, name) == (name, None)
+
+
+def test_somebody_elses_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dataset.json").write_text('{"theirs": true}')
+    assert partition_into(tmp_path, SMALL) == 1
+    assert "dataset.json is not one of dgl_hybrid's" in capsys.readouterr().err
+    assert (tmp_path / "dataset.json").read_text() == '{"theirs": true}'
+
+
+def test_a_partition_of_an_earlier_version_is_written_again(tmp_path: Path) -> None:
+    first = prepare(tmp_path, ranks=2)
+    record = json.loads((first.parent / "dataset.json").read_text())
+    del record["manifest"]
+    (first.parent / "dataset.json").write_text(json.dumps(record))
+    assert prepare(tmp_path, ranks=2) == first
+    assert described(first.parent, first.stem)[1] == 3

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Relational GCN on a partitioned heterograph: an ordinary DistDGL script that classifies papers.
 
-    python examples/partition_scholar.py --num-parts 2 --out parts
-    dgl-hybrid launch --part-config parts/scholar.json \
-        examples/distdgl_rgcn.py --graph-name scholar --part-config parts/scholar.json
+    python examples/partition_scholar.py --num-parts 2 --out scholar_parts
+    dgl-hybrid launch --part-config scholar_parts/scholar.json \
+        examples/distdgl_rgcn.py --graph-name scholar --part-config scholar_parts/scholar.json
 
 Papers have features; authors and venues have none and get embeddings, which live in the KVStore and are trained by
 DGL's sparse optimizer.

@@ -55,7 +55,7 @@ def make_graph(num_papers, num_fields, seed):
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--num-parts", type=int, default=2)
-    parser.add_argument("--out", default="parts")
+    parser.add_argument("--out", default="scholar_parts")
     parser.add_argument("--papers", type=int, default=6000)
     parser.add_argument("--fields", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)

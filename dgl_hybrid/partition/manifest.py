@@ -98,6 +98,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
 
 
+def partition_digest(part_config: Path) -> str:
+    """SHA-256 of the manifest, which has the checksums of all files; of the JSON file where there is no manifest."""
+    manifest = part_config.parent / MANIFEST_NAME
+    return hash_file(manifest if manifest.is_file() else part_config).sha256
+
+
 def check_file(folder: Path, name: str, record: FileRecord) -> None:
     """Compares one file with its record.
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -22,7 +24,7 @@ from dgl_hybrid.partition.assign import assign_nodes, check_method
 from dgl_hybrid.partition.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
-    read_manifest,
+    read_json_object,
     sync_path,
     sync_tree,
     write_manifest,
@@ -150,10 +152,17 @@ def _make_staging(target: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
         # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
-        staging.chmod(0o775)
+        staging.chmod(0o775 & ~_umask())
     except OSError as error:
         raise _cannot_be_written(target, error) from error
     return staging
+
+
+def _umask() -> int:
+    """What this process takes from the rights of what it makes. Reading it means setting it, for a moment."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    return umask
 
 
 def _cannot_be_written(target: Path, error: OSError) -> PartitionError:
@@ -205,16 +214,25 @@ def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype:
 def _check_target(target: Path, graph_name: str) -> None:
     if target.exists() and not target.is_dir():
         raise PartitionError(f"{target} exists and is not a folder. Choose another out_path.")
+    for path in sorted(target.glob("*.json")):
+        if path.name not in (f"{graph_name}.json", MANIFEST_NAME) and _has_parts_in(path):
+            # DGL would mix the parts of two graphs in one folder, silently.
+            raise PartitionError(
+                f"{target} holds the partition of graph {path.stem!r}; writing {graph_name!r} there would "
+                "overwrite its parts. Choose another out_path or remove that folder."
+            )
+
+
+def _has_parts_in(path: Path) -> bool:
+    """Whether a file describes a partition, ours or DGL's own, whose parts lie where another one's would."""
     try:
-        manifest = read_manifest(target)
+        content = read_json_object(path)
     except PartitionError:
-        return  # A damaged former partition: replacing it is what its own error message advises.
-    if manifest is not None and manifest.graph_name != graph_name and (target / f"{manifest.graph_name}.json").exists():
-        # DGL would mix the parts of two graphs in one folder, silently.
-        raise PartitionError(
-            f"{target} holds the partition of graph {manifest.graph_name!r}; writing {graph_name!r} there would "
-            "overwrite its parts. Choose another out_path or remove that folder."
-        )
+        return False  # nothing that could be read is lost
+    part = content.get("part-0")
+    files = part.values() if isinstance(part, dict) else ()
+    folders = {Path(os.path.normpath(path.parent / file)).parent for file in files if isinstance(file, str)}
+    return any(folder.parent == path.parent and re.fullmatch(r"part\d+", folder.name) for folder in folders)
 
 
 def _write_homogeneous(

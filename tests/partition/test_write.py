@@ -371,3 +371,36 @@ def test_graphbolt_is_refused_in_one_line_where_it_has_no_library(tmp_path: Path
         assert list(tmp_path.iterdir()) == []
     else:
         assert list((tmp_path / "p").rglob("fused_csc_sampling_graph.pt"))
+
+
+def stock(graph: dgl.DGLGraph, name: str, folder: Path) -> None:
+    dgl.distributed.partition_graph(graph, name, 2, str(folder), part_method="random")
+
+
+def contents_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_partition_of_dgls_own_is_not_written_over(tmp_path: Path) -> None:
+    """Only a folder with our manifest was seen to hold a partition; parts of any other went without a word."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "notes.json").write_text('{"num_parts": 2, "part-0": {"part_graph": "other/part0/graph.dgl"}}')
+    (tmp_path / "broken.json").write_text("{")
+    stock(with_duplicates(), "theirs", tmp_path)
+    before = contents_of(tmp_path)
+    with pytest.raises(
+        PartitionError, match="holds the partition of graph 'theirs'; writing 'g' there would overwrite"
+    ):
+        write(hand_drawn(), tmp_path, 2)
+    assert contents_of(tmp_path) == before
+    (tmp_path / "theirs.json").unlink()
+    write(hand_drawn(), tmp_path, 2)
+
+
+def test_rights_follow_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write(hand_drawn(), tmp_path / "p", 2)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "p", tmp_path / "p" / "part0")} == {0o750}

@@ -42,6 +42,11 @@ class HookSet:
     def is_installed(self) -> bool:
         return self._is_active
 
+    @property
+    def originals(self) -> tuple[Callable[..., Any], ...]:
+        """What the hooks are around, in their order; nothing while they are not installed."""
+        return tuple(original for _, _, original, _ in self._installed)
+
     def install(self) -> None:
         """Installs all hooks; of a set that is installed, does nothing.
 

@@ -15,7 +15,7 @@ Strategy = Literal["hybrid", "depcache", "depcomm"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
-"""Set for every process of a job in which the plugin is on; holds a `HaloConfig`."""
+"""Set for every process of a job in which the plugin is on; holds a `HaloConfig`, `1` for the defaults, or `0`: off."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -77,7 +77,9 @@ class HaloConfig:
         if fields == 1:
             return cls()
         if not isinstance(fields, dict) or not set(fields) <= {"strategy", "budget"}:
-            raise ValueError(f"{ENABLE_VARIABLE} must be 1 or a JSON object with strategy and budget (got {value!r})")
+            raise ValueError(
+                f"{ENABLE_VARIABLE} must be 1, 0 or a JSON object with strategy and budget (got {value!r})"
+            )
         return cls(**fields)
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from dgl.distributed import role
 from torch import Tensor
@@ -26,6 +25,7 @@ from dgl_hybrid.sampling.choose import HoldChoice, RemoteCosts, choose_held
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
+from dgl_hybrid.sampling.free_memory import free_memory_bytes
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldRows, Pull
 from dgl_hybrid.sampling.in_edge_lists import LIST_BYTES, LIST_ENTRY_BYTES, SEEDS_PER_REQUEST, InEdgeLists
@@ -427,4 +427,4 @@ def _find_budget(config: HaloConfig, node_bytes: int, client: Any) -> float:
     machines_here = sum(address == addresses[client.machine_id] for address in addresses.values())
     trainers_here = machines_here * max(1, role.get_num_trainers() // len(addresses))
     processes = trainers_here * (1 + int(os.environ.get("DGL_NUM_SAMPLER", "0")))
-    return float(_AUTO_SHARE * psutil.virtual_memory().available / processes)
+    return float(_AUTO_SHARE * free_memory_bytes() / processes)

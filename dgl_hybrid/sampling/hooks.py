@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from dgl.distributed import kvstore
 from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
@@ -50,7 +51,11 @@ def withdraw(answer: PullAnswer) -> None:
 
 
 def unhooked_pull(client: Any, name: str, ids: Tensor) -> Tensor:
-    """Reads rows as DGL does, asking none of the answerers."""
-    pull = type(client).pull
-    rows: Tensor = getattr(pull, "__wrapped__", pull)(client, name, ids)
+    """Reads rows as DGL does, asking none of the answerers.
+
+    Not by looking what is under `KVClient.pull` now: somebody (a profiler) may have put a function around our hook.
+    """
+    originals = _pull_hook.originals
+    pull = originals[0] if originals and isinstance(client, kvstore.KVClient) else type(client).pull
+    rows: Tensor = pull(client, name, ids)
     return rows

@@ -47,7 +47,11 @@ class HaloPlugin:
     def install(self) -> None:
         """Puts everything in place, or raises CompatError and changes nothing."""
         self._hooks.install()
-        answer_pulls(self._answer_pull, last=True)
+        try:
+            answer_pulls(self._answer_pull, last=True)
+        except BaseException:
+            self._hooks.remove()
+            raise
 
     def remove(self) -> None:
         """Gives DGL its functions back and forgets what is held."""

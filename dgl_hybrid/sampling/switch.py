@@ -78,12 +78,12 @@ def held_bytes() -> int:
 
 
 def enable_from_environment() -> None:
-    """Turns the plugin on as a parent process has it; without the variable nothing happens.
+    """Turns the plugin on as a parent process has it; without the variable, or with `0` in it, nothing happens.
 
     Raises:
         ValueError: The variable holds what `HaloConfig.from_environment` cannot read.
     """
-    value = os.environ.get(ENABLE_VARIABLE)
-    if value:
+    value = os.environ.get(ENABLE_VARIABLE, "0")
+    if value not in ("", "0"):
         config = HaloConfig.from_environment(value)
         enable(strategy=config.strategy, budget=config.budget)

@@ -52,5 +52,5 @@ def test_the_variable_brings_back_the_same(config: HaloConfig) -> None:
 def test_one_stands_for_the_defaults_and_the_rest_is_refused() -> None:
     assert HaloConfig.from_environment("1") == HaloConfig()
     for value in ("yes", "[]", '{"strategy": "hybrid", "more": 1}'):
-        with pytest.raises(ValueError, match="DGL_HYBRID_ENABLE must be 1 or a JSON object"):
+        with pytest.raises(ValueError, match="DGL_HYBRID_ENABLE must be 1, 0 or a JSON object"):
             HaloConfig.from_environment(value)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -59,6 +60,30 @@ def test_the_unhooked_pull_is_dgls_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert client.calls == ["feat"]
 
 
+def test_the_unhooked_pull_goes_below_what_others_put_around_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler around `KVClient.pull` made a read that needs DGL come back to the hook, without end."""
+    monkeypatch.setattr(kvstore.KVClient, "pull", dgls_own := (lambda self, name, id_tensor: f"{name} of DGL"))
+
+    def answer(client: Any, name: str, ids: Any) -> Any:
+        return f"ours, by {unhooked_pull(client, name, ids)}"
+
+    answer_pulls(answer)
+    try:
+        for wraps in (functools.wraps, lambda function: lambda around: around):
+            hooked = kvstore.KVClient.pull
+
+            @wraps(hooked)
+            def timed(*args: Any, hooked: Any = hooked) -> Any:
+                return hooked(*args)
+
+            monkeypatch.setattr(kvstore.KVClient, "pull", timed)
+            assert object.__new__(kvstore.KVClient).pull("feat", None) == "ours, by feat of DGL"
+            monkeypatch.setattr(kvstore.KVClient, "pull", hooked)
+    finally:
+        withdraw(answer)
+    assert kvstore.KVClient.__dict__["pull"] is dgls_own
+
+
 def touched() -> dict[str, object]:
     """Every function of DGL that the plugin puts something around, and the code of those that it repairs."""
     functions = {
@@ -93,10 +118,11 @@ def test_disable_gives_dgl_every_function_back(monkeypatch: pytest.MonkeyPatch) 
     assert ENABLE_VARIABLE not in os.environ
 
 
-def test_a_failed_enable_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["push", "pull"])
+def test_a_failed_enable_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = touched()
-    monkeypatch.setattr(kvstore.KVClient, "push", lambda self, name: None)
-    with pytest.raises(CompatError, match=r"KVClient\.push"):
+    monkeypatch.setattr(kvstore.KVClient, name, lambda self, name: None)
+    with pytest.raises(CompatError, match=rf"KVClient\.{name}"):
         dgl_hybrid.enable()
     monkeypatch.undo()
     assert touched() == before

@@ -127,7 +127,7 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     # With p = 0, or while evaluating, dropout hands back the very tensor.
     drop = self.feat_drop
     is_plain = type(drop) is nn.Dropout and not (drop.training and drop.p > 0) and not is_watched(drop)
-    if self._aggre_type in ("mean", "gcn") and is_plain:
+    if self._aggre_type in ("mean", "gcn") and is_plain and _is_any_order(self):
         operands = _static_operands(graph, feat, edge_weight)
     if not operands:
         if self._aggre_type in ("mean", "gcn") and _is_plain_sageconv(self, graph, feat, edge_weight):
@@ -159,10 +159,18 @@ def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | Non
     return _finish(self, rst)
 
 
+def _is_any_order(self: Any) -> bool:
+    """Whether rows may be summed before `fc_neigh` although DGL would sum what it makes of them: a product, no more."""
+    layer = self.fc_neigh
+    is_product = isinstance(layer, nn.Linear) and type(layer).forward is nn.Linear.forward and layer.bias is None
+    is_own = "forward" in vars(layer) or is_watched(layer)
+    return self._in_src_feats <= self._out_feats or (is_product and not is_own)
+
+
 def _are_products(self: Any, feat: Tensor) -> bool:
     """Whether a `SAGEConv` multiplies these rows, or sums of them, by its weights and does nothing else to them."""
     layers = (self.fc_self, self.fc_neigh) if self._aggre_type == "mean" else (self.fc_neigh,)
-    return self.fc_neigh.bias is None and are_plain(layers, feat)
+    return are_plain(layers, feat) and self.fc_neigh.bias is None
 
 
 def _is_plain_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None) -> bool:

@@ -106,10 +106,11 @@ class SourceFields(MutableMapping[str, Tensor]):
     def _is_extended(self, name: str) -> bool:
         """Whether the received rows are at hand. Decided by what the program did, hence alike on every rank.
 
-        A field that was written in place since, or was exchanged under `no_grad` and now needs its gradient (an
-        evaluation or a reentrant checkpoint before this), is exchanged again.
+        Of a tensor made in inference mode nobody counts the writes, so it is exchanged at every use. A field that was
+        written in place since, or was exchanged under `no_grad` and now needs its gradient (an evaluation or a
+        reentrant checkpoint before this), is exchanged again.
         """
-        if name not in self._extended:
+        if name not in self._extended or self._held[name].is_inference():
             return False
         held, (extended, version) = self._held[name], self._extended[name]
         lacks_gradient = held.requires_grad and torch.is_grad_enabled() and not extended.requires_grad

@@ -66,7 +66,8 @@ def forward_gat(
     count("gat", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(*h_dst.shape[:-1], -1, width)
-    return _finish(rst, self.bias.view(heads, width) if self.has_explicit_bias else None, self.activation)
+    bias = self.bias.view(heads, width) if self.has_explicit_bias else None
+    return _finish(rst, bias, self.activation, is_new=self.res_fc is not None)
 
 
 def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False) -> Any:
@@ -100,16 +101,22 @@ def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False)
     count("gatv2", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(len(h_dst), -1, width)
-    return _finish(rst, None, self.activation)
+    return _finish(rst, None, self.activation, is_new=self.res_fc is not None)
 
 
-def _finish(rst: Tensor, bias: Tensor | None, activation: Any) -> Any:
-    """Adds the bias (H, D) to (N, ..., H, D) and takes the activation: an ELU, as models of attention have, in one."""
+def _finish(rst: Tensor, bias: Tensor | None, activation: Any, *, is_new: bool) -> Any:
+    """Adds the bias (H, D) to (N, ..., H, D) and takes the activation: an ELU, as models of attention have, in one.
+
+    Args:
+        is_new: `rst` is no longer what attention has returned.
+    """
     if is_elu(activation) and (bias is None or (rst.dim() == 3 and bias.dtype == rst.dtype)):
         flat = torch.ops.dgl_hybrid.biased_elu(rst.flatten(1), None if bias is None else bias.flatten())
         return flat.view(rst.shape)
     if bias is not None:
         rst = rst + bias
+    elif not is_new and rst.requires_grad and (activation is None or getattr(activation, "inplace", False)):
+        rst = rst.clone()  # the backward of attention reads its result, and scripts may go on in place
     return activation(rst) if activation else rst
 
 

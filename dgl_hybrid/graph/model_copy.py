@@ -47,6 +47,13 @@ def _shared_by_copies(classes: tuple[type, ...]) -> Iterator[None]:
                 cls.__deepcopy__ = method  # type: ignore[attr-defined]
 
 
+def seed_generators(seed: int) -> None:
+    """Sets what `with_own_randomness` puts back."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
 @contextlib.contextmanager
 def with_own_randomness(device: torch.device | None = None) -> Iterator[None]:
     """Puts the generators of PyTorch (the CPU's, and a given GPU's), Python and NumPy back to where they were.

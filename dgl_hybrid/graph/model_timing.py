@@ -313,10 +313,11 @@ class _DropoutAs(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is not F.dropout:
+        if func not in (F.dropout, torch.dropout):
             return func(*args, **kwargs)
         given = dict(zip(("input", "p", "training"), args, strict=False)) | kwargs
-        is_at_work = given.get("training", True) and given.get("p", 0.5) > 0.0
+        given.setdefault("training", given.get("train", True))
+        is_at_work = given["training"] and given.get("p", 0.5) > 0.0
         return self._dropout(given["input"]) if is_at_work else given["input"]
 
 

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 import dgl.nn as dglnn
 from torch import nn
+from torch.nn.utils import parametrize
 
 from dgl_hybrid.graph.aggregate_first import forward_ginconv, forward_graphconv, forward_sageconv
 from dgl_hybrid.graph.fused_attention import forward_gat, forward_gatv2
@@ -48,7 +49,7 @@ def optimize(model: ModelT) -> ModelT:
 
     What the fused operation cannot do (edge weights, attention as a result, hooks on the dropout inside) runs on DGL's
     own forward, and `op_counts()` says so. Second derivatives are refused by an error. Subclasses with a forward of
-    their own are left alone.
+    their own and layers with parametrizations (`torch.nn.utils.parametrize`) are left alone.
 
     Args:
         model: Any module; may itself be such a layer.
@@ -57,15 +58,25 @@ def optimize(model: ModelT) -> ModelT:
     """
     for module in model.modules():
         layer = type(module)
-        if not isinstance(module, _Optimized) and _forward_for(layer) is not None and "forward" not in vars(module):
+        is_own = "forward" in vars(module) or parametrize.is_parametrized(module)  # that changes classes, too
+        if not isinstance(module, _Optimized) and _forward_for(layer) is not None and not is_own:
             module.__class__ = _optimized_class(layer)
     return model
 
 
 def restore(model: ModelT) -> ModelT:
-    """Undoes `optimize`, in place: every layer has DGL's own forward again."""
+    """Undoes `optimize`, in place: every layer has DGL's own forward again.
+
+    Raises:
+        ValueError: A layer was parametrized after `optimize`.
+    """
     for module in model.modules():
         if isinstance(module, _Optimized):
+            if parametrize.is_parametrized(module):
+                raise ValueError(
+                    f"{type(module).__name__} was parametrized after it was optimized, and both change its class: "
+                    f"undo the parametrization first (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
             module.__class__ = module.layer_class  # type: ignore[assignment]
     return model
 

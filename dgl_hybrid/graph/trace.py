@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import BlockObserver, FusedOp, LayerBlock
-from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
+from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness
 from dgl_hybrid.graph.op_rates import attention_slowdown, row_slowdown, weighted_slowdown
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
@@ -216,6 +216,8 @@ class _QuietMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout:
             return self._product(*args, **kwargs)
+        if func is torch.dropout:
+            return self._product(*args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
         if func is F.batch_norm:
             return self._affine(*args, **kwargs)
         return func(*args, **kwargs)
@@ -328,7 +330,7 @@ def trace_model(
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
         with template.casting("cpu"):
-            _check_rows_apart(copied, args, kwargs, blocks, record, sizes, num_edges)
+            _check_rows_apart(lambda: copy_of(inner).cpu().train(), args, kwargs, blocks, record, sizes, num_edges)
         if template.autocast is not None:  # whatever the dtypes of their operands; as `LayerBlock.split_of` has it
             record.unsplit |= record.summed
     parameters = sum(parameter.numel() for parameter in inner.parameters())
@@ -385,7 +387,7 @@ def _check_all_used(record: _Record, num_layers: int) -> None:
 
 
 def _check_rows_apart(
-    model: nn.Module,
+    make_model: Callable[[], nn.Module],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     blocks: list[LayerBlock],
@@ -397,6 +399,12 @@ def _check_rows_apart(
 
     Row 0 of what the model is given, of the fields it finds in the blocks, and of what it first exchanges, which may
     come from a table of its own.
+
+    A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
+    has a copy and generators in the same state.
+
+    Args:
+        make_model: Makes a copy.
     """
 
     def copied(value: Any) -> Any:
@@ -420,20 +428,29 @@ def _check_rows_apart(
             for name, rows in fields.items():
                 frame[name] = change(rows)
         blocks[0].observer = observer
+        model = make_model()
         try:
-            return _tensors(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
+            with with_own_randomness():
+                seed_generators(0)
+                return _tensors(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
         finally:
             blocks[0].observer = None
 
     with torch.no_grad(), _QuietMode(record, sizes):
-        plain = run(copied, None)
+        plain, again = run(copied, None), run(copied, None)
+        if not all(map(_are_close, plain, again)):
+            _logger.warning(
+                "two forwards of the model from the same state differ, so it was not checked that rows of different "
+                "vertices are only mixed by message passing and batch norm; anything else would not be exact"
+            )
+            return
         try:
             disturbed = run(disturb, _Disturber())
         except (IndexError, RuntimeError):  # of a table with one row
             disturbed = run(lambda x: copied(x) if _is_integer(x) else disturb(x), _Disturber())
     for before, after in zip(plain, disturbed, strict=True):
         rows_of_level = before.dim() and len(before) in sizes
-        if rows_of_level and not torch.allclose(before[1:], after[1:], rtol=1e-5, atol=1e-7, equal_nan=True):
+        if rows_of_level and not _are_close(before[1:], after[1:]):
             raise BlockError(
                 "the model mixes rows of different vertices outside message passing (a norm or a mean over nodes), "
                 "which cannot be exact on a partition. Use BatchNorm1d, which is supported, or a norm over features "
@@ -447,6 +464,10 @@ def _check_rows_apart(
                 "rows and reduce them outside.",
                 tuple(before.shape),
             )
+
+
+def _are_close(before: Tensor, after: Tensor) -> bool:
+    return before.shape == after.shape and torch.allclose(before, after, rtol=1e-5, atol=1e-7, equal_nan=True)
 
 
 def _is_integer(value: Any) -> bool:

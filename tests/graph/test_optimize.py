@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid.graph import attention_terms
@@ -617,3 +618,75 @@ def test_terms_of_frozen_parts() -> None:
     (dx,) = torch.autograd.grad(el.sum() + er.sum(), x)
     expected = attn_l.detach().expand_as(x) + torch.cat([attn_r.expand(2, -1, -1), torch.zeros(2, HEADS, WIDTH)])
     torch.testing.assert_close(dx, expected)
+
+
+# ------------------------------------------------------------------------------------------ scripts that go on in place
+
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu_,
+    "dropout that drops nothing": lambda h: F.dropout(h, 0.0, inplace=True).mul_(0.5),
+    "skip connection": lambda h: h.add_(1.0),
+}
+
+
+def changed_in_place(layer: Any, graph: Any, change: Callable[[Tensor], Tensor]) -> Result:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, graph: Any, feat: Any) -> Tensor:
+            return change(self.layer(graph, feat))
+
+    return run(Changing(), graph, inputs_for(graph))
+
+
+@pytest.mark.parametrize("change", IN_PLACE)
+@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("graph", [plain_graph, layer_block], ids=["graph", "LayerBlock"])
+def test_the_result_may_be_changed_in_place(kind: str, graph: Callable[[], Any], change: str) -> None:
+    """The backward of attention reads its result, which the layer without bias returned as it was."""
+    layer = make(kind, **({"bias": False} if kind == "gat" else {}))
+    expected = changed_in_place(copy.deepcopy(layer), graph(), IN_PLACE[change])
+    assert_same(changed_in_place(optimize(layer), graph(), IN_PLACE[change]), expected)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ELU(inplace=True)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_activations_may_work_in_place(kind: str, activation: nn.Module) -> None:
+    layer = make(kind, activation=activation, **({"bias": False} if kind == "gat" else {}))
+    check(layer, plain_graph(), inputs_for(plain_graph()))
+
+
+def test_what_an_elu_needs_for_its_gradient_is_named() -> None:
+    layer = optimize(make("gat", activation=F.elu))
+    graph = plain_graph()
+    (x,) = inputs_for(graph)
+    with pytest.raises(RuntimeError, match=r"activation ELU was changed in place.*write `h = h \+ other`"):
+        layer(graph, x).add_(1.0).sum().backward()
+
+
+# ------------------------------------------------------------------------------------------ parametrizations
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2.0 * weight
+
+
+def test_parametrized_layers_stay_as_they_are() -> None:
+    """Both change the class of a layer: taking the parametrization away again failed half-way."""
+    layer = dglnn.GraphConv(IN, WIDTH, allow_zero_in_degree=True).double()
+    weight = layer.weight.detach().clone()
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    before = type(layer)
+    assert type(optimize(layer)) is before
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is dglnn.GraphConv
+    assert torch.equal(layer.weight, 2.0 * weight)
+    assert type(optimize(layer)) is not dglnn.GraphConv
+    parametrize.register_parametrization(layer, "weight", _Doubled())
+    with pytest.raises(ValueError, match="GraphConv was parametrized after it was optimized"):
+        restore(layer)
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(restore(layer)) is dglnn.GraphConv

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import random
+import time
 from typing import Any
 
 import dgl.function as fn
 import dgl.nn as dglnn
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,10 +28,10 @@ IN, HIDDEN, OUT = 5, 9, 3
 
 
 class Field:
-    """Stands for a graph's field: the trace asks for its row shape and dtype only."""
+    """Stands for a graph's field: the trace asks for its row shape and dtype, and where it has zeros."""
 
-    def __init__(self, width: int) -> None:
-        self.local = torch.zeros(1, width)
+    def __init__(self, width: int, value: float = 0.0) -> None:
+        self.local = torch.full((1, width), value)
 
 
 class Stack(nn.Module):
@@ -46,9 +49,9 @@ class Stack(nn.Module):
         return h
 
 
-def trace(model: nn.Module, *, in_feats: int = IN, num_layers: int = 2) -> TraceResult:
+def trace(model: nn.Module, *, in_feats: int = IN, num_layers: int = 2, value: float = 0.0) -> TraceResult:
     fields = StaticFields(source={}, destination={}, edge={})
-    template = CallTemplate.of_convention({"feat": Field(in_feats)}, fields)
+    template = CallTemplate.of_convention({"feat": Field(in_feats, value)}, fields)
     return trace_model(model, template, num_layers)
 
 
@@ -344,3 +347,67 @@ def test_under_autocast_nothing_is_split() -> None:
     layers = trace_model(model, template, 2).trace.layers
     assert not any(layer.can_split or layer.can_sum_apart or layer.keeps_result for layer in layers)
     assert layers[1].operand_bytes_fwd == 2 * OUT
+
+
+class _Drawing(Stack):
+    """Does something to its rows that differs from one forward to the next."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT))
+        self.way = way
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        if way == "spectral norm":
+            nn.utils.parametrizations.spectral_norm(self.linear)
+        self.register_buffer("num_steps", torch.zeros(()))
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], x)
+        if self.way == "dropout of torch":
+            h = torch.dropout(h, 0.4, True)
+        elif self.way == "noise of weights":
+            h = h @ torch.randn(HIDDEN, HIDDEN)
+        elif self.way == "noise of rows":
+            h = h + torch.randn_like(h)
+        elif self.way == "a layer that is skipped":
+            h = self.linear(h) if random.random() + np.random.rand() < 1.0 else h
+        elif self.way == "spectral norm":
+            h = self.linear(h)
+        elif self.way == "schedule":
+            self.num_steps += 1
+            h = h * self.num_steps
+        elif self.way == "the clock":
+            h = h * (time.perf_counter_ns() % 1_000_003)
+        return self.layers[1](blocks[1], h)
+
+
+WAYS = (
+    *("dropout of torch", "noise of weights", "noise of rows", "a layer that is skipped", "spectral norm"),
+    "schedule",
+)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_differs_from_forward_to_forward_mixes_no_rows(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Two runs were compared, and whatever made them differ was taken for rows that were mixed."""
+    model = _Drawing(way)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.random.get_rng_state()
+    assert trace(model, value=1.0).dense_below == 0
+    assert not caplog.records
+    assert torch.equal(torch.random.get_rng_state(), before)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+def test_what_cannot_be_repeated_is_not_checked(caplog: pytest.LogCaptureFixture) -> None:
+    assert trace(_Drawing("the clock"), value=1.0).dense_below == 0
+    assert "two forwards of the model from the same state differ" in caplog.text
+
+
+def test_a_model_that_draws_and_mixes_rows_is_refused() -> None:
+    class Mixing(_Drawing):
+        def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+            return super().forward(blocks, x - x.mean(0))
+
+    with pytest.raises(BlockError, match="mixes rows of different vertices"):
+        trace(Mixing("noise of weights"), value=1.0)

@@ -718,3 +718,75 @@ def test_what_was_written_into_in_place_is_summed_anew(partitions: PartitionStor
         # What the script has read is its own; what was prefetched is there anew in every epoch.
         for factor, found in zip((1.0, 2.0, 6.0, 2.0, 4.0), sums, strict=True):
             assert_close(found, factor * expected[ids], f"sums times {factor}")
+
+
+class _Replaced(nn.Module):
+    """One `SAGEConv` whose product of in-neighbours is something else."""
+
+    def __init__(self, way: str, num_features: int, aggregator: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.conv = dglnn.SAGEConv(num_features, 3, aggregator)
+        if way == "function":
+            self.conv.fc_neigh = nn.Sequential(nn.Linear(num_features, 3), nn.ReLU())
+        elif way == "bias":
+            self.conv.fc_neigh = nn.Linear(num_features, 3)
+            nn.init.normal_(self.conv.fc_neigh.bias)
+        elif way == "hook":
+            self.conv.fc_neigh.register_forward_hook(lambda module, args, output: output.relu())
+        elif way == "forward":
+            linear = self.conv.fc_neigh
+            linear.forward = lambda x: F.linear(x, linear.weight).abs()
+        self.double()
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.conv(blocks[0], x)
+        return out
+
+
+def run_replaced(rank: int, world_size: int, part_config: str) -> dict[tuple[str, str], float]:
+    """Returns how far the optimised layer is from DGL's own, for each way and aggregator."""
+    g = PartitionedGraph.open(part_config)
+    found = {}
+    for aggregator in ("mean", "gcn"):
+        for way in ("none", "function", "bias", "hook", "forward"):
+            results = []
+            for is_optimized in (False, True):
+                model = _Replaced(way, g.ndata["feat"].shape[1], aggregator)
+                model = optimize(model) if is_optimized else model
+                loader = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)])
+                for input_nodes, _, blocks in loader:
+                    results.append(model(blocks, g.ndata["feat"][input_nodes]).detach())
+            found[aggregator, way] = float((results[0] - results[1]).abs().max())
+    return found
+
+
+def test_rows_are_summed_first_only_before_a_product(partitions: PartitionStore) -> None:
+    """What DGL sums is what `fc_neigh` makes of rows that are wider: a ReLU of sums is no sum of ReLUs."""
+    for world_size in (1, 2):
+        for found in run_ranks(world_size, run_replaced, partitions.get("power_law", power_law(), world_size)):
+            assert max(found.values()) < 1e-12, found
+
+
+def take_greatest_twice(rank: int, world_size: int, part_config: str) -> dict[str, Tensor]:
+    """Changes a field in place between two uses of it that receive its rows (sums may travel in their place)."""
+    g = PartitionedGraph.open(part_config)
+    found = {}
+    for name, mode in {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}.items():
+        with mode():
+            for input_nodes, _, blocks in FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)]):
+                with blocks[0].local_scope():
+                    h = g.ndata["feat"][input_nodes] * 1.0
+                    blocks[0].srcdata["h"] = h
+                    blocks[0].update_all(fn.copy_u("h", "m"), fn.max("m", "y"))
+                    h.mul_(2.0)
+                    blocks[0].update_all(fn.copy_u("h", "m"), fn.max("m", "z"))
+                    found[name] = blocks[0].dstdata["z"] - 2.0 * blocks[0].dstdata["y"]
+    return found
+
+
+def test_fields_changed_in_place_are_received_again_in_inference_mode(partitions: PartitionStore) -> None:
+    """Nobody counts the writes to tensors of that mode, and rows received before the change were used again."""
+    for found in run_ranks(2, take_greatest_twice, partitions.get("power_law", power_law(), 2)):
+        for name, off in found.items():
+            assert float(off.abs().max()) < 1e-12, name

@@ -166,7 +166,13 @@ def _tasks_of(indptr: Tensor) -> RowTasks:
 
 
 def address(tensor: Tensor | None, offset: int = 0) -> int:
-    """Where the tensor's element `offset` lies; 0 for None."""
+    """Where the tensor's element `offset` lies; 0 for None.
+
+    Raises:
+        ValueError: Of a tensor that a CPU kernel cannot read.
+    """
+    if tensor is not None and not tensor.is_cpu:
+        raise ValueError(f"expected all tensors on the CPU, as the first is (got one on {tensor.device})")
     return 0 if tensor is None else tensor.data_ptr() + offset * tensor.element_size()
 
 

@@ -51,7 +51,8 @@ def are_served(
     """
     shape = (len(rows[0]), weights[0].shape[-1])
     fit = (
-        len(rows) == len(weights)
+        all(x is None or x.is_cpu for x in (*rows, *weights, *of_result, factors, bias))
+        and len(rows) == len(weights)
         and all(len(x) == shape[0] and x.shape[-1] == len(w) for x, w in zip(rows, weights))
         and all(w.shape[-1] == shape[1] for w in weights)
         and all(x is None or x.shape == shape for x in of_result)

@@ -25,7 +25,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> Grads:
-    (out,) = ctx.saved_tensors
+    try:
+        (out,) = ctx.saved_tensors
+    except RuntimeError as error:
+        if "inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            "the result of an optimized attention layer with activation ELU was changed in place, but its gradient is "
+            "computed from it: write `h = h + other` for `h += other`, or take the ELU outside of the layer"
+        ) from error
     needs_x, needs_bias = ctx.needs_input_grad
     if torch.is_grad_enabled():
         dx = grad * torch.where(out <= 0, out + 1.0, 1.0)

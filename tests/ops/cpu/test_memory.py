@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dgl_hybrid.ops.compiled_code import FOLDER_VARIABLE
+from dgl_hybrid.ops.cpu.launch import address
 from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in, unmap_read_files_in
 
 
@@ -155,3 +156,10 @@ def test_files_that_were_read_leave_and_can_be_read_again(tmp_path: Path) -> Non
     assert unmap_read_files_in(tmp_path) == 0
     assert changed[:2] == b"ba"
     assert read[:] == b"a" * len(read)
+
+
+def test_kernels_get_no_address_of_another_device() -> None:
+    """They would read it, and that ends the process."""
+    assert address(torch.zeros(3), 2) > 0
+    with pytest.raises(ValueError, match=r"expected all tensors on the CPU, as the first is \(got one on meta\)"):
+        address(torch.zeros(3, device="meta"))

@@ -400,6 +400,8 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+                raise  # no peer's fault, and scripts catch it
             self._explain(what, error)
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:

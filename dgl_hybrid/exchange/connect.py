@@ -47,7 +47,10 @@ def create_communicator(
     chosen = backend or str(dist.get_backend())
     if chosen == "undefined" or ("nccl" in chosen and "gloo" in chosen):
         # No backend was named, or "cpu:gloo,cuda:nccl" was: there is one for each kind of device.
-        chosen = "nccl" if torch.cuda.is_available() else "gloo"
+        # Of CPU tensors, so that ranks can ask each other before they know: all or none take the GPUs.
+        has_gpu = torch.tensor([int(torch.cuda.is_available())])
+        dist.all_reduce(has_gpu, dist.ReduceOp.MIN)
+        chosen = "nccl" if int(has_gpu) else "gloo"
     if chosen not in ("gloo", "nccl"):
         raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")
     if chosen == "nccl" and transport == "shared_memory":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.segments import find_sorted, indptr_of, unique
 from dgl_hybrid.partition import EdgeLists
@@ -78,6 +79,13 @@ def request_ids(communicator: Communicator, ownership: Ownership, ids_sorted_glo
     counts = torch.bincount(ownership.owner_of(ids_sorted_global), minlength=ownership.world_size).tolist()
     asked = communicator.exchange_counts(counts)
     requests = communicator.exchange(ids_sorted_global, counts, asked)
+    if len(requests) and not bool(ownership.is_owned(requests).all()):
+        foreign = requests[~ownership.is_owned(requests)]
+        raise ExchangeError(
+            f"rank {ownership.rank} of {ownership.world_size} owns ids [{ownership.start}, {ownership.stop}), but was "
+            f"asked for {int(foreign[0])} and {len(foreign) - 1} more outside: peers know another partition. Start all "
+            f"ranks on copies of one partition folder."
+        )
     return Routing(
         send_local=requests - ownership.start,
         send_counts=tuple(asked),

@@ -90,6 +90,12 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
         part = int(book.partid)
         node_bounds, edge_bounds = _bounds(book, "num_nodes"), _bounds(book, "num_edges")
         _check_inner(structure, node_bounds[part], node_bounds[part + 1])
+    of_ranks = communicator.gather_json([node_bounds, edge_bounds])
+    if (other := next((r for r in range(len(of_ranks)) if of_ranks[r] != of_ranks[0]), None)) is not None:
+        raise PartitionError(
+            f"the machine of rank {other} has another partition of {g.graph_name!r} than that of rank 0: its parts "
+            f"have other sizes. Copy one partition folder to all machines again."
+        )
     first, last = node_bounds[part], node_bounds[part + 1]
     siblings = _ranks_of_machines(communicator, part, len(node_bounds) - 1)
     position, num_siblings = communicator.rank - siblings.start, len(siblings)

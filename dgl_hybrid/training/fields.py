@@ -85,6 +85,7 @@ class StoredField(GraphField):
     """
 
     def __init__(self, name: str, local: Tensor, ownership: Ownership, row_sets: RowSets, kind: str) -> None:
+        _refuse_learnable(local, kind, name)
         self.name = name
         self.ownership = ownership
         self._local = local
@@ -139,6 +140,7 @@ class StoredField(GraphField):
         """Replaces this rank's rows; every rank must do so, since rows read before are read again."""
         if len(rows) != len(self.local):
             raise ValueError(f"{self._kind} field {self.name!r} must have {len(self.local)} rows (got {len(rows)})")
+        _refuse_learnable(rows, self._kind, self.name)
         self._local = rows
         self._local_version = _version_of(rows)
         self._version += 1
@@ -165,6 +167,16 @@ class StoredField(GraphField):
 
 
 _WROTE_ROWS, _WROTE_FIELD = 1, 2
+
+
+def _refuse_learnable(rows: Tensor, kind: str, name: str) -> None:
+    """Fields are read, also from other ranks; nobody would bring a gradient of a row that is held here to its owner."""
+    if rows.requires_grad:
+        raise ValueError(
+            f"{kind} field {name!r} must not require a gradient (got rows that do): gradients of rows that other ranks "
+            f"read would be lost. Keep them in the model (nn.Embedding), or train a DistEmbedding of a DistGraph; "
+            f"`rows.detach()` stores their values."
+        )
 
 
 def was_changed(rows: Tensor, version: int) -> bool:

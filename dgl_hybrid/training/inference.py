@@ -46,6 +46,7 @@ def infer(
         model: Any module a loader's blocks work with, wrapped in DDP or not; its modules' modes are restored.
         g: A running `DistGraph`, or the graph as this rank sees it.
         sampler: A DGL sampler or the number of layers, as for `FullGraphLoader`.
+        device: Of the blocks; by default where the model's first parameter lies.
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
         feature: The node field that is the model's input.
         loader: One made before for the same nodes, to save building it.
@@ -57,6 +58,8 @@ def infer(
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if loader is None:
+        if device is None:
+            device = next((parameter.device for parameter in inner.parameters()), None)
         graph = as_partitioned(g, transport)
         wanted = graph.owned_nodes() if nids is None else nids
         loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)

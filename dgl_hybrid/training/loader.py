@@ -38,7 +38,7 @@ from dgl_hybrid.training.loader_arguments import (
     seed_ids,
     sums_first_of,
 )
-from dgl_hybrid.training.loss import Reduction, find_loss_weight
+from dgl_hybrid.training.loss import REDUCTIONS, Reduction, check_reduction, find_loss_weight
 from dgl_hybrid.training.memory import FreeMemory, give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
 from dgl_hybrid.training.plan_trials import SHARE, PlanTrials
@@ -158,6 +158,7 @@ class FullGraphLoader:
                 raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
             if not autotune >= 0.0:
                 raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune})")
+            check_reduction(loss_reduction, loss_denominator)
         self.approximation = agree_on_approximation(approximate, self.communicator)
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
         if self.approximation is not None and self.communicator.rank == 0:
@@ -178,6 +179,8 @@ class FullGraphLoader:
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
                 "strategy": STRATEGIES.index(config.strategy),
+                "loss_reduction": REDUCTIONS.index(loss_reduction),
+                "on a GPU": int(self.device.type == "cuda"),
                 "a memory budget given": config.memory_budget_bytes is not None,
                 "rates given": topology is not None,
                 "prices": len(config.prices),
@@ -221,7 +224,7 @@ class FullGraphLoader:
         self._is_checked = forced is None
         self._steps_done = 0
         self._is_cast_otherwise = False
-        self._is_warned = False
+        self._is_warned = self._is_settled_in_pieces = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
@@ -250,10 +253,12 @@ class FullGraphLoader:
         kinds = self.communicator.gather_ints([int(value) for value in options.values()])
         for rank, kind in enumerate(kinds):
             if kind != kinds[0]:
-                raise ValueError(
-                    f"every rank must make the same loader: ({', '.join(options)}) is {kinds[0]} on rank 0 and {kind} "
-                    f"on rank {rank}"
+                differing = ", ".join(
+                    f"{name} is {ours} on rank 0 and {theirs} on rank {rank}"
+                    for name, ours, theirs in zip(options, kinds[0], kind, strict=True)
+                    if ours != theirs
                 )
+                raise ValueError(f"every rank must make the same loader: {differing}")
 
     # ---------------------------------------------------------------- plan and build
 
@@ -264,10 +269,21 @@ class FullGraphLoader:
         has_choice = share > 0.0 and count > 1
         if has_choice:
             self._trials = PlanTrials(
-                count, _favourites(outcome), share, predicted_s=outcome.predicted_s, planning_s=planning_s
+                count, self._favourites(outcome), share, predicted_s=outcome.predicted_s, planning_s=planning_s
             )
         else:
             self._trials = None
+
+    def _favourites(self, outcome: PlanOutcome) -> list[int]:
+        """Returns the positions of the plans that one would choose without measuring: the pure ones and NeutronStar's.
+
+        Those of rank 0: where NeutronStar's greedy takes too long for a rank's halo, another plan has its place there,
+        and ranks that do not favour the same positions would end trials with different plans. Collective.
+        """
+        pure = ("depcache", "depcomm", "neutronstar")
+        own = [position for position, plan in enumerate(outcome.candidates) if plan.strategy in pure]
+        favourites: list[int] = self.communicator.broadcast_json(own)
+        return favourites
 
     def _make_plan(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it. Collective."""
@@ -308,6 +324,19 @@ class FullGraphLoader:
         sums_first: Sequence[bool] = (),
         *,
         owners_aggregate: bool = False,
+    ) -> None:
+        # Plans may change as an evaluation in inference mode begins; later steps save ids and masks for their backward.
+        with torch.inference_mode(False), torch.no_grad():
+            self._build_blocks(cached, dense_below, chunk_rows, sums_first, owners_aggregate=owners_aggregate)
+
+    def _build_blocks(
+        self,
+        cached: list[Tensor],
+        dense_below: int,
+        chunk_rows: int | None,
+        sums_first: Sequence[bool],
+        *,
+        owners_aggregate: bool,
     ) -> None:
         is_first = "blocks" not in self.__dict__
         self._let_go()
@@ -549,6 +578,14 @@ class FullGraphLoader:
                 "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
             )
 
+    def _say_in_pieces(self) -> None:
+        if not self._is_settled_in_pieces and self.communicator.rank == 0:
+            _logger.warning(
+                "several modules use the blocks in turn, so no plan is made for them and everything stays as it is, "
+                "which is exact: put them in one nn.Module and call that"
+            )
+        self._is_settled_in_pieces = True
+
     def _continue_trials(self, elapsed_ns: list[int], change_ns: int) -> None:
         """Takes the last epoch's times to the trials, and changes the plan if another one has its turn. Collective."""
         trials, outcome = self._trials, self.outcome
@@ -586,7 +623,7 @@ class FullGraphLoader:
             except TraceError as error:
                 _logger.warning("%s; the plans of before are tried again", error)
         trials.begin_anew(
-            len(outcome.candidates), _favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
+            len(outcome.candidates), self._favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
         )
         self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
 
@@ -630,13 +667,12 @@ class FullGraphLoader:
         return see_call
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        step: Step | None = self.__dict__.get("_step")
+        if step is not None and not step.all_blocks_used:
+            self._say_in_pieces()
+            return
         # An evaluation may come first, which is called in ways of its own.
         if self._template is None or (torch.is_grad_enabled() and not self._has_seen_training):
             self._has_seen_training = torch.is_grad_enabled()
             self._model = weakref.ref(module)
             self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
-
-
-def _favourites(outcome: PlanOutcome) -> list[int]:
-    """Returns the positions of the plans that one would choose without measuring: the pure ones and NeutronStar's."""
-    return [i for i, plan in enumerate(outcome.candidates) if plan.strategy in ("depcache", "depcomm", "neutronstar")]

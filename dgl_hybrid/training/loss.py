@@ -9,7 +9,7 @@ exchange runs backward: by P * n_j / sum(n) on rank j.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 
 Reduction = Literal["mean", "sum"]
+REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -25,7 +26,7 @@ class _WeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
         ctx.weight = weight
-        return x.view_as(x)
+        return x.clone()  # not a view of it: a script may go on in place (`logits /= temperature`)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -43,6 +44,21 @@ def weight_gradient(x: Tensor, weight: float) -> Tensor:
 def is_weighting(node: Any) -> bool:
     """Whether an autograd node is the backward of `weight_gradient`."""
     return type(node).__name__ == _WeightGradient.__name__ + "Backward"
+
+
+def check_reduction(reduction: str, denominator: float | None) -> None:
+    """Checks what a script says of its loss.
+
+    Raises:
+        ValueError: Another reduction than those there are, or a denominator of a sum.
+    """
+    if reduction not in REDUCTIONS:
+        raise ValueError(
+            f"loss_reduction must be one of {', '.join(REDUCTIONS)} (got {reduction!r}): how the script reduces its "
+            f"loss over the seeds, in whatever steps"
+        )
+    if reduction == "sum" and denominator is not None:
+        raise ValueError(f"loss_denominator={denominator} has no meaning with loss_reduction='sum': leave it out")
 
 
 def find_loss_weight(

@@ -20,6 +20,7 @@ from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
+from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
 from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, find_stored_writes, spread_stored_writes
@@ -92,6 +93,13 @@ class PartitionedGraph:
                     f"{summary.num_parts} ranks, or partition the graph into {chosen.world_size} parts."
                 )
             partition = load_partition(part_config, chosen.rank, verify=verify)
+            digest = partition_digest(Path(part_config))
+        of_ranks = chosen.gather_json(digest)
+        if (other := next((r for r in range(len(of_ranks)) if of_ranks[r] != of_ranks[0]), None)) is not None:
+            raise PartitionError(
+                f"rank {other} of {chosen.world_size} has opened another partition than rank 0 has ({part_config} on "
+                f"rank {chosen.rank}): names, sizes or checksums differ. Copy one partition folder to all hosts again."
+            )
         return PartitionedGraph(partition, chosen, node_data=partition.node_data, edge_data=partition.edge_data)
 
     @staticmethod

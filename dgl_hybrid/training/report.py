@@ -72,7 +72,7 @@ class TrainReport:
     epochs: tuple[EpochReport, ...]
     layers: tuple[LayerReport, ...]
     best: Accuracy
-    """At the best validation accuracy, the earliest of equals."""
+    """At the least validation loss, the earliest of equals."""
     final: Accuracy
     """After the last epoch."""
     peak_rss_bytes: tuple[int, ...]

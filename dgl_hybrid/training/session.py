@@ -83,18 +83,42 @@ _TRAINS_AT: dict[Callable[..., Any], int] = {
 }
 
 
+def _attention_drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+
+
+def _heads_drop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    p = args[10] if len(args) > 10 else kwargs["dropout_p"]
+    trains = args[13] if len(args) > 13 else kwargs.get("training", True)
+    return bool(p) and bool(trains)
+
+
+def _recurrence_drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of `has_biases, num_layers, dropout, train`, which follow tensors: one more for packed sequences."""
+    at = next((at for at, arg in enumerate(args) if isinstance(arg, bool)), len(args))
+    return len(args) > at + 3 and args[at + 1] > 1 and bool(args[at + 2]) and bool(args[at + 3])
+
+
+# Functions that drop out inside of themselves, where no mode sees it -> whether this call does.
+_WITH_DROPOUT: dict[Callable[..., Any], Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    F.scaled_dot_product_attention: _attention_drops,
+    F.multi_head_attention_forward: _heads_drop,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrence_drops),
+}
+
+
 class _RowMode(TorchFunctionMode):
     def __init__(self, step: Step, *, given_blocks: bool) -> None:
         super().__init__()
         self.step = step
-        self._given_blocks = given_blocks
+        self.given_blocks = given_blocks
 
     def _is_ours(self) -> bool:
         """Whether this call works on blocks: given as arguments, or (inside an object of the script's) used by now.
 
         A module called between two steps that has nothing to do with the graph keeps its own dropout and batch norm.
         """
-        return self._given_blocks or self.step.block_used
+        return self.given_blocks or self.step.block_used
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -111,6 +135,8 @@ class _RowMode(TorchFunctionMode):
                 _refuse_random(self.step, func, args, kwargs)
             if func in _UNREPLICATED_FACTORIES:
                 _refuse_factory(self.step, func, args, kwargs)
+            if func in _WITH_DROPOUT and self._is_ours() and _WITH_DROPOUT[func](args, kwargs):
+                _raise_unreplicated(func)
         return func(*args, **kwargs)
 
     def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -169,7 +195,7 @@ def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[st
     tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
     at = _TRAINS_AT.get(func, len(args))
     trains = args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True))
-    if tensor is not None and tensor.dim() and step.is_level(len(tensor)) and trains:
+    if tensor is not None and tensor.dim() and step.has_rows(len(tensor)) and trains:
         _raise_unreplicated(func)
 
 
@@ -179,14 +205,14 @@ def _refuse_factory(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[s
         shape = args[0] if args and not isinstance(args[0], int) else args
     elif shape is None:
         shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1] or (kwargs.get("n"),))
-    if len(shape) and isinstance(shape[0], int) and step.is_level(shape[0]):
+    if len(shape) and isinstance(shape[0], int) and step.has_rows(shape[0]):
         _raise_unreplicated(func)
 
 
 def _raise_unreplicated(func: Any) -> NoReturn:
     raise BlockError(
-        f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row and its replicas would "
-        f"differ. Use nn.Dropout, which is replicated, or draw from a function of the node ids."
+        f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row of a vertex or an edge and "
+        f"its replicas would differ. Use nn.Dropout, which is replicated, or draw from a function of the ids."
     )
 
 
@@ -195,12 +221,39 @@ class _Session:
 
     def __init__(self) -> None:
         self.installed: list[Any] = []
-        self.latest: Callable[[], Step | None] = lambda: None
+        self.followed: list[weakref.ref[Step]] = []
+        """Steps that may still be in use, the one that was yielded last at the end."""
         self.outermost: nn.Module | None = None
         self.depth = 0
         self.is_paused = False
         self.step: Step | None = None
         self.mode: _RowMode | None = None
+
+    def follow(self, step: Step) -> None:
+        self.followed = [ref for ref in self.followed if ref() is not None and ref() is not step]
+        self.followed.append(weakref.ref(step))
+        if self.depth > 0 and not _is_running(self.outermost):
+            self._end()  # Ctrl-C ended the call: PyTorch calls forward hooks after an `Exception` only
+
+    def latest(self) -> Step | None:
+        """Returns the step that was yielded last, of those that anybody still holds."""
+        return next((step for step in (ref() for ref in reversed(self.followed)) if step is not None), None)
+
+    def _end(self) -> None:
+        if self.mode is not None:
+            self.mode.__exit__(None, None, None)
+        self.outermost = self.step = self.mode = None
+        self.depth = 0
+
+    def check_followed(self, step: Step) -> None:
+        """Raises if blocks are used inside a call that is taken to be about those of another loader."""
+        is_given = self.mode is not None and self.mode.given_blocks
+        if self.depth > 0 and self.step is not step and not is_given and not self.is_paused:
+            raise BlockError(
+                f"{type(self.outermost).__name__} uses blocks that it was not given as arguments, after another loader "
+                f"has yielded: dropout, batch norm and the loss weight would be for that one's. Pass the blocks as "
+                f"arguments, in lists, tuples or dicts if need be."
+            )
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self.depth == 0:
@@ -213,7 +266,7 @@ class _Session:
                 return
             _check_not_weighted(module, arguments)
             self.outermost, self.step = module, step
-            step.block_used = step.last_block_used = False
+            step.begin_call()
             self.mode = _RowMode(step, given_blocks=given is not None)
             self.mode.__enter__()
         self.depth += 1
@@ -224,11 +277,9 @@ class _Session:
         self.depth -= 1
         if self.depth > 0:
             return None
-        step, mode = self.step, self.mode
+        step = self.step
         assert step is not None
-        assert mode is not None
-        mode.__exit__(None, None, None)
-        self.outermost = self.step = self.mode = None
+        self._end()
         if output is None or not step.last_block_used:
             return None
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
@@ -279,7 +330,8 @@ def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
                 always_call=True,
             )
         )
-    _session.latest = weakref.ref(step)
+    _session.follow(step)
+    step.on_use = _session.check_followed
     for block in blocks:
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
@@ -312,6 +364,16 @@ def _find_step(args: Any) -> Step | None:
             if found is not None:
                 return found
     return None
+
+
+def _is_running(module: nn.Module | None) -> bool:
+    """Whether a call of this module is on the stack of this thread."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _MODULE_FILE and frame.f_locals.get("self") is module:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _keyword_arguments_of_call() -> Any:

@@ -48,8 +48,12 @@ class Step:
     """Counts the training steps of the loader; masks differ from step to step."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
+    on_use: Callable[[Step], None] | None = None
+    """Told whenever a block is used."""
     block_used: bool = False
     last_block_used: bool = False
+    layers_used: set[int] = field(default_factory=set)
+    """Whose blocks the outermost module call has used."""
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
     num_random_calls: int = 0
@@ -74,6 +78,19 @@ class Step:
         self._used = [weakref.ref(block), self._blocks[block.layer - 1]]
         self.block_used = True
         self.last_block_used |= block.layer == len(self._blocks)
+        self.layers_used.add(block.layer)
+        if self.on_use is not None:
+            self.on_use(self)
+
+    def begin_call(self) -> None:
+        """An outermost module is called: none of the blocks is used by it yet."""
+        self.block_used = self.last_block_used = False
+        self.layers_used = set()
+
+    @property
+    def all_blocks_used(self) -> bool:
+        """Whether the outermost module call has used the block of every layer."""
+        return len(self.layers_used) == len(self._blocks)
 
     def note_edge_result(self, result: Tensor) -> None:
         self._edge_results[id(result)] = weakref.ref(result)
@@ -116,6 +133,11 @@ class Step:
 
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.level_sizes
+
+    def has_rows(self, count: int) -> bool:
+        """Whether so many rows could be the vertices of a level or the edges of a layer."""
+        blocks = (block() for block in self._blocks)
+        return self.is_level(count) or any(b is not None and b.structure.num_edges == count for b in blocks)
 
     def keys_of(self, x: Tensor, what: str) -> Tensor:
         """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective where those of edges are

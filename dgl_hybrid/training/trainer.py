@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid.datasets import check_features
 from dgl_hybrid.errors import CheckpointError, DatasetError
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.partition.manifest import MANIFEST_NAME
+from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan
 from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
 from dgl_hybrid.training.config import TrainConfig, TrainJob
@@ -234,7 +233,7 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
                 g.rank(),
                 world_size=g.communicator.world_size,
                 num_layers=job.model.num_layers,
-                partition_fingerprint=partition_fingerprint(job.part_config),
+                partition_fingerprint=partition_digest(Path(job.part_config)),
             )
     loader = FullGraphLoader(
         g,
@@ -251,13 +250,6 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
         assert loader.outcome is not None
         plan = loader.outcome.plan
     return loader, plan
-
-
-def partition_fingerprint(part_config: str | Path) -> str:
-    """Returns a digest that changes when the partition does: of its checksums, or of its JSON where it has none."""
-    manifest = Path(part_config).parent / MANIFEST_NAME
-    source = manifest if manifest.is_file() else Path(part_config)
-    return hashlib.sha256(source.read_bytes()).hexdigest()
 
 
 class Evaluator:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.ids import Ownership, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.helpers.world import run_ranks
@@ -132,3 +133,38 @@ def test_the_missing_rank_is_named() -> None:
         assert f"on rank {rank} of 3: rank 1 did not take part" in message
         assert "same calls in the same order" in message
         assert elapsed_s < 100.0
+
+
+def ask_beyond(rank: int, world_size: int) -> str:
+    """Rank 0 believes that rank 1 owns more than it does."""
+    offsets = torch.tensor([0, 5, 12] if rank == 0 else [0, 5, 10])
+    ownership = Ownership(offsets=offsets, rank=rank)
+    try:
+        request_ids(create_communicator(), ownership, torch.tensor([11] if rank == 0 else [2]))
+    except ExchangeError as error:
+        return str(error)
+    return ""
+
+
+def test_ids_that_a_rank_does_not_own_are_refused() -> None:
+    """They were taken for positions of other rows, or from the end."""
+    _, said = run_ranks(2, ask_beyond)
+    assert said.startswith("rank 1 of 2 owns ids [5, 10), but was asked for 11 and 0 more outside: peers know another")
+
+
+def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
+    communicator = create_communicator()
+    communicator.barrier()
+    start_s = time.perf_counter()
+    for error in (
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ):
+        with pytest.raises(RuntimeError) as caught, communicator._named("exchange 1"):
+            raise error
+        assert caught.value is error
+    return "", time.perf_counter() - start_s
+
+
+def test_too_little_memory_is_no_peers_fault() -> None:
+    assert all(passed_s < 0.5 for _, passed_s in run_ranks(2, run_out_of_memory))

@@ -151,3 +151,23 @@ def test_prefetched_fields_are_whole_again_in_the_next_epoch(partitions: Partiti
     for found in run_ranks(3, spoil_prefetched, partitions.get("power_law", power_law(), 3), timeout=HANG_S):
         for epoch, checks in enumerate(found):
             assert all(checks.values()), f"epoch {epoch}: {checks}"
+
+
+def learn_a_field(rank: int, world_size: int, part_config: str) -> list[str]:
+    g = PartitionedGraph.open(part_config)
+    rows = torch.nn.Parameter(torch.zeros(g.nodes.stop - g.nodes.start, 3))
+    said = []
+    for name in ("emb", "feat"):
+        try:
+            g.ndata[name] = rows
+            said.append("")
+        except ValueError as error:
+            said.append(str(error))
+    g.ndata["emb"] = rows.detach()
+    return said
+
+
+def test_fields_are_not_learned(partitions: PartitionStore) -> None:
+    """Gradients of the rows that other ranks had read were lost, silently, from the first plan on that caches any."""
+    for said in run_ranks(2, learn_a_field, partitions.get("power_law", power_law(), 2)):
+        assert all("must not require a gradient" in text and "nn.Embedding" in text for text in said), said

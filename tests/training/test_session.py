@@ -5,16 +5,20 @@ their own rank, left alone where it has nothing to do with rows.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import dgl
 import dgl.nn as dglnn
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients, infer
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -50,6 +54,16 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
     "Tensor.random_": lambda h: torch.empty_like(h).random_(),
     "nn.AlphaDropout": nn.AlphaDropout(0.5),
     "F.gumbel_softmax": F.gumbel_softmax,
+    "dropout of F.scaled_dot_product_attention": lambda h: F.scaled_dot_product_attention(h, h, h, dropout_p=0.1),
+    "nn.MultiheadAttention": lambda h: nn.MultiheadAttention(WIDTH, 2, dropout=0.1).double()(h, h, h)[0],
+    "nn.LSTM": lambda h: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1).double()(h)[0],
+    "nn.GRU of packed sequences": lambda h: nn.GRU(WIDTH, WIDTH, 2, dropout=0.1).double()(pack_sequence([h, h]))[0],
+}
+
+EDGES_REFUSED: dict[str, Callable[[Any], Any]] = {
+    "torch.rand of edges": lambda block: torch.rand(block.num_edges()),
+    "torch.bernoulli of edges": lambda block: torch.bernoulli(torch.full((block.num_edges(), 1), 0.5)),
+    "torch.rand_like of edges": lambda block: torch.rand_like(torch.empty(block.num_edges(), 2)),
 }
 
 ALLOWED: dict[str, Callable[[Tensor], Any]] = {
@@ -66,6 +80,10 @@ ALLOWED: dict[str, Callable[[Tensor], Any]] = {
     "dropout in place that does not train": lambda h: torch.dropout_(h.clone(), 0.5, False),
     "a function that does not train, by keyword": lambda h: torch.alpha_dropout(h, p=0.5, train=False),
     "leaky units that are evaluated": nn.RReLU().eval(),
+    "attention without dropout": lambda h: F.scaled_dot_product_attention(h, h, h),
+    "heads that are evaluated": lambda h: nn.MultiheadAttention(WIDTH, 2, dropout=0.1).double().eval()(h, h, h)[0],
+    "a recurrence that is evaluated": lambda h: nn.LSTM(WIDTH, WIDTH, 2, dropout=0.1).double().eval()(h)[0],
+    "a recurrence without dropout": lambda h: nn.GRU(WIDTH, WIDTH, 2).double()(h)[0],
 }
 
 
@@ -81,7 +99,7 @@ class Drawing(nn.Module):
 
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
         h = self.first(blocks[0], x)
-        drawn = self.draw(h)
+        drawn = self.draw(blocks[1] if self.draw in EDGES_REFUSED.values() else h)
         is_of_rows = isinstance(drawn, Tensor) and drawn.shape == h.shape
         out: Tensor = self.second(blocks[1], drawn.to(h.dtype) if is_of_rows else h)
         return out
@@ -93,7 +111,7 @@ def draw_inside(rank: int, world_size: int, part_config: str) -> dict[str, str]:
     loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2)
     said = {}
     for input_nodes, _, blocks in loader:
-        for name, draw in (REFUSED | ALLOWED).items():
+        for name, draw in (REFUSED | EDGES_REFUSED | ALLOWED).items():
             try:
                 Drawing(draw)(blocks, g.ndata["feat"][input_nodes])
                 said[name] = ""
@@ -105,7 +123,7 @@ def draw_inside(rank: int, world_size: int, part_config: str) -> dict[str, str]:
 def test_rows_get_no_numbers_from_their_ranks_own_generator(partitions: PartitionStore) -> None:
     """A row and its replicas on other ranks got different ones from most of these, silently."""
     for said in run_ranks(2, draw_inside, partitions.get("power_law", power_law(), 2)):
-        for name in REFUSED:
+        for name in REFUSED | EDGES_REFUSED:
             assert "draws from each rank's own generator" in said[name], name
         assert {name: said[name] for name in ALLOWED} == dict.fromkeys(ALLOWED, "")
 
@@ -113,6 +131,163 @@ def test_rows_get_no_numbers_from_their_ranks_own_generator(partitions: Partitio
 def test_one_rank_may_draw_what_it_likes(partitions: PartitionStore) -> None:
     (said,) = run_ranks(1, draw_inside, partitions.get("power_law", power_law(), 1))
     assert set(said.values()) == {""}
+
+
+class InPlace(Drawing):
+    """With an object that holds its blocks, as scripts have."""
+
+    def __init__(self, draw: Callable[[Tensor], Any] = lambda h: h) -> None:
+        super().__init__(draw)
+        self.blocks: Sequence[Any] = ()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(self.blocks, x)
+
+
+def change_output(rank: int, world_size: int, part_config: str) -> tuple[list[Tensor], list[Tensor]]:
+    g = PartitionedGraph.open(part_config)
+    found = []
+    for in_place in (True, False):
+        model = Drawing(lambda h: h)
+        loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2)
+        for input_nodes, seeds, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            logits = logits.div_(2.0).squeeze_() if in_place else (logits / 2.0).squeeze()
+            F.cross_entropy(logits, g.ndata["label"][seeds]).backward()
+        average_gradients(model, loader)
+        found.append([parameter.grad for parameter in model.parameters()])
+    return found[0], found[1]
+
+
+def test_a_script_may_go_on_in_place_with_the_output(partitions: PartitionStore) -> None:
+    """The loss weight made a view of it, which only several ranks have and PyTorch then refuses to change."""
+    for world_size in (1, 2):
+        for actual, expected in run_ranks(
+            world_size, change_output, partitions.get("power_law", power_law(), world_size)
+        ):
+            for one, other in zip(actual, expected, strict=True):
+                assert_close(one, other, f"{world_size} ranks")
+
+
+def call_after_another_loader(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
+    g = PartitionedGraph.open(part_config)
+    model, said = InPlace(), []
+    loader, other = (FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2) for _ in range(2))
+    for is_between in (False, True):
+        for input_nodes, _, blocks in loader:
+            model.blocks = blocks
+            for _ in other if is_between else ():
+                pass
+            try:
+                model(g.ndata["feat"][input_nodes])
+                said.append("")
+            except BlockError as error:
+                said.append(str(error))
+    return said[0], said[1]
+
+
+def test_blocks_in_an_object_are_not_taken_for_another_loaders(partitions: PartitionStore) -> None:
+    """Dropout, batch norm and the loss weight were left out, or were another loader's, silently."""
+    for alone, after in run_ranks(2, call_after_another_loader, partitions.get("power_law", power_law(), 2)):
+        assert alone == ""
+        assert "uses blocks that it was not given as arguments, after another loader has yielded" in after
+
+
+def call_after_inference(rank: int, world_size: int, part_config: str) -> list[str]:
+    g = PartitionedGraph.open(part_config)
+    model, said = InPlace(torch.rand_like), []
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    for is_between in (False, True):
+        for input_nodes, _, blocks in loader:
+            if is_between:
+                infer(Drawing(lambda h: h), g, 2)
+            model.blocks = blocks
+            try:
+                model(g.ndata["feat"][input_nodes])
+                said.append("")
+            except BlockError as error:
+                said.append(str(error))
+    return said
+
+
+def test_inference_in_between_leaves_the_epoch_watched(partitions: PartitionStore) -> None:
+    """Its own epoch was the latest, and over: nothing was watched any more."""
+    for before, after in run_ranks(2, call_after_inference, partitions.get("power_law", power_law(), 2)):
+        assert "draws from each rank's own generator" in before
+        assert after == before
+
+
+class Interrupted(Drawing):
+    def __init__(self) -> None:
+        super().__init__(self.interrupt)
+        self.is_due = True
+
+    def interrupt(self, h: Tensor) -> Tensor:
+        if self.is_due:
+            self.is_due = False
+            raise KeyboardInterrupt
+        return h
+
+
+def train_after_interrupt(rank: int, world_size: int, part_config: str) -> list[Tensor]:
+    g = PartitionedGraph.open(part_config)
+    model, found = Interrupted(), []
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    for _ in range(2):
+        with contextlib.suppress(KeyboardInterrupt):
+            for input_nodes, seeds, blocks in loader:
+                loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+                loss.backward()
+                average_gradients(model, loader)
+                found = [parameter.grad for parameter in model.parameters()]
+    torch.rand(len(blocks[0].srcdata[dgl.NID]))  # nothing watches that any more
+    model.is_due, expected = False, Drawing(lambda h: h)
+    for input_nodes, seeds, blocks in loader:
+        F.cross_entropy(expected(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    average_gradients(expected, loader)
+    for one, other in zip(found, expected.parameters(), strict=True):
+        assert_close(one, other.grad, f"rank {rank}")
+    return found
+
+
+def test_an_interrupted_forward_is_over_in_the_next_epoch(partitions: PartitionStore) -> None:
+    """Without, no later call was outermost: no loss weight, and dropout of the rows of a step that is gone."""
+    graph = power_law()
+    whole = Drawing(lambda h: h)
+    train = graph.ndata["train_mask"].bool()
+    F.cross_entropy(whole([graph, graph], graph.ndata["feat"])[train], graph.ndata["label"][train]).backward()
+    for found in run_ranks(3, train_after_interrupt, partitions.get("power_law", graph, 3)):
+        for one, other in zip(found, whole.parameters(), strict=True):
+            assert other.grad is not None
+            assert_close(one, other.grad, "beside the whole graph")
+
+
+def train_in_pieces(rank: int, world_size: int, part_config: str, in_pieces: bool) -> list[float]:
+    """Trains without a model given, so that one is to be found."""
+    g = PartitionedGraph.open(part_config)
+    model = Drawing(lambda h: h)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    losses = []
+    for _ in range(4):
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes]
+            logits = model.second(blocks[1], model.first(blocks[0], x)) if in_pieces else model(blocks, x)
+            loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, loader)
+            optimizer.step()
+            losses.append(loss.item() * loader.loss_weight)
+    return losses
+
+
+def test_a_model_in_pieces_trains_without_a_plan(partitions: PartitionStore) -> None:
+    """In its second epoch the last piece alone was taken for the model, which does not use the other blocks."""
+    part_config = partitions.get("power_law", power_law(), 3)
+    whole = sum(torch.tensor(losses) for losses in run_ranks(3, train_in_pieces, part_config, False))
+    pieces = sum(torch.tensor(losses) for losses in run_ranks(3, train_in_pieces, part_config, True))
+    assert_close(pieces, whole, "losses")
 
 
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -18,12 +18,13 @@ import dgl_hybrid
 from dgl_hybrid import planner
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
+from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import DependencyPlan, uniform_topology
 from dgl_hybrid.training import planning, trainer
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, TrainReport
-from dgl_hybrid.training.trainer import Evaluator, partition_fingerprint, train
+from dgl_hybrid.training.trainer import Evaluator, train
 from tests.helpers.thinning import marks_of
 from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
 
@@ -283,7 +284,7 @@ def test_evaluations_keep_to_the_chunks_of_a_saved_plan(tmp_path: Path, folder: 
             cached=(torch.arange(0),) * NUM_LAYERS,
             communicated=(0,) * NUM_LAYERS,
             objective_s=0.0,
-            partition_fingerprint=partition_fingerprint(job.part_config),
+            partition_fingerprint=partition_digest(Path(job.part_config)),
             chunk_rows=7,
         )
         planner.save_plan(plan, tmp_path)

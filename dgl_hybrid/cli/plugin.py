@@ -29,8 +29,8 @@ def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = Fa
         default=HaloConfig().budget,
         metavar="BYTES",
         help="with hybrid, what each trainer may hold of other machines' data: auto (its part of a quarter of the "
-        "host's free memory), unlimited, a share of the bytes of all node features of the graph (10%%) or bytes "
-        "(256MB) [auto]",
+        "free memory of host or container), unlimited, a share of the bytes of all node features of the graph (10%%) "
+        "or bytes (256MB) [auto]",
     )
 
 

@@ -28,9 +28,9 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
     Args:
         strategy: `hybrid` decides per vertex by expected reads and measured costs within the budget, `depcache` holds
             all that is reached, whatever the budget, `depcomm` holds nothing (it repairs DGL and counts reads).
-        budget: With `hybrid`, of each trainer: `auto` (a quarter of the host's free memory at the first read or loader,
-            divided by the host's trainers and their sampler processes), `unlimited`, a share of the bytes of all node
-            features of the graph (`10%`), or bytes (`256MB`, 268435456).
+        budget: With `hybrid`, of each trainer: `auto` (a quarter of the free memory of host or container at the first
+            read or loader, divided by the host's trainers and their sampler processes), `unlimited`, a share of the
+            bytes of all node features of the graph (`10%`), or bytes (`256MB`, 268435456).
 
     Raises:
         ValueError: An unknown strategy or budget.

@@ -18,7 +18,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from benchmarks.systems.results import (
     append_lines,
     describe_run,
     is_measured,
+    is_of,
     mark_changed,
     now,
     read_lines,
@@ -113,9 +114,11 @@ def judge(curves: dict[str, list[list[tuple[float, float]]]]) -> dict[str, dict[
 
 
 def measure_cells(
-    bench: Bench, wanted: Iterable[Cell], args: argparse.Namespace, results: Path | None, bar: Any
+    bench: Bench, wanted: Sequence[Cell], args: argparse.Namespace, results: Path | None, bar: Any
 ) -> tuple[list[Line], dict[str, str]]:
-    """Measures the cells that the results file does not have; returns all lines and what was skipped."""
+    """Measures the cells that the results file does not have; returns the lines of all that were asked for and of this
+    machine, and what was skipped.
+    """
     lines = read_lines(results) if results else []
     skipped: dict[str, str] = {}
     why_no_network = why_unavailable()
@@ -135,11 +138,12 @@ def measure_cells(
             ("hybrid", "distdgl_sampled"),
             bench.about["code"],
             bench.settings.to_json(),
+            machine=bench.about["machine"],
             retry_failed=args.retry_failed,
         ):
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                bench = replace(bench, about=describe_run())
+                bench = replace(bench, about=describe_run(bench.peers))
                 found = mark_changed(measure(bench, cell, graph, trials(cell, graph.num_train)), bench.about)
             except (GraphError, NetworkError, SystemFailure) as error:
                 skipped[key] = str(error)
@@ -148,7 +152,8 @@ def measure_cells(
                 if results:
                     append_lines(results, found)
         bar.update()
-    return lines, skipped
+    asked_for = {f"accuracy/{cell.key}" for cell in wanted} - skipped.keys()
+    return [line for line in lines if line["cell"] in asked_for and is_of(bench.about["machine"], line)], skipped
 
 
 def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Trial]) -> list[Line]:

@@ -66,13 +66,16 @@ class Cell:
 def systems_of(cell: Cell) -> tuple[str, ...]:
     """Returns the systems that can run a cell; the peers among them where the user has them.
 
-    Plain DGL uses no link, so it is timed on loopback only. On one rank nothing is cached or communicated, so one
+    Plain DGL uses no link, so it is timed on loopback only; on blocks from the train vertices down, too, but for GCN,
+    whose norm takes out-degrees of the graph. On one rank nothing is cached or communicated, so one
     strategy stands for all. PipeGCN has GraphSAGE only. SAR's message-flow graphs are exact for GraphSAGE and GAT (for
     GCN their out-degrees are not the full graph's), and switching its rematerialisation off matters for GAT only.
     """
     systems = [*(OURS if cell.ranks > 1 else OURS[:1])]  # first: those most alike are to take turns with each other
     if cell.network == "loopback":
         systems.append("dgl")
+        if cell.model != "gcn":
+            systems.append("dgl_blocks")
         if cell.ranks > 1:
             systems.append("dgl_one_thread")
     systems += ["distdgl_full", "sar"]
@@ -88,7 +91,7 @@ def systems_of(cell: Cell) -> tuple[str, ...]:
 def quick_systems_of(cell: Cell) -> tuple[str, ...]:
     """Returns what a few minutes are enough for: on one rank, only what hybrid is held to there."""
     if cell.ranks == 1:
-        return ("hybrid", "dgl")
+        return ("hybrid", "dgl") if cell.model == "gcn" else ("hybrid", "dgl", "dgl_blocks")
     return tuple(system for system in systems_of(cell) if system not in ("dgl_one_thread", "sar_mfg_no_sr"))
 
 

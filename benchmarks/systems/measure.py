@@ -36,8 +36,8 @@ from benchmarks.systems.job import Job
 from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
-WARMUP_LIMIT = 80
-"""Epochs after which a system counts as settled whatever it says."""
+WARMUP_LIMIT = 300
+"""Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 216."""
 TURN_S, TURN_LIMIT = 0.5, 10
 """A turn takes so long, in whole epochs and not more than so many. Where it has several, one more goes before them that
 is not counted: its rows have left the caches while others trained."""
@@ -88,6 +88,8 @@ class _Entry:
     checked: dict[str, Any] = field(default_factory=dict)
     prepare_s: float = 0.0
     warmup: int = 0
+    is_settled: bool = True
+    """When the timed epochs began."""
     turn: int = 1
     epochs: list[list[dict[str, Any]]] = field(default_factory=list)
     """By epoch, then by rank."""
@@ -275,6 +277,7 @@ class Bench:
             ranks = [epochs[-1] for epochs in team.ask("epochs", timeout_s=timeout_s, count=1)]
             seconds.append(max(rank["elapsed_s"] for rank in ranks))
             entry.warmup += 1
+        entry.is_settled = all(team.ask("is_settled", timeout_s=timeout_s))
         entry.facts |= _of_all_ranks(team.ask("facts", timeout_s=timeout_s))
         if seconds:
             entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds))))
@@ -391,6 +394,7 @@ class Bench:
                     "plan": entry.facts.get("plan"),
                     "plan_digest": entry.facts.get("plan_digest"),
                     "turn": entry.turn,
+                    "is_settled": entry.is_settled,
                     "in_turns_with": entry.together,
                 }
                 for entry in starts

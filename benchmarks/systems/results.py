@@ -76,9 +76,10 @@ def is_measured(
     code: str,
     settings: Mapping[str, Any],
     *,
+    machine: Mapping[str, Any],
     retry_failed: bool = False,
 ) -> bool:
-    """Tells whether one run of this code with these settings has measured all systems of a cell.
+    """Tells whether one run of this code with these settings, on such a machine, has measured all systems of a cell.
 
     A system that failed has been measured, unless it is to be tried again; one that was not there is measured when it
     is there, which only its absence from `systems` says.
@@ -86,9 +87,29 @@ def is_measured(
     found: dict[str, set[str]] = {}
     for line in lines:
         is_same = line["cell"] == cell and line["code"] == code and line["settings"] == dict(settings)
-        if is_same and (line["status"] == OK or (line["status"] == FAILED and not retry_failed)):
+        if (
+            is_same
+            and is_of(machine, line)
+            and (line["status"] == OK or (line["status"] == FAILED and not retry_failed))
+        ):
             found.setdefault(line["run"], set()).add(line["variant"])
     return any(set(systems) <= measured for measured in found.values())
+
+
+def is_of(machine: Mapping[str, Any], line: Line) -> bool:
+    """Tells whether a line is of this kind of machine: the results file may have come from another."""
+    return all(line["machine"].get(name) == machine.get(name) for name in ("processor", "cores"))
+
+
+def peer_versions(peers: Path | None) -> dict[str, str]:
+    """Returns the commits of the peers' checkouts."""
+    found = {}
+    for folder in sorted(peers.iterdir()) if peers is not None and peers.is_dir() else ():
+        words = ["git", "-C", str(folder), "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        if done.returncode == 0:
+            found[folder.name] = done.stdout.strip()
+    return found
 
 
 def code_version() -> str:
@@ -114,8 +135,12 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{fields.get('model name', 'unknown')}, model {fields.get('model', 'unknown')}"
 
 
-def describe_run() -> dict[str, Any]:
-    """Returns the fields of every line of a run."""
+def describe_run(peers: Path | None = None) -> dict[str, Any]:
+    """Returns the fields of every line of a run.
+
+    Args:
+        peers: The folder with their checkouts.
+    """
 
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -138,6 +163,7 @@ def describe_run() -> dict[str, Any]:
             "libc": " ".join(platform.libc_ver()),
         },
         "versions": package_versions(),
+        "peers": peer_versions(peers),
     }
 
 

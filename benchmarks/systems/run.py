@@ -42,7 +42,16 @@ from benchmarks.systems.grid import (
     systems_of,
 )
 from benchmarks.systems.measure import Bench, Settings
-from benchmarks.systems.results import FAILED, Line, append_lines, describe_run, is_measured, mark_changed, read_lines
+from benchmarks.systems.results import (
+    FAILED,
+    Line,
+    append_lines,
+    describe_run,
+    is_measured,
+    is_of,
+    mark_changed,
+    read_lines,
+)
 from benchmarks.systems.summary import summarise
 from benchmarks.systems.tables import CELL_HEAD, cell_rows, drop_empty_columns
 from benchmarks.systems.team import ALLOCATORS, SystemFailure
@@ -107,7 +116,7 @@ def choose_cells(args: argparse.Namespace) -> tuple[Cell, ...]:
 def measure_cells(
     bench: Bench, cells: Iterable[Cell], args: argparse.Namespace, results: Path | None, bar: Any
 ) -> tuple[list[Line], dict[str, str]]:
-    """Measures cells; returns the lines of all that were asked for, and what was skipped and why."""
+    """Measures cells; returns the lines of all that were asked for, of this machine, and what was skipped and why."""
     known = read_lines(results) if results else []
     skipped: dict[str, str] = {}
     wanted: set[str] = set()
@@ -128,6 +137,7 @@ def measure_cells(
             installed,
             bench.about["code"],
             bench.settings.to_json(),
+            machine=bench.about["machine"],
             retry_failed=args.retry_failed,
         ):
             pass
@@ -136,7 +146,7 @@ def measure_cells(
         else:
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                bench = replace(bench, about=describe_run())  # of the sources as they are now, hours later
+                bench = replace(bench, about=describe_run(bench.peers))  # of the sources as they are now, hours later
                 found = mark_changed(bench.measure(cell, graph, systems), bench.about)
             except (GraphError, NetworkError, SystemFailure) as error:
                 skipped[cell.key] = str(error)
@@ -148,7 +158,8 @@ def measure_cells(
                     if line["status"] == FAILED:
                         bar.write(f"{cell.key}: {line['variant']} failed: {line['error']}", file=sys.stderr)
         bar.update()
-    return [line for line in lines if line["cell"] in wanted], skipped
+    here = bench.about["machine"]
+    return [line for line in lines if line["cell"] in wanted - skipped.keys() and is_of(here, line)], skipped
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -168,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             cache=cache.absolute(),
             peers=peers.absolute() if peers else None,
             rates=measure_rates(),
-            about=describe_run(),
+            about=describe_run(peers),
             on_phase=lambda phase: bar.set_postfix_str(phase),
         )
         try:

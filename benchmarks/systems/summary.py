@@ -82,13 +82,25 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         },
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
-        "vs_dgl": ratio(systems, "dgl"),
+        "vs_dgl": ratio(systems, "dgl", "dgl_blocks"),
+        "distdgl_compute": _compute_ratio(systems),
         "memory_vs_sar": None
         if own is None or sar is None
         else max(own["peak_rss_bytes"]) / max(sar["peak_rss_bytes"]),
         "predicted_error": statistics.median(errors) if errors else None,
         "predicted_error_worst": max(errors, default=None),
     }
+
+
+def _compute_ratio(systems: Systems) -> float | None:
+    """Returns what DistDGL with full neighbourhoods computes in an epoch over the whole of hybrid's.
+
+    A script that keeps its blocks and inputs in memory takes no less.
+    """
+    own, other = best_of(systems, "hybrid"), best_of(systems, "distdgl_full")
+    if own is None or other is None or other.get("compute_s") is None:
+        return None
+    return float(other["compute_s"]) / float(own["p50"])
 
 
 def plans(line: Line | None) -> list[str]:
@@ -154,6 +166,7 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
     """
     cells = [cell_summary(systems) for systems in newest(lines).values()]
     one_rank = [cell for cell in cells if cell["ranks"] == 1]
+    checked = [cell for cell in cells if cell["model"] != "gcn"]
 
     def over(name: str, choose: Callable[[Iterable[float]], float], among: Iterable[Mapping[str, Any]] = cells) -> Any:
         values = [cell[name] for cell in among if cell[name] is not None]
@@ -177,6 +190,13 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
         "more": {
             "vs_pure_and_neutronstar_error_median": over("ratio_error", median),
             "vs_distdgl_full_max": over("vs_distdgl_full", max),
+            # Without GCN, which is another model on sampled blocks and is not checked.
+            **{
+                f"vs_distdgl_full_checked_{choose.__name__}": over("vs_distdgl_full", choose, checked)
+                for choose in (median, min, max)
+            },
+            "distdgl_compute_over_hybrid_median": over("distdgl_compute", median),
+            "distdgl_compute_over_hybrid_min": over("distdgl_compute", min),
             "vs_pipegcn_median": over("vs_pipegcn", median),
             "vs_pipegcn_min": over("vs_pipegcn", min),
             **{

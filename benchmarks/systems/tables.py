@@ -10,6 +10,7 @@ from benchmarks.systems.results import FAILED, OK, Line
 
 LABELS = {
     "dgl": "DGL",
+    "dgl_blocks": "DGL, blocks",
     "dgl_one_thread": "DGL, 1 thread",
     "distdgl_full": "DistDGL, full",
     "depcache": "depcache",

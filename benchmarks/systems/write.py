@@ -74,7 +74,9 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     headline = [name for name, value in result.items() if name not in ("cells", "more")]
     rows = [(name, "" if result[name] is None else f"{result[name]:.3g}") for name in headline]
     rows += [
-        (name, "" if more[name] is None else f"{more[name]:.3g}") for name in more if name.startswith(("vs_", "mem"))
+        (name, "" if more[name] is None else f"{more[name]:.3g}")
+        for name in more
+        if name.startswith(("vs_", "mem", "distdgl_"))
     ]
     parts.append(markdown(("figure", "value"), rows))
     parts += [f"![epoch times]({picture})" for picture in pictures if picture.endswith(".png")]

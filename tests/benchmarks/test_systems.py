@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import subprocess
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +17,17 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tqdm import tqdm
 
-from benchmarks.systems import gate, measure, results
+from benchmarks.systems import gate, measure, results, run
 from benchmarks.systems.accuracy import MARGIN, judge, time_to
+from benchmarks.systems.adaptors import base, distdgl, ours, plain_dgl
 from benchmarks.systems.adaptors.ours import _digest
 from benchmarks.systems.graphs import SHAPES, GraphShape, generate
 from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
 from benchmarks.systems.job import Job
-from benchmarks.systems.measure import Settings, summarise_epochs
-from benchmarks.systems.results import append_lines, is_measured, newest, read_lines, spread
+from benchmarks.systems.measure import Bench, Settings, summarise_epochs
+from benchmarks.systems.results import append_lines, is_measured, newest, peer_versions, read_lines, spread
 from benchmarks.systems.run import main, parse, settings_of
 from benchmarks.systems.summary import ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
@@ -32,6 +36,7 @@ from benchmarks.systems.write import BEGIN, END, draw_all, report, write
 from dgl_hybrid.planner import DependencyPlan
 
 SETTINGS = Settings(rounds=5).to_json()
+MACHINE = {"cores": 2, "arch": "x86_64", "system": "Linux 1", "libc": "glibc 2.36"}
 HEADLINE = [
     *("vs_distdgl_full_median", "vs_distdgl_full_min", "vs_best_pure_min", "vs_best_pure_max"),
     *("vs_neutronstar_min", "vs_neutronstar_max", "vs_sar_median", "vs_sar_min"),
@@ -69,7 +74,7 @@ def make_line(cell: Cell, system: str, seconds: float | None, **changes: Any) ->
         "sent_bytes": None,
         "wire_bytes": 2e6,
         "peak_rss_bytes": [10**8, 2 * 10**8],
-        "machine": {"cores": 2, "arch": "x86_64", "system": "Linux 1", "libc": "glibc 2.36"},
+        "machine": MACHINE,
         "machine_rates": {"copy_bytes_per_s": 1e10, "flops": 1e11},
         "versions": {"python": "3.11", "torch": "2.13", "dgl": "2.1"},
         "allocator_variables": {"MALLOC_MMAP_MAX_": "0"},
@@ -179,8 +184,11 @@ def test_quick_grid_has_what_every_figure_needs() -> None:
 
 
 def test_systems_that_run_a_cell() -> None:
-    assert systems_of(ONE_GAT) == ("hybrid", "dgl", "distdgl_full", "sar", "sar_mfg", "sar_mfg_no_sr")
-    assert set(systems_of(TWO)) - set(systems_of(replace(TWO, network="1gbit"))) == {"dgl", "dgl_one_thread"}
+    assert systems_of(ONE_GAT) == ("hybrid", "dgl", "dgl_blocks", "distdgl_full", "sar", "sar_mfg", "sar_mfg_no_sr")
+    only_here = set(systems_of(TWO)) - set(systems_of(replace(TWO, network="1gbit")))
+    assert only_here == {"dgl", "dgl_blocks", "dgl_one_thread"}
+    # On blocks the norm of GCN takes other degrees.
+    assert "dgl_blocks" not in systems_of(replace(TWO, model="gcn"))
     # SAR's message-flow graphs compute another GCN; PipeGCN has GraphSAGE only.
     assert not {"sar_mfg", "pipegcn"} & set(systems_of(SHAPED))
 
@@ -307,13 +315,17 @@ def test_lines_survive_a_run_that_was_broken_off(tmp_path: Path) -> None:
 
 def test_a_measured_cell_is_known_again(lines: list[dict[str, Any]]) -> None:
     def known(cell: Cell, *systems: str, code: str = "code1", **changes: Any) -> bool:
-        return is_measured(lines, cell.key, systems, code, SETTINGS | changes.pop("settings", {}), **changes)
+        settings, machine = SETTINGS | changes.pop("settings", {}), MACHINE | changes.pop("machine", {})
+        return is_measured(lines, cell.key, systems, code, settings, machine=machine, **changes)
 
     assert known(TWO, "hybrid", "sar")
     assert not known(TWO, "hybrid", "dgl")
     assert not known(TWO, "hybrid", code="code2")
     assert not known(TWO, "hybrid", settings={"rounds": 7})
     assert not known(replace(TWO, ranks=3), "hybrid")
+    # The file may have come with the sources, from somebody else's machine.
+    assert not known(TWO, "hybrid", machine={"processor": "another"})
+    assert known(TWO, "hybrid", machine={"system": "Linux 2"})
     # What failed counts as measured, unless it is to be tried again.
     assert known(SHAPED, "hybrid", "sar")
     assert not known(SHAPED, "hybrid", "sar", retry_failed=True)
@@ -360,6 +372,11 @@ def test_final_object(lines: list[dict[str, Any]]) -> None:
     assert more["vs_sar_loopback_median"] == pytest.approx(4.0)
     assert more["vs_sar_1gbit_median"] is None
     assert more["memory_vs_sar_max"] == pytest.approx(1.5)
+    # Without GCN: 20/1 and 3/1. Of all: 0.1 s of computing over 1, 2 and 1 s.
+    assert more["vs_distdgl_full_checked_median"] == pytest.approx(11.5)
+    assert (more["vs_distdgl_full_checked_min"], more["vs_distdgl_full_checked_max"]) == (3.0, 20.0)
+    assert more["distdgl_compute_over_hybrid_median"] == pytest.approx(0.1)
+    assert more["distdgl_compute_over_hybrid_min"] == pytest.approx(0.05)
     assert more["skipped"] == {"ogb:ogbn-products": "no network"}
     json.dumps(result, allow_nan=False)
 
@@ -670,3 +687,53 @@ def test_tiny_grid_end_to_end_and_again(
     main(arguments)  # knows it again, and measures nothing
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == result["cells"]
     assert file.read_bytes() == content
+
+
+def test_plain_dgl_counts_by_its_faster_way(lines: list[dict[str, Any]]) -> None:
+    lines.append(make_line(ONE_GAT, "dgl_blocks", 2.5))
+    result = summarise(lines, {})
+    assert result["vs_dgl_one_rank_gat_median"] == pytest.approx(2.5)
+
+
+def test_a_run_shows_what_was_measured_on_its_own_machine(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Cells of the file that came with the sources were shown as the user's, also those that were skipped."""
+    of_another = [line | {"machine": MACHINE | {"processor": "another"}} for line in lines]
+    own = [make_line(TWO, system, 1.0, run="own") for system in systems_of(TWO)]
+    file = tmp_path / "results.jsonl"
+    append_lines(file, of_another + own)
+    about = {"code": "code1", "machine": MACHINE}
+    bench = Bench(settings=Settings(rounds=5), cache=tmp_path, peers=None, rates={}, about=about)  # type: ignore[arg-type]
+    args = run.parse(["--hours", "0"])
+    with tqdm(disable=True) as bar:
+        found, skipped = run.measure_cells(bench, [TWO, ONE_GAT], args, file, bar)
+    assert {(line["cell"], line["run"]) for line in found} == {(TWO.key, "own")}
+    assert list(skipped) == [ONE_GAT.key]
+
+
+def test_commits_of_the_peers_are_told(tmp_path: Path) -> None:
+    assert peer_versions(None) == {}
+    assert peer_versions(tmp_path / "none") == {}
+    (tmp_path / "SAR").mkdir()
+    subprocess.run(["git", "init", "-q", str(tmp_path / "SAR")], check=True)
+    name = ("-c", "user.name=n", "-c", "user.email=e")
+    words = ["git", "-C", str(tmp_path / "SAR"), *name, "commit", "-q", "--allow-empty", "-m", "m"]
+    subprocess.run(words, check=True)
+    assert re.fullmatch("[0-9a-f]{7,}", peer_versions(tmp_path)["SAR"])
+
+
+def test_every_system_gives_back_what_loading_has_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours alone did, so peaks of the others held what they had freed."""
+    trimmed: list[int] = []
+
+    class Library:
+        def __init__(self, name: None) -> None:
+            pass
+
+        def malloc_trim(self, pad: int) -> None:
+            trimmed.append(pad)
+
+    monkeypatch.setattr(base.ctypes, "CDLL", Library)
+    base.System.give_back_memory(object())  # type: ignore[arg-type]
+    assert trimmed == [0]
+    own = {cls for module in (distdgl, ours, plain_dgl) for cls in vars(module).values() if isinstance(cls, type)}
+    assert [cls.__name__ for cls in own - {base.System} if "give_back_memory" in vars(cls)] == ["Ours"]

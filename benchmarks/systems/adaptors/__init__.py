@@ -20,6 +20,7 @@ def _load(module: str, name: str, job: Job, **options: Any) -> System:
 
 SYSTEMS: dict[str, Callable[[Job], System]] = {
     "dgl": partial(_load, "plain_dgl", "PlainDGL"),
+    "dgl_blocks": partial(_load, "plain_dgl", "PlainDGLBlocks"),
     "dgl_one_thread": partial(_load, "plain_dgl", "PlainDGL"),
     "distdgl_full": partial(_load, "distdgl", "DistDGLFull"),
     "distdgl_sampled": partial(_load, "distdgl", "DistDGLSampled"),
@@ -54,5 +55,5 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
 }
 CLUSTER_SYSTEMS = frozenset({"distdgl_full", "distdgl_sampled"})
 """Those that need DistDGL's servers."""
-SINGLE_SYSTEMS = frozenset({"dgl", "dgl_one_thread"})
+SINGLE_SYSTEMS = frozenset({"dgl", "dgl_blocks", "dgl_one_thread"})
 """Those of one process with all threads, or one."""

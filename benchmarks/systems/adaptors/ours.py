@@ -124,6 +124,7 @@ class Ours(System):
 
     def give_back_memory(self) -> None:
         self.loader.give_back_memory()
+        super().give_back_memory()
 
     def train_curve(self, folder: Path, count: int, every: int) -> list[dict[str, Any]]:
         self.model.train()

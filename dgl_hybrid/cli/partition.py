@@ -10,7 +10,14 @@ from pathlib import Path
 from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import make_console
-from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, describe, prepare_partition, write_partition
+from dgl_hybrid.launch.workspace import (
+    DataConfig,
+    PartitionConfig,
+    describe,
+    graph_name_of,
+    prepare_partition,
+    write_partition,
+)
 
 CONFIGS = (DataConfig, PartitionConfig, RunConfig)
 WITHOUT = ("partition", "threads")
@@ -46,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         num_parts = partition.ranks or 2
         dataset = data.load()
-        name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
+        name = graph_name_of(dataset.name)
         folder = Path(options.out)
         write_partition(
             dataset.graph,

@@ -92,7 +92,7 @@ class SourceFields(MutableMapping[str, Tensor]):
             )
         pending = [name for name in names if not self._is_extended(name)]
         if pending:
-            pending += [name for name in self._set_in_scope if not self._is_extended(name) and name not in pending]
+            pending += [name for name in self._set_in_scope if self._is_due(name) and name not in pending]
             for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
                 self._extended[name] = (tensor, _version_of(self._held[name]))
         return {name: self._extended[name][0] for name in names}
@@ -101,7 +101,12 @@ class SourceFields(MutableMapping[str, Tensor]):
         """Returns the fields that a `complete` of this one would exchange: none if its received rows are at hand."""
         if name not in self._held or self._is_extended(name):
             return []
-        return [name, *(other for other in self._set_in_scope if other != name and not self._is_extended(other))]
+        return [name, *(other for other in self._set_in_scope if other != name and self._is_due(other))]
+
+    def _is_due(self, name: str) -> bool:
+        """Whether a field is to travel along with another one. Of inference mode: not again before it is used."""
+        is_there = name in self._extended and self._held[name].is_inference()
+        return not is_there and not self._is_extended(name)
 
     def _is_extended(self, name: str) -> bool:
         """Whether the received rows are at hand. Decided by what the program did, hence alike on every rank.

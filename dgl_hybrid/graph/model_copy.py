@@ -48,8 +48,8 @@ def _shared_by_copies(classes: tuple[type, ...]) -> Iterator[None]:
 
 
 def seed_generators(seed: int) -> None:
-    """Sets what `with_own_randomness` puts back."""
-    torch.manual_seed(seed)
+    """Sets what `with_own_randomness` puts back without a device: `torch.manual_seed` would set the GPUs' as well."""
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
 

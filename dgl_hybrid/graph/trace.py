@@ -289,7 +289,8 @@ def trace_model(
     taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
     # The caller may be evaluating; the trace needs a backward.
     with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
-        copied = copy_of(inner).cpu().train()
+        pristine = copy_of(inner).cpu().train()
+        copied = copy_of(pristine)
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
         record = _Record.empty(num_layers)
         record.blocks = blocks
@@ -322,6 +323,7 @@ def trace_model(
                 record.scale(4.0)
             for block in blocks:
                 block.observer = None
+        del copied, outputs
         observer.charge()
         _check_all_used(record, num_layers)
         if num_layers in record.batch_norm_levels:
@@ -330,7 +332,7 @@ def trace_model(
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
         with template.casting("cpu"):
-            _check_rows_apart(lambda: copy_of(inner).cpu().train(), args, kwargs, blocks, record, sizes, num_edges)
+            _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
         if template.autocast is not None:  # whatever the dtypes of their operands; as `LayerBlock.split_of` has it
             record.unsplit |= record.summed
     parameters = sum(parameter.numel() for parameter in inner.parameters())

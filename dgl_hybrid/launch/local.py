@@ -18,6 +18,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import uuid
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -90,7 +91,7 @@ def run_local(
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
         try:
-            with _environment(environment), _quiet_launcher():
+            with _environment(environment), _quiet_launcher(), _signals_put_back():
                 elastic_launch(_launch_config(ranks, folder), sys.executable)(
                     "-m", "dgl_hybrid.launch.rank", str(folder)
                 )
@@ -190,6 +191,20 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_put_back() -> Iterator[None]:
+    """The elastic agent leaves handlers behind, which raise what nobody expects once ranks have ended."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    before = {number: signal.getsignal(number) for name in names if (number := getattr(signal, name, None)) is not None}
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in before.items():
+                if handler is not None:  # of another language
+                    signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -51,8 +51,9 @@ def _run(job: Job, folder: Path, rank: int, world_size: int) -> Any:
     from dgl_hybrid.launch.tasks import TASKS
 
     torch.set_num_threads(job.threads)
-    store = (folder / "rank_store").absolute().as_uri()  # a file: see `launch.local`
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    # A file: see `launch.local`. Not by its URL, which PyTorch does not decode: a blank would be three characters.
+    store = dist.FileStore(str(folder / "rank_store"), world_size)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     result = TASKS[job.task](job.payload, show_progress=rank == 0 and job.show_progress)
     dist.barrier()
     return result

@@ -256,7 +256,7 @@ def _write(
     description: dict[str, object],
 ) -> PreparedGraph:
     dataset = data.load()
-    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset.name) or "graph"
+    name = graph_name_of(dataset.name)
     folder = root / f"{name}-{num_parts}-{key}"
     write_partition(dataset.graph, name, num_parts, folder, partition, dataset.num_classes, dataset.name, description)
     return PreparedGraph(
@@ -265,6 +265,12 @@ def _write(
         num_classes=dataset.num_classes,
         num_parts=num_parts,
     )
+
+
+def graph_name_of(dataset_name: str) -> str:
+    """Returns what a dataset's partition is called: usable as a file name, and not that of our own description."""
+    name = "".join(c if c.isalnum() or c in "-_" else "-" for c in dataset_name) or "graph"
+    return f"{name}_graph" if f"{name}.json" in (_DATASET_FILE, MANIFEST_NAME) else name
 
 
 def write_partition(

@@ -224,7 +224,7 @@ class FullGraphLoader:
         self._is_checked = forced is None
         self._steps_done = 0
         self._is_cast_otherwise = False
-        self._is_warned = self._is_settled_in_pieces = False
+        self._is_warned = self._is_in_pieces = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
@@ -578,14 +578,6 @@ class FullGraphLoader:
                 "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
             )
 
-    def _say_in_pieces(self) -> None:
-        if not self._is_settled_in_pieces and self.communicator.rank == 0:
-            _logger.warning(
-                "several modules use the blocks in turn, so no plan is made for them and everything stays as it is, "
-                "which is exact: put them in one nn.Module and call that"
-            )
-        self._is_settled_in_pieces = True
-
     def _continue_trials(self, elapsed_ns: list[int], change_ns: int) -> None:
         """Takes the last epoch's times to the trials, and changes the plan if another one has its turn. Collective."""
         trials, outcome = self._trials, self.outcome
@@ -630,8 +622,16 @@ class FullGraphLoader:
     def _seen_call(self) -> tuple[nn.Module, CallTemplate] | None:
         """Returns the model and how it was called, if all ranks have seen it and it is still there. Collective."""
         model, template = None if self._model is None else self._model(), self._template
-        ready = self.communicator.gather_ints([int(model is not None and template is not None)])
-        if not all(row[0] for row in ready) or model is None or template is None:
+        is_seen = model is not None and template is not None
+        told = self.communicator.gather_ints([int(is_seen), int(self._is_in_pieces and not is_seen)])
+        if all(row[1] for row in told):
+            self.forced = self._is_checked = True
+            if self.communicator.rank == 0:
+                _logger.warning(
+                    "several modules use the blocks in turn, so no plan is made for them and everything stays as it "
+                    "is, which is exact: put them in one nn.Module and call that"
+                )
+        if not all(row[0] for row in told) or model is None or template is None:
             return None
         return model, template
 
@@ -669,7 +669,7 @@ class FullGraphLoader:
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step: Step | None = self.__dict__.get("_step")
         if step is not None and not step.all_blocks_used:
-            self._say_in_pieces()
+            self._is_in_pieces |= self._template is None and torch.is_grad_enabled()
             return
         # An evaluation may come first, which is called in ways of its own.
         if self._template is None or (torch.is_grad_enabled() and not self._has_seen_training):

@@ -256,6 +256,8 @@ class _Session:
             )
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.depth > 0 and self._begins_inside(args):
+            self._end()
         if self.depth == 0:
             if self.is_paused:
                 return
@@ -270,6 +272,15 @@ class _Session:
             self.mode = _RowMode(step, given_blocks=given is not None)
             self.mode.__enter__()
         self.depth += 1
+
+    def _begins_inside(self, args: tuple[Any, ...]) -> bool:
+        """Whether the call that is taken for outermost runs epochs of a loader, and this one is about the blocks that
+        were yielded since it began.
+        """
+        if self.mode is None or self.mode.given_blocks or self.mode.step.block_used:
+            return False
+        given = _find_step((args, _keyword_arguments_of_call()))
+        return given is not None and given is not self.step and given is self.latest()
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.depth == 0:

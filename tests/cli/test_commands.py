@@ -185,3 +185,13 @@ def listeners_of(processes: list[psutil.Process]) -> set[str]:
         for connection in process.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
+
+
+def test_jobs_run_where_temporary_folders_have_any_name(
+    partition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that meet in a file looked for it under the name that a URL has for it."""
+    (tmp_path / "pbs.12[3] ü@b").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "pbs.12[3] ü@b"))
+    done = run_command("train", "--partition", partition, *TRAIN)
+    assert done.returncode == 0, done.stderr

@@ -411,3 +411,12 @@ def test_a_model_that_draws_and_mixes_rows_is_refused() -> None:
 
     with pytest.raises(BlockError, match="mixes rows of different vertices"):
         trace(Mixing("noise of weights"), value=1.0)
+
+
+def test_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were seeded anew on the rank that traces alone, and not put back."""
+    seeded: list[int] = []
+    for name in ("manual_seed_all", "manual_seed"):
+        monkeypatch.setattr(torch.cuda, name, seeded.append)
+    trace(_Drawing("noise of rows"), value=1.0)
+    assert not seeded

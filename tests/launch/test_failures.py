@@ -9,7 +9,7 @@ import pytest
 
 from dgl_hybrid.launch.controller import _LOST_PEER
 from dgl_hybrid.launch.job import RankError
-from dgl_hybrid.launch.local import explain_failure
+from dgl_hybrid.launch.local import _signals_put_back, explain_failure
 
 
 def error(rank: int, kind: str, message: str, *, is_expected: bool = True, time_s: float = 0.0) -> RankError:
@@ -68,3 +68,11 @@ def test_the_last_words_of_a_trainer_that_lost_its_peer_through_memory(operation
 
 def test_nothing_known() -> None:
     assert str(explain_failure([], {1: 3}, 2)) == "a rank of 2 ended without a word (rank 1: exit code 3)"
+
+
+def test_handlers_of_signals_are_put_back() -> None:
+    """The agent's stayed, and a signal after the ranks had ended was an error nobody expects."""
+    before = signal.getsignal(signal.SIGTERM)
+    with _signals_put_back():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) is before

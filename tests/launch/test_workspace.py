@@ -194,3 +194,11 @@ def test_a_partition_of_an_earlier_version_is_written_again(tmp_path: Path) -> N
     (first.parent / "dataset.json").write_text(json.dumps(record))
     assert prepare(tmp_path, ranks=2) == first
     assert described(first.parent, first.stem)[1] == 3
+
+
+def test_a_dataset_called_as_our_own_file(tmp_path: Path) -> None:
+    """Its partition's JSON was overwritten by the description."""
+    folder = tmp_path / "p"
+    assert partition_into(folder, write_npz(tmp_path / "dataset.npz")) == 0
+    assert find_part_config(folder).name == "dataset_graph.json"
+    assert described(folder, "dataset_graph") == ("dataset", 2)

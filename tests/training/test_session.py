@@ -193,6 +193,37 @@ def test_blocks_in_an_object_are_not_taken_for_another_loaders(partitions: Parti
         assert "uses blocks that it was not given as arguments, after another loader has yielded" in after
 
 
+class Trainer(nn.Module):
+    """Runs epochs in its own forward."""
+
+    def __init__(self, loader: FullGraphLoader, model: nn.Module, field: Any) -> None:
+        super().__init__()
+        self.loader, self.model, self.field = loader, model, field
+
+    def forward(self) -> list[Tensor]:
+        return [self.model(blocks, self.field[inputs]) for _ in range(2) for inputs, _, blocks in self.loader]
+
+
+def iterate_inside_a_module(rank: int, world_size: int, part_config: str) -> list[Tensor]:
+    g = PartitionedGraph.open(part_config)
+    model = Drawing(lambda h: F.dropout(h, 0.4))
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2, seed=3)
+    trainer = Trainer(loader, model, g.ndata["feat"])
+    outputs = [*trainer(), *trainer()]
+    order = g.fetch_nodes(g.partition.orig_node_ids, loader.seeds)
+    return [order, *(output.detach() for output in outputs)]
+
+
+def test_a_module_may_iterate_a_loader_inside_its_forward(partitions: PartitionStore) -> None:
+    graph = power_law()
+    ((ids, *alone),) = run_ranks(1, iterate_inside_a_module, partitions.get("power_law", graph, 1))
+    expected = [torch.empty_like(output).index_copy(0, ids, output) for output in alone]
+    assert len(expected) == 4
+    for ids, *outputs in run_ranks(2, iterate_inside_a_module, partitions.get("power_law", graph, 2)):
+        for output, whole in zip(outputs, expected, strict=True):
+            assert_close(output, whole[ids], "dropout is replicated in every epoch")
+
+
 def call_after_inference(rank: int, world_size: int, part_config: str) -> list[str]:
     g = PartitionedGraph.open(part_config)
     model, said = InPlace(torch.rand_like), []
@@ -279,6 +310,7 @@ def train_in_pieces(rank: int, world_size: int, part_config: str, in_pieces: boo
             average_gradients(model, loader)
             optimizer.step()
             losses.append(loss.item() * loader.loss_weight)
+    assert loader.is_settled == in_pieces, "without a model given, trials have only begun; of pieces there are none"
     return losses
 
 

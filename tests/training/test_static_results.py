@@ -785,6 +785,31 @@ def take_greatest_twice(rank: int, world_size: int, part_config: str) -> dict[st
     return found
 
 
+def count_fields_that_travel(rank: int, world_size: int, part_config: str) -> list[int]:
+    g = PartitionedGraph.open(part_config)
+    found = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for input_nodes, _, blocks in FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)]):
+                with blocks[0].local_scope():
+                    h = g.ndata["feat"][input_nodes] * 1.0
+                    g.communicator.clock.drain()
+                    blocks[0].srcdata.update({"el": h[:, :1] * 1.0, "ft": h})
+                    blocks[0].complete_sources(("el",))
+                    before = len(g.communicator.clock.drain())
+                    blocks[0].complete_sources(("ft",))
+                    found += [before, len(g.communicator.clock.drain())]
+    return found
+
+
+def test_fields_that_travelled_along_do_not_travel_with_others_again(partitions: PartitionStore) -> None:
+    for no_grad, again, inference, named in run_ranks(
+        2, count_fields_that_travel, partitions.get("power_law", power_law(), 2)
+    ):
+        assert (no_grad, inference, again) == (1, 1, 0)
+        assert named == 1, "nobody counts writes to it, so it is received at its own use"
+
+
 def test_fields_changed_in_place_are_received_again_in_inference_mode(partitions: PartitionStore) -> None:
     """Nobody counts the writes to tensors of that mode, and rows received before the change were used again."""
     for found in run_ranks(2, take_greatest_twice, partitions.get("power_law", power_law(), 2)):

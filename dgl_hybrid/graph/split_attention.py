@@ -83,9 +83,14 @@ class _Attended:
         """Takes further entries of the rows `rows` in, whose result `other` is, as the heading says."""
         before = self.lse.index_select(0, rows)
         after = torch.logaddexp(before, other.lse)
+        largest = torch.maximum(before, other.lse)
         # Where nothing has weighed anything yet, -inf less -inf would be NaN: both are to stay at 0.
-        total = after.masked_fill(after == _MINUS_INF, 0.0)
-        keeps, adds = (before - total).exp_(), (other.lse - total).exp_()
+        largest.masked_fill_(largest == _MINUS_INF, 0.0)
+        keeps, adds = (before - largest).exp_(), (other.lse - largest).exp_()
+        # By their own sum, not by `after`: of logits of 1e5 that is off by 4e-3, and shares would not add up to 1.
+        total = keeps + adds
+        total.masked_fill_(total == 0.0, 1.0)
+        keeps, adds = keeps.div_(total), adds.div_(total)
         sums = [(self.out, other.out)]
         if self.positive is not None and other.positive is not None:
             sums.append((self.positive.rows, other.positive.rows))
@@ -129,7 +134,7 @@ class SplitAttention:
         """
         heads = x.shape[1]
         flat = x.reshape(len(x), heads, x.shape[2:].numel())
-        call = _Call("gat", negative_slope, self._dropouts(dropout), _is_recorded(x, el, er))
+        call = _Call("gat", float(negative_slope), self._dropouts(dropout), _is_recorded(x, el, er))
         out: Tensor = _Attention.apply(self, call, flat, el.reshape(len(x), heads), er.reshape(len(er), heads), None)
         return out.reshape(len(er), heads, *x.shape[2:])
 
@@ -148,7 +153,7 @@ class SplitAttention:
             (N, H, D).
         """
         recorded = _is_recorded(x_src, x_dst, attention)
-        call = _Call("gatv2", negative_slope, self._dropouts(dropout), recorded)
+        call = _Call("gatv2", float(negative_slope), self._dropouts(dropout), recorded)
         out: Tensor = _Attention.apply(self, call, x_src, None, x_dst, attention.reshape(x_src.shape[1:]))
         return out
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from dgl_hybrid import ops
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.graph.split_attention import _Attended
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import SparseGraph
 from tests.exchange.test_partial_sums import World, random_world
@@ -50,18 +51,20 @@ def gradients_of(out: Tensor, operands: list[Tensor]) -> list[Tensor]:
     return list(torch.autograd.grad(out, operands, weights))
 
 
-def run_unsplit(world: World, op: str, width: int) -> list[Tensor]:
+def run_unsplit(world: World, op: str, width: int, slope: float = 0.2) -> list[Tensor]:
     """Result and gradients on one process; rows of `world.matrix` are destinations."""
     dst, src = world.matrix.nonzero(as_tuple=True)
     counts = world.matrix[dst, src].long()
     dst, src = dst.repeat_interleave(counts), src.repeat_interleave(counts)
     graph = SparseGraph.from_coo(src, dst, world.matrix.shape[1], world.matrix.shape[0])
     operands = make_operands(world, op, width)
-    out = (ops.gat if op == "gat" else ops.gatv2)(graph, *operands)
+    out = (ops.gat if op == "gat" else ops.gatv2)(graph, *operands, negative_slope=slope)
     return [out.detach(), *gradients_of(out, operands)]
 
 
-def run_split(rank: int, world_size: int, op: str, chunk_rows: int | None, width: int) -> list[Tensor]:
+def run_split(
+    rank: int, world_size: int, op: str, chunk_rows: int | None, width: int, slope: float = 0.2
+) -> list[Tensor]:
     world = random_world(world_size, 21)
     structure, communicator = world.structures[rank], create_communicator()
     plan = structure.exchange
@@ -71,10 +74,10 @@ def run_split(rank: int, world_size: int, op: str, chunk_rows: int | None, width
     first, second, third = make_operands(world, op, width)
     if op == "gat":
         mine = [first.split(held)[rank], second.split(held)[rank], third.split(read)[rank]]
-        out = attention.gat(*mine, negative_slope=0.2, dropout=None)
+        out = attention.gat(*mine, negative_slope=slope, dropout=None)
     else:
         mine = [first.split(held)[rank], second.split(read)[rank], third]
-        out = attention.gatv2(*mine, negative_slope=0.2, dropout=None)
+        out = attention.gatv2(*mine, negative_slope=slope, dropout=None)
     return [out.detach(), *gradients_of(out, mine)]
 
 
@@ -93,9 +96,41 @@ def test_parts_without_a_finite_logit_weigh_nothing(
     assert bool((reads_rank_1 & ~is_nan.any(2).any(1)).any()), "no row is finite beside a part that is not"
     assert bool(is_nan[::5, 0].any()), "no row is -inf in all its parts"
     assert not bool(is_nan[:, 1].any())
-    results = run_ranks(world_size, run_split, op, chunk_rows, width)
+    assert_same(op, expected, run_ranks(world_size, run_split, op, chunk_rows, width))
+
+
+def assert_same(op: str, expected: list[Tensor], results: list[list[Tensor]]) -> None:
     for position, whole in enumerate(expected):
         pieces = [result[position] for result in results]
         found = sum(pieces) if op == "gatv2" and position == 3 else torch.cat(pieces)
         scale = whole.nan_to_num(0.0).abs().amax(0, keepdim=True).clamp(min=1e-300)  # of HUGE's column, its own
         torch.testing.assert_close(found / scale, whole / scale, rtol=0, atol=1e-11, equal_nan=True)
+
+
+@pytest.mark.parametrize("slope", [1, -1, 0])
+@pytest.mark.parametrize("op", ["gat", "gatv2"])
+def test_slopes_may_be_integers(op: str, slope: int) -> None:
+    """Kernels took the bits of one for a float: 1 was 0, and -1 not a number."""
+    world = random_world(2, 21)
+    expected = run_unsplit(world, op, 3, float(slope))
+    assert bool(expected[0].isfinite().any())
+    assert_same(op, expected, run_ranks(2, run_split, op, None, 3, slope))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e5, 3e7])
+def test_shares_of_parts_add_up_whatever_the_logits(size: float) -> None:
+    """By the logarithm of all weights, which is rounded as the logits are, parts of 1 gave 0.996 to 1.004, or 2."""
+    generator = torch.Generator().manual_seed(0)
+    num_rows, rows = 400, torch.arange(400)
+    ours, other = (
+        _Attended(torch.ones(num_rows, HEADS, 3), size + torch.randn(num_rows, HEADS, generator=generator), None)
+        for _ in range(2)
+    )
+    ours.lse[:5], other.lse[3:8] = float("-inf"), float("-inf")
+    ours.out[:5], other.out[3:8] = 0.0, 0.0
+    before, added = ours.lse.double(), other.lse.double()
+    ours.add(rows, other)
+    expected = torch.ones(num_rows, HEADS, 3)
+    expected[3:5] = 0.0
+    torch.testing.assert_close(ours.out, expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(ours.lse.double(), torch.logaddexp(before, added), rtol=2e-7, atol=1e-6)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
 
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, edge_softmax, gat, gatv2, sddmm, segment_reduce, spmm
 from dgl_hybrid.ops.backend import BackendName, use_backend
@@ -253,3 +254,13 @@ def test_autocast_compiles_without_breaks() -> None:
         out = compiled(x, w)
         assert out.dtype == torch.bfloat16
         assert torch.equal(out, spmm(graph, x, w))
+
+
+def test_forward_mode_is_refused() -> None:
+    """A tangent was lost on the way, and what should have been a derivative was none."""
+    graph = SparseGraph.from_coo(torch.tensor([0, 1]), torch.tensor([1, 0]), 2, 2)
+    x = torch.ones(2, 3)
+    with forward_ad.dual_level():
+        assert spmm(graph, x=x).shape == (2, 3)
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative: use reverse mode"):
+            spmm(graph, x=forward_ad.make_dual(x, torch.ones(2, 3)))

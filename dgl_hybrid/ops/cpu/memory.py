@@ -120,7 +120,7 @@ class _Mapping:
     is_writable: bool
     resident_bytes: int = 0
     private_bytes: int = 0
-    """Of pages that are no longer those of the file."""
+    """Of pages that are no longer those of the file, in memory or swapped out."""
 
 
 def _mappings_in(folder: Path) -> list[_Mapping]:
@@ -141,8 +141,8 @@ def _mappings_in(folder: Path) -> list[_Mapping]:
                     found += [mapping] if mapping is not None else []
                 elif mapping is not None and name == "Rss:":
                     mapping.resident_bytes = int(rest[0]) * 1024
-                elif mapping is not None and name == "Anonymous:":
-                    mapping.private_bytes = int(rest[0]) * 1024
+                elif mapping is not None and name in ("Anonymous:", "Swap:"):
+                    mapping.private_bytes += int(rest[0]) * 1024
     except (OSError, ValueError):
         return []
     return found

@@ -132,5 +132,7 @@ class TaskLists:
         found: TaskList | None = self._lists.get(indptr)
         if found is None:
             found = cut_rows(indptr, self._task_entries)
+            if indptr.is_cuda:  # it may next be used on another stream, which nobody outside can make wait
+                torch.cuda.current_stream(indptr.device).synchronize()
             self._lists[indptr] = found
         return found

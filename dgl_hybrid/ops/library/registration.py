@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dgl_hybrid.ops.sparse_graph import Adjacency, build_out_edges, build_out_neighbours
 
@@ -76,12 +77,22 @@ def _differentiable(
 
     def call(*args: Any) -> Any:
         flat = _flattened(args, is_list)
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(flat)
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in flat):
             return Differentiable.apply(args, *flat)
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
     return call
+
+
+def _refuse_tangents(values: Sequence[Any]) -> None:
+    """Below autograd a tangent would be lost: DGL's own operations raise, too."""
+    if any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in values):
+        raise NotImplementedError(
+            "message passing has no forward-mode derivative: use reverse mode (backward, torch.autograd.grad)"
+        )
 
 
 def _flattened(values: Sequence[Any], is_list: Sequence[bool]) -> list[Any]:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import mmap
 import os
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from dgl_hybrid.ops.compiled_code import FOLDER_VARIABLE
+from dgl_hybrid.ops.cpu import memory
 from dgl_hybrid.ops.cpu.launch import address
 from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in, unmap_read_files_in
 
@@ -163,3 +165,13 @@ def test_kernels_get_no_address_of_another_device() -> None:
     assert address(torch.zeros(3), 2) > 0
     with pytest.raises(ValueError, match=r"expected all tensors on the CPU, as the first is \(got one on meta\)"):
         address(torch.zeros(3, device="meta"))
+
+
+def test_pages_that_were_written_to_count_where_they_are_swapped_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of them is resident then, and to drop the mapping would be to lose what was written."""
+    listing = (
+        "7f00-7f10 r--p 00000000 00:1f 12 /lib/a.so\nRss: 4 kB\nAnonymous: 0 kB\nSwap: 8 kB\nVmFlags: rd mr\n"
+        "7f20-7f30 r--p 00000000 00:1f 12 /lib/b.so\nRss: 4 kB\nAnonymous: 0 kB\nSwap: 0 kB\nVmFlags: rd mr\n"
+    )
+    monkeypatch.setattr(memory, "open", lambda *args, **options: io.StringIO(listing), raising=False)
+    assert [mapping.private_bytes for mapping in memory._mappings_in(Path("/lib"))] == [8192, 0]

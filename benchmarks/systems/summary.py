@@ -195,6 +195,13 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
                 f"vs_distdgl_full_checked_{choose.__name__}": over("vs_distdgl_full", choose, checked)
                 for choose in (median, min, max)
             },
+            # Where both are known to run one plan in all starts, a ratio is that of a program to itself.
+            **{
+                f"vs_{name}_other_plan_min": over(
+                    f"vs_{name}", min, [cell for cell in cells if not cell["same_plan"][name]]
+                )
+                for name in ("best_pure", "neutronstar")
+            },
             "distdgl_compute_over_hybrid_median": over("distdgl_compute", median),
             "distdgl_compute_over_hybrid_min": over("distdgl_compute", min),
             "vs_pipegcn_median": over("vs_pipegcn", median),

@@ -372,6 +372,7 @@ def test_final_object(lines: list[dict[str, Any]]) -> None:
     assert more["vs_sar_loopback_median"] == pytest.approx(4.0)
     assert more["vs_sar_1gbit_median"] is None
     assert more["memory_vs_sar_max"] == pytest.approx(1.5)
+    assert (more["vs_best_pure_other_plan_min"], more["vs_neutronstar_other_plan_min"]) == (0.95, 1.0)
     # Without GCN: 20/1 and 3/1. Of all: 0.1 s of computing over 1, 2 and 1 s.
     assert more["vs_distdgl_full_checked_median"] == pytest.approx(11.5)
     assert (more["vs_distdgl_full_checked_min"], more["vs_distdgl_full_checked_max"]) == (3.0, 20.0)
@@ -406,6 +407,7 @@ def test_it_is_told_whether_the_faster_one_ran_the_same_plan(lines: list[dict[st
         return lost["same_plan"]
 
     assert told(["a", "a"], ["a"]) is True
+    assert summarise(lines, {})["more"]["vs_best_pure_other_plan_min"] == pytest.approx(1.5), "that of the other cell"
     assert told(["a", "b"], ["a"]) is False
     assert told(["a", "a"], ["b"]) is False
     assert told(["a", None], ["a"]) is None, "of older measurements it is not known"

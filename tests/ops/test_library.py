@@ -256,6 +256,7 @@ def test_autocast_compiles_without_breaks() -> None:
         assert torch.equal(out, spmm(graph, x, w))
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by PyTorch's own forward mode
 def test_forward_mode_is_refused() -> None:
     """A tangent was lost on the way, and what should have been a derivative was none."""
     graph = SparseGraph.from_coo(torch.tensor([0, 1]), torch.tensor([1, 0]), 2, 2)

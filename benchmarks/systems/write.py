@@ -229,7 +229,7 @@ def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> li
         axes.barh(places, values, height * 0.9, xerr=errors, color=COLOURS[bar], label=bar, error_kw={"lw": 0.8})
     axes.set_yticks(range(len(keys)), [" ".join(key.split("/")[1:3]) + " ranks" for key in keys], fontsize=8)
     axes.invert_yaxis()
-    times = [line["p50"] for found in shown.values() for line in found.values()]
+    times = [line[name] for found in shown.values() for line in found.values() for name in ("p50", "p80")]
     is_wide = max(times) > LINEAR_UP_TO * min(times)
     if is_wide:
         axes.set_xscale("log")

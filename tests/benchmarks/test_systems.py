@@ -514,14 +514,16 @@ def test_processor_tells_its_name(tmp_path: Path) -> None:
     assert results.processor_name(tmp_path / "none")
 
 
-@pytest.mark.parametrize(("factor", "is_logarithmic"), [(1.0, False), (40.0, True)])
+@pytest.mark.parametrize(
+    ("figure", "factor", "is_logarithmic"), [("p50", 1.0, False), ("p50", 40.0, True), ("p80", 40.0, True)]
+)
 def test_bars_are_as_long_as_times_unless_those_are_far_apart(
-    factor: float, is_logarithmic: bool, lines: list[dict[str, Any]], tmp_path: Path
+    figure: str, factor: float, is_logarithmic: bool, lines: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     shaped = [line for line in lines if line["cell"] == SHAPED.key]
     for line in shaped:
         if line["variant"] == "distdgl_full":
-            line["p50"] *= factor
+            line[figure] *= factor
     files = draw_all(shaped, tmp_path)
     (drawn,) = (file.read_text() for file in files if file.suffix == ".svg")
     assert ("logarithmic" in drawn) == is_logarithmic

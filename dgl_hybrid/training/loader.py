@@ -628,8 +628,10 @@ class FullGraphLoader:
             self.forced = self._is_checked = True
             if self.communicator.rank == 0:
                 _logger.warning(
-                    "several modules use the blocks in turn, so no plan is made for them and everything stays as it "
-                    "is, which is exact: put them in one nn.Module and call that"
+                    "no module uses the blocks of all %d layers, so no plan is made and everything stays as it is, "
+                    "which is exact: where several modules use them in turn, put these in one nn.Module and call that; "
+                    "where the model has fewer layers, make the loader for as many",
+                    self.num_layers,
                 )
         if not all(row[0] for row in told) or model is None or template is None:
             return None

@@ -152,6 +152,7 @@ def describe_run(peers: Path | None = None) -> dict[str, Any]:
         "dtype": "float32",
         "seed": 0,
         "subnormals": "flushed",
+        "memory": "trimmed",  # by all systems, before its peak is taken
         "git_sha": git("rev-parse", "--short", "HEAD"),
         "dirty": bool(git("status", "--porcelain", "--", "dgl_hybrid", "benchmarks", "patches", ":!*.jsonl")),
         "code": code_version(),

@@ -4,8 +4,9 @@
 Systems take turns, so that whatever slows the machine for a while slows all of them. A system that waits is asleep. As
 many wait at once as memory allows; then these are timed and ended, and the next ones come.
 
-Two processes that do the same are not equally fast, some for as long as they live; why is not known. Ours, which differ
-by little, are therefore started several times, and their epochs of all starts count.
+Two processes that do the same are not equally fast, some for as long as they live; why is not known. Our strategies,
+which differ by little, therefore take turns in the same processes: a turn opens the graph, builds the model and the
+loader with the plan of its strategy, and trains. They are also started several times, and epochs of all starts count.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ SHAPING_TOLERANCE = 1.05
 MEMORY_RESERVE_SHARE = 0.4
 """Of all memory, to be free when systems train: with less of it, some get fewer huge pages and 20 % longer epochs."""
 WIRE_TOLERANCE = 0.95
+IN_TURNS = "ours_in_turns"
+"""The system whose processes are all of ours, one after another."""
+
+Unit = tuple[str, ...]
+"""Systems that are started together: one, or all of ours that are measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,7 +89,10 @@ class Settings:
 class _Entry:
     """One start of a system of the cell that is being measured."""
 
+    system: str
     team: Team
+    unit: Unit
+    """What runs in the team's processes, this system among them."""
     facts: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, Any] = field(default_factory=dict)
     prepare_s: float = 0.0
@@ -97,10 +106,6 @@ class _Entry:
     together: list[str] = field(default_factory=list)
     """Systems that took turns with this one."""
     failure: SystemFailure | gate.GateError | None = None
-
-    @property
-    def system(self) -> str:
-        return self.team.job.system
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +174,7 @@ class Bench:
                 self._make_reference(cell, graph, Path(folder), reference)
             starts: dict[str, list[_Entry]] = {system: [] for system in present}
             for number in range(self.settings.starts):
-                waiting = [system for system in present if number == 0 or system in OURS]
+                waiting = units_of([system for system in present if number == 0 or system in OURS])
                 while waiting:
                     entries: list[_Entry] = []
                     try:
@@ -178,10 +183,15 @@ class Bench:
                     finally:
                         for entry in entries:
                             entry.team.end()
-                    waiting = waiting[len(entries) :]
+                    begun = {entry.unit for entry in entries}
+                    waiting = [unit for unit in waiting if unit not in begun]
+                    lost = [entry.system for entry in entries if _is_lost_by_another(entry, entries)]
+                    if lost:
+                        waiting.insert(0, tuple(lost))
                     for entry in entries:
                         entry.together = [other.system for other in entries if other.failure is None]
-                        starts[entry.system].append(entry)
+                        if entry.system not in lost:
+                            starts[entry.system].append(entry)
             lines += [
                 self._line(cell, graph, run, system) | self._result(cell, graph, of_system)
                 for system, of_system in starts.items()
@@ -227,7 +237,7 @@ class Bench:
         self,
         cell: Cell,
         graph: PreparedGraph,
-        systems: Sequence[str],
+        units: Sequence[Unit],
         network: EmulatedNetwork | None,
         folder: Path,
         reference: Path,
@@ -239,7 +249,8 @@ class Bench:
         """
         largest = 0
         reserve = MEMORY_RESERVE_SHARE * psutil.virtual_memory().total
-        for number, system in enumerate(systems):
+        for number, unit in enumerate(units):
+            system = unit[0] if len(unit) == 1 else IN_TURNS
             before = psutil.virtual_memory().available
             # DistDGL takes more while it tries the sizes of its batches, and what the system then ends is the largest.
             if entries and before < (3.0 if system in CLUSTER_SYSTEMS else 1.3) * largest + reserve:
@@ -252,16 +263,22 @@ class Bench:
                 allocator=self.settings.allocator,
                 is_cluster=system in CLUSTER_SYSTEMS,
             )
-            entry = _Entry(team=team)
-            entries.append(entry)
-            self._try(entry, "prepare", functools.partial(self._prepare, entry, reference))
+            of_unit = [_Entry(system=name, team=team, unit=unit) for name in unit]
+            entries += of_unit
+            for entry in of_unit:
+                if all(other.failure is None for other in of_unit):
+                    self._try(entry, "prepare", functools.partial(self._prepare, entry, reference))
             largest = max(largest, before - psutil.virtual_memory().available)
 
     def _prepare(self, entry: _Entry, reference: Path) -> None:
         team, timeout_s = entry.team, self.settings.timeout_s
-        team.start()
+        if entry.system == entry.unit[0]:
+            team.start()
         start_s = time.monotonic()
-        entry.facts = _of_all_ranks(team.ask("prepare", timeout_s=timeout_s))
+        if entry.system == entry.unit[0]:
+            entry.facts = _of_all_ranks(team.ask("prepare", timeout_s=timeout_s))
+        if len(entry.unit) > 1:
+            team.ask("become", timeout_s=timeout_s, name=entry.system)
         entry.prepare_s = time.monotonic() - start_s
         sample = gate.merge(team.ask("check", timeout_s=timeout_s))
         if entry.system == "dgl" and not reference.is_file():
@@ -288,7 +305,7 @@ class Bench:
         for number in range(-1, self.settings.rounds):
             # Another one begins in each round: who comes after whom matters to caches.
             for entry in [*entries[number % len(entries) :], *entries[: number % len(entries)]]:
-                if entry.failure is None:
+                if all(other.failure is None for other in entries if other.team is entry.team):
                     phase = f"turn {number + 1} of {self.settings.rounds}"
                     self._try(entry, phase, functools.partial(self._turn, entry))
                     if number < 0:
@@ -296,11 +313,17 @@ class Bench:
                         entry.epochs.clear()
 
     def _turn(self, entry: _Entry) -> None:
+        ask = functools.partial(entry.team.ask, timeout_s=self.settings.timeout_s)
+        if len(entry.unit) > 1 and any(ask("become", name=entry.system)):
+            # The first epoch fetches features and makes what is kept, the second faults in what is used from then on.
+            ask("epochs", count=1)
+            ask("forget_peak")
+            ask("epochs", count=1)
         if entry.turn > 1:
-            entry.team.ask("epochs", timeout_s=self.settings.timeout_s, count=1)
-        answers = entry.team.ask("epochs", timeout_s=self.settings.timeout_s, count=entry.turn)
+            ask("epochs", count=1)
+        answers = ask("epochs", count=entry.turn)
         entry.epochs += [list(ranks) for ranks in zip(*answers, strict=True)]
-        entry.peak_bytes = entry.team.ask("peak", timeout_s=self.settings.timeout_s)
+        entry.peak_bytes = [max(peaks) for peaks in zip(*filter(None, (entry.peak_bytes, ask("peak"))), strict=True)]
 
     def _try(self, entry: _Entry, phase: str, step: Callable[[], None]) -> None:
         self.on_phase(f"{entry.system}, {phase}")
@@ -397,11 +420,25 @@ class Bench:
                     "turn": entry.turn,
                     "is_settled": entry.is_settled,
                     "in_turns_with": entry.together,
+                    "in_processes_of": list(entry.unit),
                 }
                 for entry in starts
             ],
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
+
+
+def units_of(systems: Sequence[str]) -> list[Unit]:
+    """Returns what is started together, in the order of the systems that come first."""
+    ours = tuple(system for system in systems if system in OURS)
+    others = [(system,) for system in systems if system not in OURS]
+    return [ours, *others] if ours else others
+
+
+def _is_lost_by_another(entry: _Entry, entries: Sequence[_Entry]) -> bool:
+    """Tells whether the processes of an entry ended while they were another system, which it may do without."""
+    own = [other for other in entries if other.team is entry.team]
+    return entry.failure is None and any(other.failure is not None for other in own)
 
 
 def _of_all_ranks(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:

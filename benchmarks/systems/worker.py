@@ -40,6 +40,10 @@ class Orders:
         """Opens the graph, builds the model, plans; returns what is to be recorded."""
         return self._system.prepare()
 
+    def become(self, name: str) -> bool:
+        """Changes what the system is, where it is several; tells whether it was another one."""
+        return self._system.become(name)
+
     def check(self) -> dict[str, Any]:
         """Trains the first epochs; returns losses and logits that all systems must agree on."""
         return self._system.check().to_json()

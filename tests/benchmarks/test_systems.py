@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import psutil
@@ -572,11 +572,11 @@ def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> No
     bench = measure.Bench(
         settings=Settings(), cache=measure.ROOT / "cache", peers=peers, rates=cast(Any, None), about={}
     )
-    team = SimpleNamespace(job=SimpleNamespace(system="hybrid"))
+    team = SimpleNamespace()
     failure = SystemFailure(
         "no module in /a/b", f"{measure.ROOT}/x.py {bench.cache}/g.npz {peers}/SAR {temporary} /usr/lib"
     )
-    entry = measure._Entry(team=cast(Any, team), failure=failure)
+    entry = measure._Entry(system="hybrid", unit=("hybrid",), team=cast(Any, team), failure=failure)
     line = bench._result(Cell(graph="products"), cast(Any, None), [entry])
     assert line["status"] == "failed"
     assert line["error"] == "no module in /a/b"
@@ -629,8 +629,6 @@ def test_turns_are_as_long_as_epochs_of_the_plan_that_stays_allow(
     done: list[float] = []
 
     class FakeTeam:
-        job = SimpleNamespace(system="hybrid")
-
         def start(self) -> None: ...
 
         def ask(self, order: str, **arguments: Any) -> list[Any]:
@@ -644,7 +642,7 @@ def test_turns_are_as_long_as_epochs_of_the_plan_that_stays_allow(
     reference = tmp_path / "reference.json"
     reference.write_text("{}")
     bench = SimpleNamespace(settings=Settings(warmup=warmup))
-    entry = measure._Entry(team=FakeTeam())  # type: ignore[arg-type]
+    entry = measure._Entry(system="hybrid", unit=("hybrid",), team=FakeTeam())  # type: ignore[arg-type]
     measure.Bench._prepare(bench, entry, reference)  # type: ignore[arg-type]
     assert len(done) == entry.warmup == num_epochs
     assert entry.turn == turn
@@ -656,7 +654,7 @@ def test_tiny_grid_end_to_end_and_again(
     monkeypatch.setattr(results, "code_version", lambda: "of this test")  # whoever edits sources meanwhile
     words = "--json --graph powerlaw --scale 0.01 --model sage --layers 2 --hidden 128 --ranks 2 --network loopback"
     file = tmp_path / "results.jsonl"
-    systems = ("--system", "hybrid", "--system", "sar")
+    systems = ("--system", "hybrid", "--system", "depcomm", "--system", "sar")
     places = (
         "--results",
         str(file),
@@ -678,7 +676,11 @@ def test_tiny_grid_end_to_end_and_again(
     assert cell["unavailable"] == ["sar"]
     assert cell["seconds"]["hybrid"] > 0
     assert result["vs_sar_median"] is None
-    own = next(line for line in read_lines(file) if line["variant"] == "hybrid")
+    own, other = (next(line for line in read_lines(file) if line["variant"] == name) for name in ("hybrid", "depcomm"))
+    assert own["starts"][0]["in_processes_of"] == ["hybrid", "depcomm"]
+    assert other["gate"] == pytest.approx(own["gate"], abs=1e-4)
+    assert other["starts"][0]["plan"] == "depcomm"
+    assert other["sent_bytes"] > 0
     assert own["gate"]["is_comparable"]
     assert own["gate"]["losses"] == 3
     assert own["gate"]["vertices"] > 50
@@ -741,3 +743,99 @@ def test_every_system_gives_back_what_loading_has_freed(monkeypatch: pytest.Monk
     assert trimmed == [0]
     own = {cls for module in (distdgl, ours, plain_dgl) for cls in vars(module).values() if isinstance(cls, type)}
     assert [cls.__name__ for cls in own - {base.System} if "give_back_memory" in vars(cls)] == ["Ours"]
+
+
+# -------------------------------------------------------------------- strategies in the same processes
+
+
+class FakeTeam:
+    """Answers for two ranks; dies when its strategy `dying` comes."""
+
+    made: ClassVar[list[FakeTeam]] = []
+
+    def __init__(self, *, job: Any, **options: Any) -> None:
+        self.system, self.orders, self.current = job.system, [], ""
+        self.has_ended = False
+        FakeTeam.made.append(self)
+
+    def start(self) -> None:
+        self.orders.append("start")
+
+    def end(self) -> None:
+        self.has_ended = True
+
+    def ask(self, order: str, *, timeout_s: float, **arguments: Any) -> list[Any]:
+        assert not self.has_ended
+        self.orders.append(arguments.get("name", order))
+        if order == "become":
+            if arguments["name"] == "depcache":
+                raise SystemFailure("rank 1 of 2 died")
+            was, self.current = self.current, arguments["name"]
+            return [was != self.current] * 2
+        answers: dict[str, list[Any]] = {
+            "is_settled": [True, True],
+            "epochs": [[{"elapsed_s": 1.0}] * arguments.get("count", 1)] * 2,
+            "peak": [1000 - len(self.orders), 7],
+        }
+        return answers.get(order, [{}, {}])
+
+
+@pytest.fixture
+def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    FakeTeam.made = []
+    monkeypatch.setattr(measure, "Team", FakeTeam)
+    monkeypatch.setattr(measure.gate, "merge", lambda samples: {})
+    monkeypatch.setattr(measure.gate, "compare", lambda *samples: {})
+    monkeypatch.setattr(Bench, "_reference_file", lambda *of: tmp_path / "reference.json")
+    monkeypatch.setattr(Bench, "_line", lambda self, cell, graph, run, system: {"variant": system})
+    monkeypatch.setattr(
+        Bench, "_result", lambda self, cell, graph, starts: {"starts": starts, "failed": starts[0].failure is not None}
+    )
+    (tmp_path / "reference.json").write_text("{}")
+    monkeypatch.setattr(Bench, "job", lambda self, cell, graph, system: SimpleNamespace(system=system))
+    settings = Settings(rounds=2, starts=2, warmup=0)
+    return Bench(
+        settings=settings, cache=tmp_path, peers=None, rates=cast(Any, None), about={}, on_phase=lambda phase: None
+    )
+
+
+def test_ours_are_started_together() -> None:
+    assert measure.units_of(["hybrid", "depcomm", "dgl", "sar"]) == [("hybrid", "depcomm"), ("dgl",), ("sar",)]
+    assert measure.units_of(["dgl"]) == [("dgl",)]
+    assert measure.units_of(["dgl", "hybrid"]) == [("hybrid",), ("dgl",)]
+
+
+def test_strategies_take_turns_in_the_same_processes(fake_bench: Bench) -> None:
+    lines = fake_bench.measure(TWO, cast(Any, None), ("hybrid", "depcomm", "dgl"))
+    assert [line["failed"] for line in lines] == [False] * 3
+    assert [team.system for team in FakeTeam.made] == ["ours_in_turns", "dgl", "ours_in_turns"]
+    hybrid = lines[0]["starts"][0]
+    assert hybrid.together == ["hybrid", "depcomm", "dgl"]
+    assert len(hybrid.epochs) == 2  # the turn before the first is not counted
+    asked = FakeTeam.made[0].orders
+    assert asked[:3] == ["start", "prepare", "hybrid"]
+    assert asked.count("prepare") == asked.count("start") == 1
+    # Prepared one after another; each turn of another one begins with what is not timed.
+    turns = asked[asked.index("depcomm") + 1 :]
+    (first, *_) = (number for number, order in enumerate(turns) if order == "hybrid")
+    assert turns[first : first + 6] == ["hybrid", "epochs", "forget_peak", "epochs", "epochs", "peak"]
+    # The most that either rank held in any turn, which here is the first.
+    number_of_peaks = [number for number, order in enumerate(asked, 1) if order == "peak"]
+    assert hybrid.peak_bytes[1] == 7
+    assert 1000 - hybrid.peak_bytes[0] in number_of_peaks[:2]
+
+
+def test_what_a_strategy_breaks_is_started_again_without_it(fake_bench: Bench) -> None:
+    """Where everything cached does not fit, the others are measured nevertheless."""
+    lines = fake_bench.measure(TWO, cast(Any, None), ("hybrid", "depcache", "depcomm", "neutronstar"))
+    assert {line["variant"]: line["failed"] for line in lines} == {
+        "hybrid": False,
+        "depcache": True,
+        "depcomm": False,
+        "neutronstar": False,
+    }
+    assert all(len(start.epochs) == 2 for line in lines if not line["failed"] for start in line["starts"])
+    assert all(len(line["starts"]) == 2 for line in lines)
+    assert all(team.has_ended for team in FakeTeam.made)
+    again = lines[0]["starts"][0]
+    assert again.unit == ("hybrid", "depcomm", "neutronstar")

@@ -27,6 +27,7 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     **{
         name: partial(_load, "ours", "Ours", strategy=name) for name in ("hybrid", "depcache", "depcomm", "neutronstar")
     },
+    "ours_in_turns": partial(_load, "ours", "OursInTurns"),
     # How depcomm exchanges: after each other, while held rows are summed, and with partial sums instead of sources.
     "depcomm_apart": partial(_load, "ours", "Ours", strategy="depcomm", overlap=False),
     "depcomm_overlap": partial(_load, "ours", "Ours", strategy="depcomm", partial_sums=False),

@@ -86,6 +86,13 @@ class System(ABC):
         """Returns what `prepare` could not know yet, and what has changed since."""
         return {}
 
+    def become(self, name: str) -> bool:
+        """Trains by another strategy from now on, in the same processes; returns False if it is that one. Collective.
+
+        It begins from the initial weights, with the plan that it has found when it was its turn before, if it was.
+        """
+        raise NotImplementedError(f"{self.job.system} is one system (asked to become {name})")
+
     @abstractmethod
     def check(self) -> Sample:
         """Trains the first epochs. Collective."""

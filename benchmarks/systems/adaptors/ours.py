@@ -27,6 +27,7 @@ from benchmarks.systems.adaptors.base import (
     sample_ids,
 )
 from benchmarks.systems.job import Job
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig
 from dgl_hybrid.training.epoch_clock import EpochClock
@@ -44,8 +45,11 @@ class Ours(System):
         self._options = options
 
     def prepare(self) -> dict[str, Any]:
+        return self._begin(create_communicator(transport=self._transport))
+
+    def _begin(self, communicator: Communicator, plan: DependencyPlan | None = None) -> dict[str, Any]:
+        """Everything before the first epoch, as a script does it; `plan` is one that such a start has found before."""
         job = self.job
-        communicator = create_communicator(transport=self._transport)
         self.g = dgl_hybrid.PartitionedGraph.open(job.part_config, communicator=communicator)
         self.model: nn.Module = self.make_model().to(self._device)
         optimize = getattr(dgl_hybrid, "optimize", None)
@@ -59,6 +63,7 @@ class Ours(System):
                 self._device,
                 model=self.model,
                 planner=self._planner,
+                plan=plan,
                 seed=job.seed,
                 autotune=job.options.get("autotune", math.inf),  # epochs are timed once trials are over
                 **self._options,
@@ -130,6 +135,48 @@ class Ours(System):
         self.model.train()
         torch.manual_seed(self.job.seed)
         return curve.train(self.model, self._step, folder, count, every, rank=self.rank)
+
+
+class OursInTurns(Ours):
+    """All strategies in the same processes, one after another, each with a graph, a model and a loader of its own.
+
+    Processes that do the same are not equally fast. Strategies that share them are, but for what they do.
+    """
+
+    def __init__(self, job: Job, **options: Any) -> None:
+        super().__init__(job, strategy="hybrid", **options)
+        self._strategy = ""
+        self._plans: dict[str, DependencyPlan] = {}
+        self._facts: dict[str, dict[str, Any]] = {}
+        self._sizes: dict[str, tuple[int, ...]] = {}
+
+    def prepare(self) -> dict[str, Any]:
+        self._communicator = create_communicator(transport=self._transport)
+        return {}
+
+    def become(self, name: str) -> bool:
+        if name == self._strategy:
+            return False
+        if self._strategy:
+            self._leave_strategy()
+        self._strategy, self._planner = name, PlannerConfig(strategy=name)
+        self._begin(self._communicator, self._plans.get(name))
+        sizes = tuple(self.loader.sets.sizes)
+        if name in self._plans and sizes != self._sizes[name]:
+            raise RuntimeError(f"{name} held {self._sizes[name]} rows by its plan, and now {sizes}")
+        return True
+
+    def _leave_strategy(self) -> None:
+        """Keeps the plan, which another stay goes on with, and drops all else: what comes next finds a fresh heap."""
+        if self.loader.outcome is not None:
+            self._facts[self._strategy] = super().facts()
+            self._plans[self._strategy] = self.loader.outcome.plan
+            self._sizes[self._strategy] = tuple(self.loader.sets.sizes)
+        del self.loader, self.wrapped, self.model, self.optimizer, self.clock, self.g
+        System.give_back_memory(self)
+
+    def facts(self) -> dict[str, Any]:
+        return self._facts.get(self._strategy) or super().facts()
 
 
 def _digest(plan: DependencyPlan) -> str:

@@ -34,7 +34,7 @@ from benchmarks.systems.floors import MachineRates, epoch_floor_s
 from benchmarks.systems.graphs import ROOT, PreparedGraph
 from benchmarks.systems.grid import OURS, PEERS, Cell
 from benchmarks.systems.job import Job
-from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, now, spread
+from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
 WARMUP_LIMIT = 300
@@ -119,6 +119,7 @@ class Bench:
     about: dict[str, Any]
     """Fields of every line."""
     on_phase: Callable[[str], object] = print
+    metric: str = EPOCH_TIME
 
     def why_unavailable(self, system: str) -> str | None:
         """Returns why the user does not have a system, None if they do."""
@@ -349,8 +350,8 @@ class Bench:
             "num_train": graph.num_train,
             "halo_rows": graph.halo_rows,
             "world_size": job.world_size,
-            "metric": "epoch_time",
-            "unit": "s",
+            "metric": self.metric,
+            "unit": "s" if self.metric == EPOCH_TIME else "bytes",
             "settings": self.settings.to_json(),
             "config": {
                 **cell.to_json(),

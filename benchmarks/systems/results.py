@@ -24,6 +24,8 @@ MEASURING_SOURCES = (
     *(f"benchmarks/systems/{name}.py" for name in ("gate", "graphs", "job", "measure", "team", "worker")),
 )
 """Of this benchmark: what reads, draws and tells figures does not change them."""
+EPOCH_TIME, PEAK_MEMORY = "epoch_time", "peak_memory"
+"""Metrics of lines. Those of the second are of the same kind, but of so few turns that only their memory counts."""
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 """Status of a line: measured; ended with an error; the user does not have the system."""
 
@@ -60,7 +62,7 @@ def append_lines(file: Path, lines: Iterable[Line]) -> None:
         os.fsync(stream.fileno())
 
 
-def newest(lines: Iterable[Line], metric: str = "epoch_time") -> dict[str, dict[str, Line]]:
+def newest(lines: Iterable[Line], metric: str = EPOCH_TIME) -> dict[str, dict[str, Line]]:
     """Returns, for each cell, the lines of its last run by system: ratios are formed within one run only."""
     runs: dict[str, dict[str, dict[str, Line]]] = {}
     for line in lines:
@@ -77,6 +79,7 @@ def is_measured(
     settings: Mapping[str, Any],
     *,
     machine: Mapping[str, Any],
+    metric: str = EPOCH_TIME,
     retry_failed: bool = False,
 ) -> bool:
     """Tells whether one run of this code with these settings, on such a machine, has measured all systems of a cell.
@@ -86,7 +89,8 @@ def is_measured(
     """
     found: dict[str, set[str]] = {}
     for line in lines:
-        is_same = line["cell"] == cell and line["code"] == code and line["settings"] == dict(settings)
+        is_same = (line["metric"], line["cell"], line["code"]) == (metric, cell, code)
+        is_same = is_same and line["settings"] == dict(settings)
         if (
             is_same
             and is_of(machine, line)

@@ -35,6 +35,7 @@ from benchmarks.systems.grid import (
     MODELS,
     NETWORKS,
     REAL,
+    SAR,
     Cell,
     full_grid,
     quick_grid,
@@ -43,7 +44,9 @@ from benchmarks.systems.grid import (
 )
 from benchmarks.systems.measure import Bench, Settings
 from benchmarks.systems.results import (
+    EPOCH_TIME,
     FAILED,
+    PEAK_MEMORY,
     Line,
     append_lines,
     describe_run,
@@ -53,7 +56,7 @@ from benchmarks.systems.results import (
     read_lines,
 )
 from benchmarks.systems.summary import summarise
-from benchmarks.systems.tables import CELL_HEAD, cell_rows, drop_empty_columns
+from benchmarks.systems.tables import CELL_HEAD, MEMORY_HEAD, cell_rows, drop_empty_columns, memory_rows
 from benchmarks.systems.team import ALLOCATORS, SystemFailure
 
 FOLDER = Path(__file__).parent
@@ -84,15 +87,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
     parser.add_argument("--timeout", type=float, help="seconds for each step of a system (1800; quick: 300)")
     parser.add_argument("--retry-failed", action="store_true", help="measure cells again in which a system failed")
+    parser.add_argument("--memory", action="store_true", help="peak memory of hybrid and SAR alone: one turn of each")
     parser.add_argument("--accuracy", action="store_true", help="time to accuracy instead of epochs")
     return parser.parse_args(arguments)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Returns what was asked for; a few minutes are enough for one start of each system."""
+    """Returns what was asked for; a few minutes are enough for one start of each system, memory for one turn of it."""
     given = {name: value for name in ("rounds", "starts") if (value := getattr(args, name)) is not None}
+    usual = {"starts": 1, "rounds": 1} if args.memory else {"starts": 1} if args.quick else {}
     return Settings(
-        **(({"starts": 1} if args.quick else {}) | given),
+        **(usual | given),
         allocator=args.allocator,
         timeout_s=args.timeout or (300.0 if args.quick else 1800.0),
     )
@@ -126,6 +131,8 @@ def measure_cells(
     for cell in cells:
         bar.set_description(cell.key)
         possible = quick_systems_of(cell) if args.quick else systems_of(cell)
+        if args.memory:
+            possible = tuple(system for system in possible if system in ("hybrid", *SAR))
         systems = [system for system in possible if not args.system or system in args.system]
         installed = [system for system in systems if bench.why_unavailable(system) is None]
         wanted.add(cell.key)
@@ -138,6 +145,7 @@ def measure_cells(
             bench.about["code"],
             bench.settings.to_json(),
             machine=bench.about["machine"],
+            metric=bench.metric,
             retry_failed=args.retry_failed,
         ):
             pass
@@ -181,6 +189,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             rates=measure_rates(),
             about=describe_run(peers),
             on_phase=lambda phase: bar.set_postfix_str(phase),
+            metric=PEAK_MEMORY if args.memory else EPOCH_TIME,
         )
         try:
             measure = accuracy.measure_cells if args.accuracy else measure_cells
@@ -206,6 +215,11 @@ def show(result: dict[str, Any], settings: Settings, *, to_stderr: bool) -> None
         for number, name in enumerate(head):
             table.add_column(name, no_wrap=number == 0)
         for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    if result["more"]["memory"]:
+        table = Table(*MEMORY_HEAD, title="Peak memory of the rank that holds most, in MB")
+        for row in memory_rows(result["more"]["memory"]):
             table.add_row(*row)
         console.print(table)
     for cell in result["more"]["accuracy"]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.systems.grid import OURS, PURE, SAR
-from benchmarks.systems.results import FAILED, OK, UNAVAILABLE, Line, newest
+from benchmarks.systems.results import FAILED, OK, PEAK_MEMORY, UNAVAILABLE, Line, newest
 
 Systems = Mapping[str, Line]
 """Lines of one cell by system."""
@@ -62,7 +62,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
     """Returns what one cell says: every system's time, hybrid's ratios to them, and the error of its prediction."""
     first = next(iter(systems.values()))
     config = first["config"]
-    own, sar = best_of(systems, "hybrid"), best_of(systems, *SAR)
+    own = best_of(systems, "hybrid")
     is_distributed = config["ranks"] > 1
     errors = predicted_errors(own)
     return {
@@ -84,12 +84,31 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "vs_pipegcn": ratio(systems, "pipegcn"),
         "vs_dgl": ratio(systems, "dgl", "dgl_blocks"),
         "distdgl_compute": _compute_ratio(systems),
-        "memory_vs_sar": None
-        if own is None or sar is None
-        else max(own["peak_rss_bytes"]) / max(sar["peak_rss_bytes"]),
         "predicted_error": statistics.median(errors) if errors else None,
         "predicted_error_worst": max(errors, default=None),
     }
+
+
+def memory_summaries(lines: Sequence[Line]) -> Iterable[dict[str, Any]]:
+    """Returns, for each cell, the most that ranks of hybrid and of SAR's fastest mode hold while they train.
+
+    Of the last run that measured memory alone, else of the one that measured epochs, if all systems had given back what
+    loading has freed.
+    """
+    cells = newest([line for line in lines if line.get("memory") == "trimmed"]) | newest(lines, PEAK_MEMORY)
+    for cell, systems in cells.items():
+        own, sar = best_of(systems, "hybrid"), best_of(systems, *SAR)
+        if own is not None and sar is not None:
+            most, of_sar = max(own["peak_rss_bytes"]), max(sar["peak_rss_bytes"])
+            plan = own.get("facts", {}).get("plan")
+            yield {
+                "cell": cell,
+                "hybrid_bytes": most,
+                "sar_bytes": of_sar,
+                "ratio": most / of_sar,
+                "plan": plan,
+                "commit": own["git_sha"],
+            }
 
 
 def _compute_ratio(systems: Systems) -> float | None:
@@ -167,6 +186,7 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
     cells = [cell_summary(systems) for systems in newest(lines).values()]
     one_rank = [cell for cell in cells if cell["ranks"] == 1]
     checked = [cell for cell in cells if cell["model"] != "gcn"]
+    memory = sorted(memory_summaries(lines), key=lambda one: -float(one["ratio"]))
 
     def over(name: str, choose: Callable[[Iterable[float]], float], among: Iterable[Mapping[str, Any]] = cells) -> Any:
         values = [cell[name] for cell in among if cell[name] is not None]
@@ -210,10 +230,14 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
                 f"vs_sar_{network}_median": over("vs_sar", median, [c for c in cells if c["network"] == network])
                 for network in ("loopback", "1gbit", "200mbit")
             },
-            "memory_vs_sar_max": over("memory_vs_sar", max),
+            **{
+                f"memory_vs_sar_{choose.__name__}": choose(one["ratio"] for one in memory) if memory else None
+                for choose in (median, max)
+            },
             "lost": lost(cells),
             "failed": [{"cell": c["cell"], "system": s, "error": e} for c in cells for s, e in c["failed"].items()],
             "skipped": dict(skipped),
+            "memory": memory,
             "accuracy": list(accuracy_summaries(lines)),
             "allocator_variables": lines[-1]["allocator_variables"] if lines else None,
             "machine": lines[-1]["machine"] if lines else None,

@@ -29,6 +29,21 @@ LINE_HEAD = (
     *("system", "epoch (p20 to p80)", "starts", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
     *("peak memory per rank", "predicted", "floor", "prepared in"),
 )
+MEMORY_HEAD = ("cell", "hybrid", "SAR, the faster mode", "hybrid's of SAR's", "plan", "commit")
+
+
+def memory_rows(found: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns the most that a rank of either holds, in MB; in asterisks where hybrid holds more."""
+    return [
+        (
+            one["cell"],
+            *(f"{one[name] / 1e6:.0f}" for name in ("hybrid_bytes", "sar_bytes")),
+            f"{one['ratio']:.2f}" if one["ratio"] <= 1 else f"*{one['ratio']:.2f}*",
+            one["plan"] or "",
+            one["commit"],
+        )
+        for one in found
+    ]
 
 
 def cell_rows(cells: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:

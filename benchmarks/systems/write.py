@@ -13,7 +13,16 @@ from benchmarks.systems import accuracy
 from benchmarks.systems.grid import NETWORKS, SAR
 from benchmarks.systems.results import OK, Line, newest
 from benchmarks.systems.summary import summarise
-from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows, markdown
+from benchmarks.systems.tables import (
+    CELL_HEAD,
+    LINE_HEAD,
+    MEMORY_HEAD,
+    cell_rows,
+    drop_empty_columns,
+    line_rows,
+    markdown,
+    memory_rows,
+)
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 PICTURES = Path(__file__).parent
@@ -76,7 +85,7 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     rows += [
         (name, "" if more[name] is None else f"{more[name]:.3g}")
         for name in more
-        if name.startswith(("vs_", "mem", "distdgl_"))
+        if name.startswith(("vs_", "memory_vs_", "distdgl_"))
     ]
     parts.append(markdown(("figure", "value"), rows))
     parts += [f"![epoch times]({picture})" for picture in pictures if picture.endswith(".png")]
@@ -103,6 +112,8 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     parts.append("### What failed\n\n" + (markdown(("cell", "system", "error"), failed) if failed else "Nothing."))
     if more["accuracy"]:
         parts.append("### Time to accuracy\n\n" + markdown(ACCURACY_HEAD, accuracy_rows(more["accuracy"])))
+    if more["memory"]:
+        parts.append("### Peak memory beside SAR\n\n" + markdown(MEMORY_HEAD, memory_rows(more["memory"])))
     parts.append("### Every measurement")
     for cell, systems in newest(lines).items():
         table = markdown(*drop_empty_columns(LINE_HEAD, line_rows(systems.values())))

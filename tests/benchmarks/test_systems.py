@@ -371,7 +371,7 @@ def test_final_object(lines: list[dict[str, Any]]) -> None:
     assert more["vs_pipegcn_median"] == pytest.approx(3.0)
     assert more["vs_sar_loopback_median"] == pytest.approx(4.0)
     assert more["vs_sar_1gbit_median"] is None
-    assert more["memory_vs_sar_max"] == pytest.approx(1.5)
+    assert more["memory_vs_sar_max"] is None  # SAR had not given back what loading has freed
     assert (more["vs_best_pure_other_plan_min"], more["vs_neutronstar_other_plan_min"]) == (0.95, 1.0)
     # Without GCN: 20/1 and 3/1. Of all: 0.1 s of computing over 1, 2 and 1 s.
     assert more["vs_distdgl_full_checked_median"] == pytest.approx(11.5)
@@ -839,3 +839,37 @@ def test_what_a_strategy_breaks_is_started_again_without_it(fake_bench: Bench) -
     assert all(team.has_ended for team in FakeTeam.made)
     again = lines[0]["starts"][0]
     assert again.unit == ("hybrid", "depcomm", "neutronstar")
+
+
+# -------------------------------------------------------------------- memory
+
+
+def test_memory_counts_where_all_systems_gave_back_theirs(lines: list[dict[str, Any]]) -> None:
+    trimmed = [line | {"memory": "trimmed", "run": "run2"} for line in lines]
+    result = summarise(lines + trimmed, {})
+    assert [(one["cell"], one["ratio"]) for one in result["more"]["memory"]] == [(TWO.key, 1.5)]
+    assert result["more"]["memory_vs_sar_max"] == result["more"]["memory_vs_sar_median"] == 1.5
+
+
+def test_a_run_of_memory_alone_says_nothing_of_epochs(lines: list[dict[str, Any]]) -> None:
+    of_memory = [
+        make_line(TWO, system, 100.0, metric="peak_memory", run="run2", peak_rss_bytes=[size, 1])
+        for system, size in (("hybrid", 30), ("sar", 60))
+    ]
+    before, result = summarise(lines, {}), summarise(lines + of_memory, {})
+    assert result["cells"] == before["cells"]
+    (memory,) = result["more"]["memory"]
+    assert (memory["hybrid_bytes"], memory["sar_bytes"], memory["ratio"]) == (30, 60, 0.5)
+    words = report(lines + of_memory)
+    assert "Peak memory beside SAR" in words
+    assert "Peak memory beside SAR" not in report(lines)
+    done = {"metric": "peak_memory", "machine": MACHINE}
+    assert is_measured(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, **done)
+    assert not is_measured(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, machine=MACHINE)
+    assert not is_measured(lines, TWO.key, ("hybrid",), "code1", SETTINGS, **done)
+
+
+def test_memory_is_asked_for_of_hybrid_and_sar_in_one_turn() -> None:
+    args = parse(["--memory", "--graph", "products"])
+    assert settings_of(args) == Settings(starts=1, rounds=1)
+    assert settings_of(parse(["--memory", "--rounds", "3"])) == Settings(starts=1, rounds=3)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,12 +48,27 @@ def print_config(configs: Sequence[Any]) -> int:
     return 0
 
 
+def make_results_folder(out: str | None) -> None:
+    """Makes the folder that `write_results` fills, if one is given: before hours of training, not after them.
+
+    Raises:
+        ValueError: It cannot be made, or not be written into.
+    """
+    if out is None:
+        return
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        raise ValueError(f"--out {out} must be a folder that can be written into: {error}") from error
+
+
 def write_results(out: str | None, configs: Sequence[Any], result: dict[str, Any]) -> None:
     """Writes `config.json` and `result.json` into the folder, if one is given."""
     if out is None:
         return
     folder = Path(out)
-    folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", flatten(configs))
     write_json(folder / "result.json", {**result, "versions": versions()})
 

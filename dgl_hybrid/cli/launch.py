@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     """Runs the job to its end."""
     job = make_job(args)
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)
+        if signal.getsignal(number) != signal.SIG_IGN:  # of `nohup`: the job outlives its terminal
+            signal.signal(number, _leave)
     try:
         result = run_cluster(job, verbose=args.verbose)
     except ClusterFailure as error:
@@ -108,6 +109,11 @@ def make_job(args: argparse.Namespace) -> ClusterJob:
         if not name or not equals:
             raise ValueError(f"--extra-envs must be NAME=VALUE (got {text!r})")
         environment[name] = value
+    if ENABLE_VARIABLE in environment:
+        raise ValueError(
+            f"--extra-envs {ENABLE_VARIABLE}=... would be overridden by --strategy and --budget: give these, or "
+            f"--strategy {OFF} for stock DGL"
+        )
     if args.strategy == OFF:
         os.environ.pop(ENABLE_VARIABLE, None)  # parts inherit what we have
     ssh = [*SSH]

@@ -8,7 +8,7 @@ import json
 import os
 from typing import Any
 
-from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config, write_results
+from dgl_hybrid.cli.common import RunConfig, add_common_options, make_results_folder, print_config, write_results
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.launch.local import run_local
@@ -38,6 +38,8 @@ def run(args: argparse.Namespace) -> int:
         return print_config(configs)
     data, partition, model, strategy, training, options = configs
     check_existing_partition(data, partition)
+    if os.environ.get("RANK", "0") == "0":  # who writes them
+        make_results_folder(options.out)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from dgl_hybrid.cli.torchrun import train_under_torchrun
 
@@ -57,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
         )
         report = TrainReport.from_json(reports[0])
     result: dict[str, Any] = report.to_json()
-    write_results(options.out, configs, result)
     print_training(report, "" if partition.partition else data.for_model(model.model).changes())
+    write_results(options.out, configs, result)
     if args.json:
         print(json.dumps(result))
     return 0

@@ -176,7 +176,14 @@ def _launch_config(ranks: int, folder: Path) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
+        signals_to_handle=",".join(_signals_to_handle()),
     )
+
+
+def _signals_to_handle() -> list[str]:
+    """Those that end processes, but for what this one ignores: a job under `nohup` outlives its terminal."""
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    return [name for name in names if signal.getsignal(getattr(signal, name)) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager

@@ -112,10 +112,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message | None:
-    """Reads a line; None if it is not a message."""
+    """Reads a line; None if it is not a message, or but the beginning of one: who wrote it was killed meanwhile."""
     if not line.startswith(MARK):
         return None
-    kind, fields = json.loads(line[len(MARK) :])
+    try:
+        kind, fields = json.loads(line[len(MARK) :])
+    except ValueError:
+        return None
     return _KINDS[kind](**fields)
 
 

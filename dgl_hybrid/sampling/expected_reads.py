@@ -34,6 +34,9 @@ class LoaderAccess:
     fanouts: tuple[Fanout, ...]
     """In the order of the layers, as samplers have them: the last one is drawn first, around the seeds."""
     replace: bool = False
+    by_structure: bool = True
+    """Whether it draws by structure alone. By weights or masks of edges only their owners do, so held lists are of no
+    use to it."""
 
     @property
     def is_layer_wise(self) -> bool:
@@ -44,7 +47,7 @@ class LoaderAccess:
     def key(self) -> tuple[object, ...]:
         """Equal for loaders that read alike: scripts make the same one again for every evaluation."""
         same_seeds = (hash(self.seeds.numpy().tobytes()), hash(self.occurrences.numpy().tobytes()))
-        return (*same_seeds, self.num_batches, self.fanouts, self.replace)
+        return (*same_seeds, self.num_batches, self.fanouts, self.replace, self.by_structure)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +108,7 @@ def expect_reads(
         lam = _spread(merged, drawn_ids, drawn) / batches
         # A batch reads the destinations themselves, too: they are source rows of their block.
         ids, reads = merged, batches - (batches - before) * torch.exp(-lam)
-    return _combine(ids, [as_seed], frontiers, [(ids, reads)])
+    return _combine(ids, [as_seed], frontiers if loader.by_structure else [], [(ids, reads)])
 
 
 def add_reads(first: ExpectedReads, second: ExpectedReads) -> ExpectedReads:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path, PurePosixPath
 
 import psutil
@@ -20,6 +21,16 @@ def free_memory_bytes() -> float:
     The system's own count of free memory knows no such limits, and whoever goes beyond one is killed.
     """
     return min(float(psutil.virtual_memory().available), left_in_cgroups(_CGROUPS, _OWN_CGROUPS))
+
+
+def free_shared_memory_bytes(folder: Path = Path("/dev/shm")) -> float:
+    """Returns what may still be shared between processes: containers have little room there, however much memory. Who
+    takes more of it is killed by a bus error. Infinity where there is no such folder.
+    """
+    try:
+        return float(shutil.disk_usage(folder).free)
+    except OSError:
+        return math.inf
 
 
 def left_in_cgroups(root: Path, own: Path) -> float:

@@ -25,7 +25,7 @@ from dgl_hybrid.sampling.choose import HoldChoice, RemoteCosts, choose_held
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
-from dgl_hybrid.sampling.free_memory import free_memory_bytes
+from dgl_hybrid.sampling.free_memory import free_memory_bytes, free_shared_memory_bytes
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldRows, Pull
 from dgl_hybrid.sampling.in_edge_lists import LIST_BYTES, LIST_ENTRY_BYTES, SEEDS_PER_REQUEST, InEdgeLists
@@ -79,7 +79,7 @@ class HaloStore:
         self._ntypes: list[str] = list(g.ntypes)
         self._etypes: list[tuple[str, str, str]] = list(g.canonical_etypes)
         self._is_holding = config.strategy != "depcomm"
-        self._budget_bytes = _find_budget(config, self._node_bytes(), self._client)
+        self._budget_bytes = _find_budget(config, self._node_bytes(), self._client, share=share)
         # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
@@ -415,7 +415,7 @@ class HaloStore:
         return torch.as_tensor(self._book.map_to_per_etype(eids)[0]).to(torch.int64)
 
 
-def _find_budget(config: HaloConfig, node_bytes: int, client: Any) -> float:
+def _find_budget(config: HaloConfig, node_bytes: int, client: Any, *, share: bool) -> float:
     budget = config.parsed_budget()
     if budget.is_unlimited:
         return math.inf
@@ -427,4 +427,5 @@ def _find_budget(config: HaloConfig, node_bytes: int, client: Any) -> float:
     machines_here = sum(address == addresses[client.machine_id] for address in addresses.values())
     trainers_here = machines_here * max(1, role.get_num_trainers() // len(addresses))
     processes = trainers_here * (1 + int(os.environ.get("DGL_NUM_SAMPLER", "0")))
-    return float(_AUTO_SHARE * free_memory_bytes() / processes)
+    free = min(free_memory_bytes(), free_shared_memory_bytes()) if share else free_memory_bytes()
+    return float(_AUTO_SHARE * free / processes)

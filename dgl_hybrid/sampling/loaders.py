@@ -50,7 +50,12 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
             seeds, occurrences = _edge_seeds(g, owner)
         replace = bool(getattr(sampler, "replace", False))
         return LoaderAccess(
-            seeds=seeds, occurrences=occurrences, num_batches=num_batches, fanouts=fanouts, replace=replace
+            seeds=seeds,
+            occurrences=occurrences,
+            num_batches=num_batches,
+            fanouts=fanouts,
+            replace=replace,
+            by_structure=getattr(sampler, "prob", None) is None,  # which has masks, too
         )
     fanouts = _read_fanouts(g, getattr(owner, "fanouts", None), first_drawn_last=False)
     ids = _as_ids(dataset)

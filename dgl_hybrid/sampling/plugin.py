@@ -16,6 +16,7 @@ from dgl_hybrid.compat.hook_set import Hook, HookSet
 from dgl_hybrid.partition import partition_graph
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
+from dgl_hybrid.sampling.halo_graph import HaloGraph
 from dgl_hybrid.sampling.halo_store import HaloStore, SharedHalo
 from dgl_hybrid.sampling.hooks import answer_pulls, unhooked_pull, withdraw
 from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
@@ -141,10 +142,14 @@ class HaloPlugin:
         if store is None:
             return original(g, nodes, issue_remote_req, local_access)
         asked: list[Tensor] = []
+        answerable: list[Tensor] = []  # would be, if their lists were held
 
         def ask(node_ids: Tensor) -> Any:
+            request = issue_remote_req(node_ids)
             asked.append(node_ids)
-            return issue_remote_req(node_ids)
+            if HaloGraph.can_answer(request):
+                answerable.append(node_ids)
+            return request
 
         request, is_held = self._held_request(store, g, nodes, issue_remote_req)
         halo = store.halo_graph
@@ -166,7 +171,8 @@ class HaloPlugin:
         if asked:
             COUNTS.remote_sampling_requests += len(asked)
             COUNTS.remote_seeds += sum(len(ids) for ids in asked)
-            store.note_remote_seeds(torch.cat(asked))
+        if answerable:
+            store.note_remote_seeds(torch.cat(answerable))
         return frontier
 
     @staticmethod

@@ -9,6 +9,7 @@ owners, everywhere, until the job ends. So whoever learns of a write by any mean
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -102,8 +103,8 @@ def publish_table(server: Any) -> None:
 
 
 def _table_name(main_server: Sequence[Any]) -> str:
-    """One host may serve several jobs: the port tells them apart."""
-    return f"/dgl_hybrid_written_{main_server[2]}"
+    """One host may serve several jobs, and users: the port tells them apart, or who it is that left one behind."""
+    return f"/dgl_hybrid_written_{os.getuid()}_{main_server[2]}"
 
 
 def _flag_of(name: str) -> int:

@@ -86,6 +86,14 @@ def test_torchrun_gives_the_same_losses(folder: Path) -> None:
     )
 
 
+def test_results_that_cannot_be_kept_are_no_end_of_training(partition: Path, folder: Path) -> None:
+    """It was found out after the last epoch, and the report was lost."""
+    out = folder / "a_file"
+    out.touch()
+    done = run_command("train", "--partition", partition, *TRAIN[:-4], "--epochs", "10000000", "--out", out)
+    fails(done, f"--out {out} must be a folder that can be written into: ")
+
+
 def test_damaged_partition(partition: Path, folder: Path) -> None:
     shutil.copytree(partition.parent, folder / "damaged")
     file = folder / "damaged" / "part1" / "graph.dgl"

@@ -125,6 +125,12 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         (["launch", *OURS, "--strategy", "none", "t.py"], 2, "argument --strategy: invalid choice: 'none'"),
         (["launch", *OURS, "--budget", "much", "t.py"], 1, "budget must be 'auto', 'unlimited', a share"),
         (["launch", *OURS, "--extra-envs", "A", "t.py"], 1, "--extra-envs must be NAME=VALUE (got 'A')"),
+        (
+            ["launch", *OURS, "--extra-envs", "DGL_HYBRID_ENABLE=0", "t.py"],
+            1,
+            "--extra-envs DGL_HYBRID_ENABLE=... would be overridden by --strategy and --budget: give these, or "
+            "--strategy off for stock DGL",
+        ),
         (["launch", *OURS, "t.py"], 1, "p.json cannot be read: No such file or directory"),
         (["launch", *OURS, "--num-servers", "0", "t.py"], 1, "num_servers must be at least 1 (got 0)"),
         (["run"], 1, "name the script to run, after our own options"),
@@ -244,6 +250,25 @@ def test_launch_leaves_with_the_trainers_code(tmp_path: Path) -> None:
     *details, last = done.stderr.splitlines()
     assert last == "dgl-hybrid launch: error: trainer 1 on machine 1 (127.0.0.1) exited with code 3"
     assert details[details.index("last lines of trainer 1 on machine 1 (127.0.0.1):") + 2] == "  my last words"
+
+
+def test_a_job_under_nohup_outlives_its_terminal(tmp_path: Path) -> None:
+    plan = {"trainer 0": [["print", "ready"], ["sleep", 3], ["touch", "stop"]], "trainer 1": []}
+    with subprocess.Popen(
+        command(*launch_words(tmp_path, plan)),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        while "ready" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        process.send_signal(signal.SIGHUP)
+        _, errors = process.communicate(timeout=600)
+    assert process.returncode == 0, errors
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 
 import pytest
 
 from dgl_hybrid.launch.controller import _LOST_PEER
 from dgl_hybrid.launch.job import RankError
-from dgl_hybrid.launch.local import _signals_put_back, explain_failure
+from dgl_hybrid.launch.local import _launch_config, _signals_put_back, _signals_to_handle, explain_failure
 
 
 def error(rank: int, kind: str, message: str, *, is_expected: bool = True, time_s: float = 0.0) -> RankError:
@@ -76,3 +77,14 @@ def test_handlers_of_signals_are_put_back() -> None:
     with _signals_put_back():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_what_is_ignored_is_not_handled() -> None:
+    """Under `nohup` a job outlives its terminal; torch's elastic agent handles SIGHUP if it is not told otherwise."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert _signals_to_handle() == ["SIGTERM", "SIGINT", "SIGQUIT"]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert "SIGHUP" in _signals_to_handle()
+    assert _launch_config(2, Path("x")).signals_to_handle == ",".join(_signals_to_handle())

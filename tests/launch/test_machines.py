@@ -145,3 +145,10 @@ def test_only_a_machines_own_processes_are_found(tmp_path: Path) -> None:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def test_the_beginning_of_a_message_is_noise() -> None:
+    """Of an agent that was killed while it wrote: the loss of it is to be told, not the fault in its last line."""
+    whole = messages.encode(messages.Exited(part="server 1", code=-9))
+    assert messages.decode(whole) is not None
+    assert messages.decode(whole[:-8]) is None

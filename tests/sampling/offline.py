@@ -38,17 +38,25 @@ class Machines:
         )
 
     def answer(self, requests: list[tuple[int, Any]]) -> list[Any]:
-        """Stands in for `rpc.remote_call_to_machine`."""
+        """Stands in for `rpc.remote_call_to_machine`, which fails without any request."""
+        if not requests:
+            raise ValueError("zero-size array to reduction operation maximum which has no identity")
         self.num_requests += len(requests)
         return [request.process_request(self.states[machine]) for machine, request in requests]
 
 
 def start_machines(
-    graph: dgl.DGLGraph, folder: Path, num_parts: int, monkeypatch: pytest.MonkeyPatch, *, num_hops: int = 1
+    graph: dgl.DGLGraph,
+    folder: Path,
+    num_parts: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    num_hops: int = 1,
+    part_method: str = "random",
 ) -> Machines:
     """Partitions a graph, loads all parts, and answers remote calls in this process."""
     nodes, _ = dgl_hybrid.partition_graph(
-        graph, "case", num_parts, folder, num_hops=num_hops, part_method="random", return_mapping=True
+        graph, "case", num_parts, folder, num_hops=num_hops, part_method=part_method, return_mapping=True
     )
     states = []
     for part in range(num_parts):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import dgl_hybrid  # noqa: F401 - before dgl, which it makes importable
 
@@ -39,6 +39,17 @@ def access(seeds: list[int], fanouts: tuple[Fanout, ...], num_batches: int = 1, 
     return LoaderAccess(
         seeds=ids, occurrences=counts.double(), num_batches=num_batches, fanouts=fanouts, replace=replace
     )
+
+
+def test_lists_are_of_no_use_to_who_draws_by_weights() -> None:
+    """Only owners draw by weights or masks of edges, so that held lists would answer nothing; rows are read as ever."""
+    by_structure = access([2], (-1, -1))
+    by_weights = replace(by_structure, by_structure=False)
+    reads, others = expected(hand_drawn(), by_weights), expected(hand_drawn(), by_structure)
+    assert float(others.as_frontier.sum()) > 0
+    assert float(reads.as_frontier.sum()) == 0
+    assert torch.equal(reads.as_input, others.as_input)
+    assert by_weights.key != by_structure.key
 
 
 def expected(graph: dgl.DGLGraph, loader: LoaderAccess, **options: object) -> ExpectedReads:

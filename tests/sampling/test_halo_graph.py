@@ -109,6 +109,17 @@ def test_a_wider_halo_spares_the_fetching(tmp_path: Path, monkeypatch: pytest.Mo
     assert machines.num_requests - asked <= 2, "in-degrees are asked for once, lists never"
 
 
+def test_parts_that_read_nothing_of_others_ask_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Separate components, one each: DGL's call fails without any request."""
+    ends = [(i, (i + 1) % 10) for i in range(10)]
+    other = [(10 + i, 10 + (i + 1) % 10) for i in range(10)]
+    src, dst = zip(*ends, *other, strict=True)
+    machines = start_machines(dgl.graph((src, dst)), tmp_path, 2, monkeypatch, part_method="contiguous")
+    lists = InEdgeLists(machines.view(0))
+    assert lists.is_known(torch.tensor([0, 9, 10, 15])).tolist() == [True, True, False, False]
+    assert machines.num_requests == 0
+
+
 @pytest.mark.parametrize("hetero", [False, True])
 def test_full_fanout_answers_equal_the_owners(hetero: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = start(tmp_path, monkeypatch, hetero=hetero)

@@ -127,6 +127,7 @@ def close_levels(
     dense_below: int = 0,
     row_order: RowOrder = "id",
     owners_aggregate: bool = False,
+    seed_order: Tensor | None = None,
 ) -> LevelSets:
     """Builds the level sets for a plan, top-down, with one id exchange per layer. Collective.
 
@@ -143,6 +144,8 @@ def close_levels(
         owners_aggregate: What layer 1 aggregates is the same in every epoch: vertices that are cached at level 1 get it
             from their owners, once, and need neither in-edges nor inputs of their in-neighbours here. Nothing is held
             of level 0 then but the rows of level 1 and owned ones. Alike on all ranks.
+        seed_order: The same seeds in the order in which they are to come, whatever order the others have; None: in
+            theirs.
 
     Returns:
         The sets, structures and exchange plans of all layers.
@@ -151,6 +154,8 @@ def close_levels(
         communicator, ownership, in_edges, seeds, cached, dense_below=dense_below, owners_aggregate=owners_aggregate
     )
     rows_global, ordered = _order(levels, ownership, in_edges, row_order)
+    if seed_order is not None:
+        rows_global = torch.cat([seed_order, rows_global[len(seed_order) :]])
     layers, edge_ids = _build_layers(levels, communicator, ownership, in_edges, rows_global)
     with communicator.agreed():
         for structure in layers:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from datetime import timedelta
 from typing import Literal
@@ -19,6 +20,7 @@ DEFAULT_TIMEOUT_S = 600.0
 RankTransport = Literal["auto", "collective", "shared_memory"]
 
 _logger = logging.getLogger(__name__)
+_numbers = itertools.count()
 
 
 def create_communicator(
@@ -59,14 +61,15 @@ def create_communicator(
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
     collective = CollectiveTransport(group)
+    name = f"exchange {next(_numbers)}"  # alike on all ranks: each makes communicators in the same order
     if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
-        return Communicator(collective)
+        return Communicator(collective, name=name)
     joined = connect_through_memory(collective, timeout_s=timeout_s, everybody=transport == "shared_memory")
     if not isinstance(joined, str):
-        return Communicator(joined)
+        return Communicator(joined, name=name)
     if transport == "shared_memory":
         raise ExchangeError(
             f"transport='shared_memory' needs ranks that can share memory, but {joined}. Give transport='collective'."
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
-    return Communicator(collective)
+    return Communicator(collective, name=name)

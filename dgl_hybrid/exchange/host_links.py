@@ -251,4 +251,7 @@ def _receive_hello(channel: socket.socket, secret: bytes, expected: Sequence[int
 
 
 def _remaining(deadline: float) -> float:
-    return max(0.01, deadline - time.monotonic())
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError(f"not all ranks of this host had met after {MEETING_TIMEOUT_S:g} s")
+    return left

@@ -139,6 +139,7 @@ class KVStoreTransport(Transport):
                 raise RuntimeError(f"a {type(response).__name__} came amid an exchange over DGL's KVStore")
             places[response.source][response.index].copy_(response.payload)
             missing[response.source] -= 1
+            deadline = time.monotonic() + self._timeout_s  # slow links are no absence
 
     def _abandon(self, server: int, address: tuple[int, ...]) -> None:
         """Sees to it that no late parcel meets another request of this client."""

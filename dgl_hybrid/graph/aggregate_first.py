@@ -118,7 +118,8 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
         rst = rst * _degree_factors(graph, rst, self._norm, of_sources=False)
     count("graphconv", "ours: fewer passes")
     rst = rst + self.bias if self.bias is not None else rst
-    return self._activation(rst) if self._activation is not None else rst
+    rst = self._activation(rst) if self._activation is not None else rst
+    return rst.contiguous()  # of columns without those that were added to them; scripts `view` it
 
 
 def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None = None) -> Any:

@@ -41,5 +41,23 @@ class _AttentionTerms(torch.autograd.Function):
         dx = dx.contiguous()
         needs_dx, *needs_attention = ctx.needs_input_grad[:3]
         found = choose_backend(x).head_terms_backward(x, attn_l, attn_r, d_el, d_er, dx if needs_dx else None)
-        gradients = [d if needed else None for d, needed in zip(found, needs_attention, strict=True)]
+        # The kernels leave no trace; only what they were given says that somebody may differentiate again.
+        gradients = [
+            _Refusal.apply(d, d_el) if needed else None for d, needed in zip(found, needs_attention, strict=True)
+        ]
         return dx if needs_dx else None, *gradients, None
+
+
+class _Refusal(torch.autograd.Function):
+    """A gradient that would have another one, if it were not made by a kernel."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, made_of: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, again: Tensor) -> tuple[None, None]:
+        raise RuntimeError(
+            "the gradients of an optimized attention layer cannot be differentiated again (got a double backward): "
+            "use the layer of DGL, `restore(layer)`"
+        )

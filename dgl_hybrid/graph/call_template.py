@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +112,12 @@ class CallTemplate:
         """What the call is to be repeated under on a device, whatever this thread is under at present."""
         return torch.autocast(device_type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
 
+    def has_blocks_of_all(self, num_layers: int) -> bool:
+        """Whether the blocks of all layers are arguments, so that the call can be made with others in their place."""
+        leaves = flatten((list(self.args), list(self.kwargs.values())))
+        given = {leaf.index for leaf in leaves if isinstance(leaf, _BlockAt)}
+        return any(leaf is _ALL_BLOCKS for leaf in leaves) or given == set(range(num_layers))
+
     @property
     def has_sparse_rows(self) -> bool:
         """Whether an argument is mostly zeros, so that what a layer makes of it depends on which rows it sums."""
@@ -211,23 +219,40 @@ def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[i
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies `function` to what nested tuples, lists and dictionaries hold, keeping their kinds."""
+    """Applies `function` to what nested tuples, lists, dictionaries and dataclasses hold, keeping their kinds."""
+    mapped: Any
+    if _is_record(value):
+        mapped = copy.copy(value)
+        for entry in dataclasses.fields(value):
+            item = map_leaves(getattr(value, entry.name), function)
+            object.__setattr__(mapped, entry.name, item)  # frozen ones, too
+        return mapped
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        for key, item in value.items():
+            mapped[key] = map_leaves(item, function)
+        return mapped
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_leaves(item, function) for item in value))
     if isinstance(value, (list, tuple)):
         return type(value)(map_leaves(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: map_leaves(item, function) for key, item in value.items()}
     return function(value)
 
 
 def flatten(value: Any) -> list[Any]:
-    """Lists what nested tuples, lists and dictionaries hold."""
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in flatten(item)]
+    """Lists what nested tuples, lists, dictionaries and dataclasses hold."""
+    if _is_record(value):
+        return [leaf for entry in dataclasses.fields(value) for leaf in flatten(getattr(value, entry.name))]
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in flatten(item)]
+    if isinstance(value, (list, tuple)):
+        return [leaf for item in value for leaf in flatten(item)]
     return [value]
+
+
+def _is_record(value: Any) -> bool:
+    """Whether it is an instance of a dataclass; those that are dictionaries as well are taken for such."""
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict, _BlockAt, _RowsOf))
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -30,7 +30,8 @@ class EdgeIds:
     def get(self) -> Tensor:
         """Returns the (E,) int64 ids on the block's device; the same tensor at every call."""
         if self.made is None:
-            self.made = self._ids.wide()[: self._num_edges].to(self._device)
+            with torch.inference_mode(False):  # later steps save it for their backward
+                self.made = self._ids.wide()[: self._num_edges].to(self._device)
             if self._on_made is not None:
                 self._on_made(self.made)
         return self.made

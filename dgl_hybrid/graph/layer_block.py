@@ -202,14 +202,22 @@ class LayerBlock:
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
         """Returns full-graph in-degrees of the destinations; most have all their in-edges in the block."""
+        degrees = self._in_degrees()
+        # As of a DGL graph they are the caller's own, which layers change in place (`+= 1`, `clamp_`).
+        return degrees.clone() if _is_all(v) else degrees[v].clone()
+
+    def _in_degrees(self) -> Tensor:
         known = self._full_in_degrees
         degrees: Tensor = (self._block.in_degrees() if known is None else known).to(self._idtype)
-        return degrees if _is_all(v) else degrees[v]
+        return degrees
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
         """Returns the *full-graph* out-degrees of the (|C_(l-1)|,) sources held here, not those inside the block."""
-        degrees = self._full_out_degrees[: self.structure.num_held]
-        return degrees if _is_all(u) else degrees[u]
+        degrees = self._out_degrees()
+        return degrees.clone() if _is_all(u) else degrees[u].clone()
+
+    def _out_degrees(self) -> Tensor:
+        return self._full_out_degrees[: self.structure.num_held]
 
     def degree_factors(self, norm: str, dtype: torch.dtype, *, of_sources: bool) -> Tensor:
         """Returns what DGL's layers multiply rows by: the root of 1 / degree for the norm "both", else 1 / degree.
@@ -220,7 +228,7 @@ class LayerBlock:
         key = norm, of_sources, dtype
         if key not in self._degree_factors:
             with torch.inference_mode(False), torch.no_grad():  # training may come after an evaluation
-                degrees = (self.out_degrees() if of_sources else self.in_degrees()).to(dtype).clamp(min=1)
+                degrees = (self._out_degrees() if of_sources else self._in_degrees()).to(dtype).clamp(min=1)
                 self._degree_factors[key] = torch.pow(degrees, -0.5) if norm == "both" else 1.0 / degrees
         return self._degree_factors[key]
 

@@ -75,7 +75,7 @@ class WeightedPlan:
             return out.reshape(out.shape[0], *self.features)
         out = out.reshape(out.shape[0], *(self.features[dim] for dim in self.order))
         places = [self.order.index(dim) for dim in range(len(self.features))]
-        return out.permute(0, *(1 + place for place in places))
+        return out.permute(0, *(1 + place for place in places)).contiguous()  # as DGL's, which scripts `view`
 
 
 def plan_weighted(x_features: Shape, w_features: Shape) -> WeightedPlan | None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgl_hybrid.ops.row_blocks import sum_dtype
+
 _PIECE_ELEMENTS = 1 << 17
 """On CPU: half a MiB of float32."""
 
@@ -35,11 +37,11 @@ def head_terms_backward(
     """`Backend.head_terms_backward`."""
     gradients: list[Tensor] = []
     for d_term, attention in ((d_el, attn_l), (d_er, attn_r)):
-        total = torch.zeros(attention.shape, dtype=d_term.dtype, device=x.device)
+        total = torch.zeros(attention.shape, dtype=sum_dtype(d_term.dtype), device=x.device)
         for rows in _pieces(x, len(d_term)):
             if dx is not None:
                 dx[rows].addcmul_(d_term[rows], attention)
-            total += (x[rows] * d_term[rows]).flatten(0, -3).sum(0)
+            total += (x[rows] * d_term[rows]).flatten(0, -3).sum(0, dtype=total.dtype)
         gradients.append(total.to(attention.dtype))
     return gradients[0], gradients[1]
 

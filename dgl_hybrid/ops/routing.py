@@ -147,7 +147,7 @@ def _to(original: Callable[..., Any], self: Any, device: Any, **kwargs: Any) -> 
 def _out_degrees(original: Callable[..., Any], self: Any, u: Any = ALL, etype: Any = None) -> Any:
     # DGL checks its own node ids here, which would move them to the CPU in every forward of GraphConv.
     if isinstance(self._graph, DeviceIndex) and is_all(u):
-        return self._graph.all_out_degrees(self.get_etype_id(etype))
+        return self._graph.all_out_degrees(self.get_etype_id(etype)).clone()  # the caller's own
     return original(self, u, etype)
 
 

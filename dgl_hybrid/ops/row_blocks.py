@@ -24,6 +24,11 @@ def row_blocks(x: Tensor) -> Iterator[slice]:
         yield slice(begin, min(begin + size, len(x)))
 
 
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns what sums of many parts are made in: of 256 equal ones bfloat16 cannot add another."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def finish_rows(part: Tensor, addend: Tensor | None, bias: Tensor | None, relu: bool) -> None:
     """Adds to a block of rows in place, and takes its ReLU."""
     for other in (addend, bias):
@@ -85,13 +90,13 @@ def gradients_in_blocks(
         for x, weight, needs in zip(rows, weights, needs_weights, strict=True)
     ]
     turned = [weight.t().contiguous() if needs else None for weight, needs in zip(weights, needs_rows, strict=True)]
-    d_bias = grad.new_zeros(grad.shape[1])
+    d_bias = grad.new_zeros(grad.shape[1], dtype=sum_dtype(grad.dtype))
     d_addend = torch.empty_like(grad) if needs_addend else None
     for block in row_blocks(grad):
         part = mask_of_relu(grad[block], None if output is None else output[block])
         if d_addend is not None:
             d_addend[block] = part
-        d_bias.add_(part.sum(0))
+        d_bias.add_(part.sum(0, dtype=d_bias.dtype))
         if factors is not None:
             part = part * factors[block]
         for x, weight_OI, d_x, total in zip(rows, turned, d_rows, sums, strict=True):
@@ -101,7 +106,7 @@ def gradients_in_blocks(
                 torch.mm(part, weight_OI, out=d_x[block])
     found = [d_x for d_x in d_rows if d_x is not None]
     found += [total.result() for total in sums if total is not None]
-    return [*found, d_bias, *([] if d_addend is None else [d_addend])]
+    return [*found, d_bias.to(grad.dtype), *([] if d_addend is None else [d_addend])]
 
 
 class _WeightGradient:
@@ -115,11 +120,18 @@ class _WeightGradient:
         num_inputs, num_outputs = weight.shape
         self._is_turned = is_turned(weight)
         self._by_grad = num_inputs > num_outputs or (num_inputs == num_outputs and self._is_turned)
-        self._sum = x.new_zeros((num_outputs, num_inputs) if self._by_grad else (num_inputs, num_outputs))
+        shape = (num_outputs, num_inputs) if self._by_grad else (num_inputs, num_outputs)
+        self._dtype = x.dtype
+        self._sum = x.new_zeros(shape, dtype=sum_dtype(x.dtype))
 
     def add(self, x: Tensor, grad: Tensor) -> None:
-        self._sum.addmm_(*((grad.t(), x) if self._by_grad else (x.t(), grad)))
+        factors = (grad.t(), x) if self._by_grad else (x.t(), grad)
+        if self._sum.dtype == self._dtype:
+            self._sum.addmm_(*factors)
+        else:
+            self._sum += torch.mm(*factors)
 
     def result(self) -> Tensor:
         """(O, I) where the weight is turned, (I, O) else; contiguous."""
-        return self._sum if self._by_grad == self._is_turned else self._sum.t().contiguous()
+        total = self._sum.to(self._dtype)
+        return total if self._by_grad == self._is_turned else total.t().contiguous()

@@ -221,18 +221,31 @@ def _check_target(target: Path, graph_name: str) -> None:
                 f"{target} holds the partition of graph {path.stem!r}; writing {graph_name!r} there would "
                 "overwrite its parts. Choose another out_path or remove that folder."
             )
+    for path in sorted(target.glob("part*")):
+        if re.fullmatch(r"part\d+", path.name) and (path.is_symlink() or not path.is_dir()):
+            raise PartitionError(
+                f"{path} is {'a link' if path.is_symlink() else 'no folder'}, and would have to be replaced. Choose "
+                f"another out_path or remove it."
+            )
 
 
 def _has_parts_in(path: Path) -> bool:
     """Whether a file describes a partition, ours or DGL's own, whose parts lie where another one's would."""
+    return bool(_part_folders(path))
+
+
+def _part_folders(path: Path) -> list[Path]:
+    """Returns the folders beside a partition's JSON file, named as ours are, in which it says that its parts lie."""
     try:
         content = read_json_object(path)
     except PartitionError:
-        return False  # nothing that could be read is lost
-    part = content.get("part-0")
-    files = part.values() if isinstance(part, dict) else ()
-    folders = {Path(os.path.normpath(path.parent / file)).parent for file in files if isinstance(file, str)}
-    return any(folder.parent == path.parent and re.fullmatch(r"part\d+", folder.name) for folder in folders)
+        return []  # nothing that could be read is lost
+    parts = [part for name, part in content.items() if re.fullmatch(r"part-\d+", name) and isinstance(part, dict)]
+    files = [file for part in parts for file in part.values() if isinstance(file, str)]
+    folders = {Path(os.path.normpath(path.parent / file)).parent for file in files}
+    return sorted(
+        folder for folder in folders if folder.parent == path.parent and re.fullmatch(r"part\d+", folder.name)
+    )
 
 
 def _write_homogeneous(
@@ -351,10 +364,14 @@ def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
         staging.rename(target)
         sync_path(target.parent)
         return
+    former = _part_folders(target / f"{graph_name}.json")
     # The old JSON goes first: from here until the last rename the folder does not load, so no mixture is ever read.
     (target / f"{graph_name}.json").unlink(missing_ok=True)
     (target / MANIFEST_NAME).unlink(missing_ok=True)
     sync_path(target)
+    for path in former:  # of more parts than there are now
+        if path.is_dir() and not (staging / path.name).exists():
+            shutil.rmtree(path)
     last = [MANIFEST_NAME, f"{graph_name}.json"]
     for path in sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
         destination = target / path.name

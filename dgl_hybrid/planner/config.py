@@ -30,8 +30,11 @@ class PlannerConfig:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
         if not 0.0 <= self.cache_ratio <= 1.0:
             raise ValueError(f"cache_ratio must lie in 0..1 (got {self.cache_ratio})")
-        if self.memory_budget_bytes is not None and not self.memory_budget_bytes >= 0:
-            raise ValueError(f"memory_budget_bytes must not be negative (got {self.memory_budget_bytes})")
+        budget = self.memory_budget_bytes
+        if budget is not None and not (0 <= budget < float("inf")):
+            raise ValueError(
+                f"memory_budget_bytes must be finite and not negative, or None for no limit (got {budget})"
+            )
         if self.max_cut_arcs < 0:
             raise ValueError(f"max_cut_arcs must not be negative (got {self.max_cut_arcs})")
         if self.max_sweep_edges < 0:

@@ -87,6 +87,7 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
 CHUNK_COPIES = 8
 """How often a chunk's rows are here at once, at most: two that are received and two that are sent, with their
 gradients; attention has its own copies of the one it works on. Sums over a chunk are added where they belong."""
+MOST_CHUNK_ROWS = 2**31 - 1
 LEAST_CHUNK_ROWS = 64
 """Smaller messages would carry little but their own cost."""
 
@@ -99,7 +100,7 @@ def chunk_rows_within(trace: ModelTrace, budget_bytes: float) -> int | None:
     if not all(layer.can_split for layer in trace.layers):
         return None
     row_bytes = max(layer.operand_bytes_fwd for layer in trace.layers)
-    rows = int(budget_bytes / (CHUNK_COPIES * max(row_bytes, 1.0)))
+    rows = int(min(budget_bytes / (CHUNK_COPIES * max(row_bytes, 1.0)), MOST_CHUNK_ROWS))
     return rows if rows >= LEAST_CHUNK_ROWS else None
 
 

@@ -15,6 +15,7 @@ import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
+from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
@@ -51,6 +52,9 @@ _logger = logging.getLogger(__name__)
 Batch = tuple[Tensor, Tensor, list[LayerBlock]]
 
 _MANY_EDGES = 1 << 16
+_SEED_STRIDE = 0x9E3779B97F4A7C15
+"""Between the seeds of loaders that are not given any; odd, so that none comes twice. A script that makes a loader in
+every epoch would train the same subnetwork for ever."""
 
 
 class FullGraphLoader:
@@ -76,7 +80,8 @@ class FullGraphLoader:
         plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
             `find_loss_weight`.
-        seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()`.
+        seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()` for a graph's first
+            loader, and for each further one another that follows from it.
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
             clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
@@ -87,8 +92,8 @@ class FullGraphLoader:
             pure plan or NeutronStar's. Changing a plan takes as long as many epochs, so True lets trials take a tenth
             of the time trained so far; a number is another share, `math.inf` has them all at once, for benchmarks (24
             to 84 epochs with six candidates, short ones up to 216), False none. `is_settled` says when they are over;
-            plans are made and tried anew when epochs drift. The id tensors that are yielded change with the plan, so
-            read by them in every epoch.
+            plans are made and tried anew when epochs drift. Seeds keep their order; the input nodes that are yielded
+            change with the plan, so read by them in every epoch.
         keep_static: Keep what the first layer aggregates from the graph's own fields, made once instead of every epoch;
             costs its bytes. Recognised by identity: a model that applies dropout to its input features, or copies them,
             gains nothing.
@@ -196,12 +201,15 @@ class FullGraphLoader:
             )
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
+        self._seed_order: Tensor | None = None
         self.num_seeds = len(seeds) - num_borrowed
         """Seeds this rank's loss is taken over; 0 if the one it computes is borrowed."""
         self.loss_weight = find_loss_weight(
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
-        self.seed = self.communicator.broadcast_json(int(torch.initial_seed() % 2**62) if seed is None else int(seed))
+        given_seed = (torch.initial_seed() + _SEED_STRIDE * g.num_loaders) % 2**62 if seed is None else seed
+        g.num_loaders += 1
+        self.seed = self.communicator.broadcast_json(int(given_seed))
         self._maker = PlanMaker(
             g,
             seeds,
@@ -219,6 +227,10 @@ class FullGraphLoader:
         )
         self._template: CallTemplate | None = None
         self._has_seen_training = False
+        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        """Models that were seen to train."""
+        self._unchecked: tuple[weakref.ref[nn.Module], CallTemplate] | None = None
+        """One of them that no plan was made for, until it has been checked."""
         self._planned_for: CallTemplate | None = None
         self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
@@ -359,7 +371,10 @@ class FullGraphLoader:
             dense_below=dense_below,
             row_order=self._row_order,
             owners_aggregate=owners_aggregate,
+            seed_order=self._seed_order,
         )
+        if self._seed_order is None:  # scripts may read labels once
+            self._seed_order = sets.rows_global[: len(self._seeds)].clone()
         self.sets: LevelSets = sets
         if sets.row_order is not None and sets.row_order.reads_by_id is not None:
             _logger.info("%s", sets.row_order)
@@ -477,7 +492,13 @@ class FullGraphLoader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yields the epoch's only batch. Collective: every rank iterates."""
+        """Yields the epoch's only batch. Collective: every rank iterates.
+
+        Raises:
+            RuntimeError: A change of plans was interrupted, which has left no blocks.
+        """
+        if "blocks" not in self.__dict__:
+            raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
         self._agree_on_last_epoch()
         self._prefetch.fill(self.graph, self.blocks)
         if self._is_cast_otherwise or (self.outcome is None and not (self.forced and self._is_checked)):
@@ -554,8 +575,12 @@ class FullGraphLoader:
         seen, planned_for = self._template, self._planned_for
         is_otherwise = seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
         told = self.communicator.gather_ints(
-            [self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)]
+            [
+                *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)),
+                *(self._steps_done, self.seed, int(self._unchecked is not None)),
+            ]
         )
+        self._check_same_masks([(row[6], row[7]) for row in told])
         is_written = any(row[5] for row in told)
         if is_written:
             self.graph.spread_writes(written)
@@ -568,7 +593,33 @@ class FullGraphLoader:
             for results in kept:
                 results.clear()
         del step, kept  # a change of plan drops what they hold
+        if all(row[8] for row in told):
+            self._check_other_model()
         self._continue_trials([row[0] for row in told], max(row[3] for row in told))
+
+    def _check_same_masks(self, states: list[tuple[int, int]]) -> None:
+        """Raises on all ranks if they would draw different masks for one row."""
+        for rank, (steps, seed) in enumerate(states):
+            if (steps, seed) != states[0]:
+                raise ValueError(
+                    f"every rank must give `load_state_dict` the same state, or dropout would differ between a row and "
+                    f"its replicas: rank 0 is at step {states[0][0]} of seed {states[0][1]}, rank {rank} at step "
+                    f"{steps} of seed {seed}. Read the checkpoint on every rank."
+                )
+
+    def _check_other_model(self) -> None:
+        """Checks a model that trains on this loader besides the one that plans were made for. Collective."""
+        assert self._unchecked is not None
+        reference, template = self._unchecked
+        self._unchecked = None
+        model = reference()
+        told = self.communicator.gather_ints([int(model is not None)])
+        if model is None or not all(is_there for (is_there,) in told):
+            return
+        try:
+            self._maker.trace(model, template)
+        except TraceError as error:
+            _logger.warning("%s; nothing of it is checked", error)
 
     def _say_untimed(self) -> None:
         if self._trials is not None and not self._is_warned and self.communicator.rank == 0:
@@ -612,7 +663,7 @@ class FullGraphLoader:
             self.graph.topology = None
             try:
                 outcome, planning_s = self._make_plan(*seen)
-            except TraceError as error:
+            except PlanError as error:  # also if none fits the memory budget by now
                 _logger.warning("%s; the plans of before are tried again", error)
         trials.begin_anew(
             len(outcome.candidates), self._favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
@@ -628,9 +679,10 @@ class FullGraphLoader:
             self.forced = self._is_checked = True
             if self.communicator.rank == 0:
                 _logger.warning(
-                    "no module uses the blocks of all %d layers, so no plan is made and everything stays as it is, "
-                    "which is exact: where several modules use them in turn, put these in one nn.Module and call that; "
-                    "where the model has fewer layers, make the loader for as many",
+                    "no module is given the blocks of all %d layers, and uses them, so no plan is made and everything "
+                    "stays as it is, which is exact: where several modules use them in turn, put these in one "
+                    "nn.Module and call that; pass blocks as arguments, in lists, tuples, dicts or dataclasses; where "
+                    "the model has fewer layers, make the loader for as many",
                     self.num_layers,
                 )
         if not all(row[0] for row in told) or model is None or template is None:
@@ -673,8 +725,20 @@ class FullGraphLoader:
         if step is not None and not step.all_blocks_used:
             self._is_in_pieces |= self._template is None and torch.is_grad_enabled()
             return
+        trains = torch.is_grad_enabled()
         # An evaluation may come first, which is called in ways of its own.
-        if self._template is None or (torch.is_grad_enabled() and not self._has_seen_training):
-            self._has_seen_training = torch.is_grad_enabled()
-            self._model = weakref.ref(module)
-            self._template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
+        is_first = self._template is None or (trains and not self._has_seen_training)
+        if not is_first and (not trains or module in self._trained):
+            return
+        template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
+        if not template.has_blocks_of_all(self.num_layers):
+            # Inside an object, where they cannot be replaced: repeating the call would use those of this epoch.
+            self._is_in_pieces |= self._template is None and trains
+            return
+        if trains:
+            self._trained.add(module)
+        if is_first:
+            self._has_seen_training = trains
+            self._model, self._template = weakref.ref(module), template
+        else:
+            self._unchecked = (weakref.ref(module), template)

@@ -67,6 +67,8 @@ class PartitionedGraph:
             self.out_degrees = self.sum_over_out_edges()
         self.topology: Topology | None = None
         """Measured rates of these ranks, once they were probed."""
+        self.num_loaders = 0
+        """Made over this graph so far: the same on all ranks."""
         self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[int, Tensor]] = {}
 

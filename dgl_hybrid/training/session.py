@@ -9,8 +9,6 @@ PyTorch or DGL is replaced.
 from __future__ import annotations
 
 import contextlib
-import copy
-import dataclasses
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.graph.call_template import flatten
+from dgl_hybrid.graph.call_template import flatten, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
@@ -131,6 +129,8 @@ class _RowMode(TorchFunctionMode):
         if func is torch.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
             return _dropout(self.step, *args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
         if self.step.communicator.world_size > 1:
+            if func is Tensor.backward and self.step.last_block_used:
+                return _backward(self.step, *args, **kwargs)
             if func in _UNREPLICATED:
                 _refuse_random(self.step, func, args, kwargs)
             if func in _UNREPLICATED_FACTORIES:
@@ -155,6 +155,23 @@ def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, i
     call_index = step.next_random_call()
     dropped = replicated_dropout(input, p, keys, seed=step.seed, step=step.number, call_index=call_index)
     return input.copy_(dropped) if inplace else dropped
+
+
+def _backward(
+    step: Step,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    *args: Any,
+    retain_graph: bool | None = None,
+    **others: Any,
+) -> None:
+    """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
+    entering = torch.ones_like(loss) if gradient is None and loss.numel() == 1 else gradient
+    weighted = entering if entering is None else entering * step.loss_weight  # None: PyTorch's error
+    if args:
+        loss.backward(weighted, *args, **others)
+    else:
+        loss.backward(weighted, retain_graph=retain_graph, **others)
 
 
 def _batch_norm(
@@ -317,7 +334,7 @@ class _Session:
             num_tensors += isinstance(value, Tensor)
             return _weight(value, step.loss_weight)
 
-        weighted = _map_output(output, weigh)
+        weighted = map_leaves(output, weigh)
         if num_tensors == 0 and torch.is_grad_enabled():
             raise BlockError(
                 f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
@@ -366,14 +383,11 @@ def stop() -> None:
 
 
 def _find_step(args: Any) -> Step | None:
-    for value in args.values() if isinstance(args, dict) else args:
+    for value in flatten(args):
         if isinstance(value, LayerBlock):
             followed_by = getattr(value.on_use, "__self__", None)  # copies (`.to`, `.int()`) have it, too
-            return followed_by if isinstance(followed_by, Step) else None
-        if isinstance(value, (list, tuple, dict)):
-            found = _find_step(value)
-            if found is not None:
-                return found
+            if isinstance(followed_by, Step):
+                return followed_by
     return None
 
 
@@ -395,27 +409,6 @@ def _keyword_arguments_of_call() -> Any:
             return frame.f_locals.get("kwargs") or {}
         frame = frame.f_back
     return {}
-
-
-def _map_output(output: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies `function` to the leaves of a model's output, whose containers keep their types."""
-    mapped: Any
-    if dataclasses.is_dataclass(output) and not isinstance(output, (type, dict)):
-        mapped = copy.copy(output)
-        for entry in dataclasses.fields(output):
-            value = _map_output(getattr(output, entry.name), function)
-            object.__setattr__(mapped, entry.name, value)  # frozen ones, too
-        return mapped
-    if isinstance(output, dict):
-        mapped = copy.copy(output)
-        for key, value in output.items():
-            mapped[key] = _map_output(value, function)
-        return mapped
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_map_output(item, function) for item in output))
-    if isinstance(output, (list, tuple)):
-        return type(output)(_map_output(item, function) for item in output)
-    return function(output)
 
 
 def _weight(tensor: Any, weight: float) -> Any:

@@ -127,6 +127,20 @@ def test_degrees_and_sizes() -> None:
     assert block["_E"] is block
 
 
+def test_degrees_are_the_callers_own() -> None:
+    """Layers change them in place; all layers and epochs had the same tensor."""
+    block = lone_block()
+    for degrees in (block.in_degrees(), block.out_degrees(), block.out_degrees(slice(0, 2))):
+        degrees += 1
+    assert block.in_degrees().tolist() == [2, 1]
+    assert block.out_degrees().tolist() == [5, 6, 7]
+    known = lone_block()
+    known._full_in_degrees = torch.tensor([9, 8])
+    degrees = known.in_degrees()
+    degrees.clamp_(max=3)
+    assert known.in_degrees().tolist() == [9, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("ndata", "SGConv"), ("edges", "apply_edges"), ("out_edges", "full-graph degrees"), ("subgraph", "update_all")],

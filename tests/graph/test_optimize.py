@@ -376,9 +376,11 @@ def test_vertices_without_in_edges(kind: str, graph: Callable[[], Any]) -> None:
 def test_a_second_derivative_is_refused() -> None:
     graph = plain_graph()
     (x,) = inputs_for(graph)
-    (dx,) = torch.autograd.grad(optimize(make("gat"))(graph, x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
-        dx.sum().backward()
+    layer = optimize(make("gat"))
+    for of in (x, layer.attn_l, layer.attn_r):
+        (again,) = torch.autograd.grad(layer(graph, x).square().sum(), of, create_graph=True)
+        with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+            again.sum().backward()
 
 
 # ------------------------------------------------------------------------------------------ still the same module

@@ -547,3 +547,20 @@ def test_training_may_come_after_an_evaluation(kind: str, evaluates: Callable[[]
         assert ours.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("turned", [False, True])
+def test_narrow_gradients_are_summed_wide(dtype: torch.dtype, turned: bool) -> None:
+    """Of 256 equal sums of blocks bfloat16 cannot add another: gradients of one sign came out at half of theirs."""
+    num_rows = 600 * BLOCK_ROWS * torch.get_num_threads()
+    x, grad = torch.full((num_rows, 2), 0.01, dtype=dtype), torch.full((num_rows, 3), 0.005, dtype=dtype)
+    weight = (torch.ones(3, 2, dtype=dtype).t() if turned else torch.ones(2, 3, dtype=dtype)).requires_grad_()
+    bias = torch.zeros(3, dtype=dtype, requires_grad=True)
+    product(x, weight, bias).backward(grad)
+    assert weight.grad is not None
+    assert bias.grad is not None
+    exact = num_rows * float(x[0, 0]) * float(grad[0, 0])
+    assert ((weight.grad.double() - exact) / exact).abs().max() < 0.01
+    exact = num_rows * float(grad[0, 0])
+    assert ((bias.grad.double() - exact) / exact).abs().max() < 0.01

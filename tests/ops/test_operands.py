@@ -84,3 +84,13 @@ def test_usual_operands_are_views() -> None:
 )
 def test_dot_features(left: tuple[int, ...], right: tuple[int, ...], expected: tuple[int, ...] | None) -> None:
     assert dot_features(left, right) == expected
+
+
+def test_results_lie_in_memory_as_those_of_dgl() -> None:
+    """Weights that vary along the last dimension make it the heads; scripts go on with `view`."""
+    plan = plan_weighted((3, 4), (4,))
+    assert plan is not None
+    out = plan.result(torch.arange(24.0).reshape(2, plan.num_heads, plan.width))
+    assert out.shape == (2, 3, 4)
+    assert out.is_contiguous()
+    assert torch.equal(out.view(2, -1)[0, :4], out[0, 0])

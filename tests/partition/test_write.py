@@ -308,6 +308,23 @@ def test_rewriting_replaces_and_another_graph_is_refused(tmp_path: Path) -> None
         partition_graph(hand_drawn(), "g", 2, tmp_path / "file")
 
 
+def test_parts_of_a_larger_partition_go_with_it(tmp_path: Path) -> None:
+    (tmp_path / "part9").mkdir()  # somebody's own
+    write(power_law(), tmp_path, 4)
+    write(power_law(), tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.glob("part*")) == ["part0", "part1", "part9"]
+
+
+def test_a_linked_part_is_not_written_over(tmp_path: Path) -> None:
+    """As where each part lies on a disk of its own: half of the former partition was gone before it failed."""
+    write(power_law(), tmp_path / "p", 2)
+    (tmp_path / "p" / "part1").rename(tmp_path / "elsewhere")
+    (tmp_path / "p" / "part1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PartitionError, match="part1 is a link, and would have to be replaced"):
+        write(power_law(), tmp_path / "p", 2)
+    assert load_partition(tmp_path / "p" / "g.json", 1).num_inner > 0
+
+
 def test_an_empty_folder_stays_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be somebody's working directory, or a mount point."""
     folder = tmp_path / "here"

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer, partition_graph
-from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.errors import PartitionError, PlanError
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
+from dgl_hybrid.training.loader_arguments import num_layers_of
 from tests.helpers.exactness import Case, Model, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -645,3 +646,227 @@ def test_how_the_loss_is_reduced_is_checked(
     part_config = partitions.get("power_law", power_law(), 2)
     for said in run_ranks(2, make_with_loss, part_config, rank0=first, rank1=second):
         assert message in said
+
+
+@dataclass(frozen=True)
+class _Batch:
+    blocks: list[Any]
+    x: Tensor
+
+
+class _Holder:
+    """As a script's own batch is, in which nobody can put other blocks."""
+
+    def __init__(self, blocks: list[Any], x: Tensor) -> None:
+        self.blocks, self.x = blocks, x
+
+
+class _OfBatch(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.model(batch.blocks, batch.x)
+
+
+def train_on_batches(rank: int, world_size: int, part_config: str, kind: str) -> tuple[list[float], bool]:
+    g, model = open_graph(part_config)
+    make = {"dataclass": _Batch, "object": _Holder}[kind]
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    ddp = nn.parallel.DistributedDataParallel(_OfBatch(model))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            loss = F.cross_entropy(ddp(make(blocks, g.ndata["feat"][input_nodes])), g.ndata["label"][seeds])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() * loader.loss_weight / world_size)
+    return losses, loader.outcome is not None
+
+
+@pytest.mark.parametrize("kind", ["dataclass", "object"])
+def test_blocks_inside_an_object_train(kind: str, partitions: PartitionStore) -> None:
+    """The second epoch ran the model on real blocks, on rank 0 alone: ranks waited for each other."""
+    by_rank = run_ranks(3, train_on_batches, partitions.get("power_law", power_law(), 3), kind)
+    total = [sum(losses) for losses in zip(*(losses for losses, _ in by_rank), strict=True)]
+    assert total == pytest.approx(reference_curve(), rel=1e-9)
+    assert [planned for _, planned in by_rank] == [kind == "dataclass"] * 3
+
+
+def make_several(rank: int, world_size: int, part_config: str) -> list[int]:
+    g, _ = open_graph(part_config)
+    torch.manual_seed(10 + rank)
+    nothing = [torch.arange(0)] * 2
+    loaders = [FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=nothing) for _ in range(3)]
+    return [loader.seed for loader in loaders]
+
+
+def test_loaders_made_one_after_another_draw_other_masks(partitions: PartitionStore) -> None:
+    """A script that makes one in every epoch trained the same subnetwork for ever."""
+    first, second = run_ranks(2, make_several, partitions.get("power_law", power_law(), 2))
+    assert first == second
+    assert first[0] == 10
+    assert len(set(first)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mask": "keep"}, "draws edges by 'keep'"),
+        ({"prob": "w"}, "draws edges by 'w'"),
+        ({"edge_dir": "out"}, "'out'"),
+    ],
+)
+def test_samplers_that_leave_edges_out_are_refused(options: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2, **options))
+    assert num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2)) == 2
+
+
+def load_state_on_one_rank(rank: int, world_size: int, part_config: str) -> None:
+    g, _ = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2, seed=3)
+    if rank == 0:
+        loader.load_state_dict({"steps": 7, "seed": 3})
+    next(iter(loader))
+
+
+def test_a_state_of_one_rank_alone_is_refused(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    errors = run_ranks_expect_errors(2, load_state_on_one_rank, folder)
+    assert len(errors) == 2
+    for error in errors:
+        assert "rank 0 is at step 7 of seed 3, rank 1 at step 0 of seed 3" in error.message
+
+
+def train_two_models(rank: int, world_size: int, part_config: str, second_mixes: bool) -> list[bool]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    other: nn.Module = _Centred(model) if second_mixes else _OtherHead(model)
+    done = []
+    for chosen in (model, model, model, other, other, other):
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(chosen(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+        done.append(loader.outcome is not None)
+    return done
+
+
+class _OtherHead(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        return 2.0 * self.model(blocks, x)
+
+
+def test_a_second_model_on_a_loader_is_checked_too(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    assert run_ranks(3, train_two_models, folder, False) == [[False, *[True] * 5]] * 3
+    errors = run_ranks_expect_errors(3, train_two_models, folder, True)
+    assert len(errors) == 3
+    assert all("mixes rows of different vertices" in error.message for error in errors)
+
+
+def read_seeds(rank: int, world_size: int, part_config: str) -> tuple[bool, int, int]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(
+        g, g.owned_nodes(), 2, model=model, row_order="locality", autotune=float("inf"), planner=PlannerConfig()
+    )
+    first, orders, plans = loader.seeds.clone(), set(), set()
+    is_kept = True
+    while not loader.is_settled:
+        for input_nodes, seeds, blocks in loader:
+            assert loader.outcome is not None
+            plans.add(loader.outcome.plan.num_cached)
+            orders.add(tuple(input_nodes.tolist()))
+            is_kept &= torch.equal(seeds, first) and torch.equal(blocks[-1].dstdata[dgl.NID], first)
+            F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    return is_kept, len(plans), len(orders)
+
+
+def test_seeds_keep_their_order_when_plans_change(partitions: PartitionStore) -> None:
+    """Scripts may read labels once."""
+    for is_kept, num_plans, num_orders in run_ranks(2, read_seeds, partitions.get("power_law", power_law(), 2)):
+        assert num_plans > 1
+        assert num_orders > 1
+        assert is_kept
+
+
+def look_at_edges_first(rank: int, world_size: int, part_config: str) -> bool:
+    g, _ = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    with torch.inference_mode():
+        for _, _, blocks in loader:
+            assert len(blocks[0].edata[dgl.EID])
+    of_edges = nn.Embedding(g.num_edges(), 1)
+    for _, _, blocks in loader:
+        of_edges(blocks[0].edata[dgl.EID]).sum().backward()
+    assert of_edges.weight.grad is not None
+    return bool(of_edges.weight.grad.any())
+
+
+def test_ids_of_edges_that_inference_asked_for_first_can_be_trained_with(partitions: PartitionStore) -> None:
+    assert run_ranks(1, look_at_edges_first, partitions.get("power_law", power_law(), 1)) == [True]
+
+
+def interrupt_change_of_plans(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(1))
+    assert loader.outcome is not None
+
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    find_keys, loader._find_keys = loader._find_keys, interrupted  # type: ignore[method-assign, assignment]
+    del loader.blocks  # as `_let_go` leaves it
+    try:
+        loader._follow(loader.outcome)
+    except KeyboardInterrupt:
+        loader._find_keys = find_keys  # type: ignore[method-assign]
+    del loader.blocks
+    said = []
+    for _ in range(2):
+        try:
+            next(iter(loader))
+        except RuntimeError as error:
+            said.append(str(error))
+    return said[0], said[1]
+
+
+def test_a_change_of_plans_that_was_interrupted_is_told(partitions: PartitionStore) -> None:
+    (said,) = run_ranks(1, interrupt_change_of_plans, partitions.get("power_law", power_law(), 1))
+    assert set(said) == {"a change of plans was interrupted and has left no blocks: make the loader anew"}
+
+
+def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(world_size), autotune=float("inf")
+    )
+    while not loader.is_settled:
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+
+    def nothing_fits(*args: object) -> None:
+        raise PlanError("the plan needs at least 9 bytes for halo rows")
+
+    outcome = loader.outcome
+    assert outcome is not None
+    assert loader._trials is not None
+    loader._maker.make = nothing_fits  # type: ignore[method-assign, assignment]
+    loader._maker._given_topology = None  # rates are measured again
+    before = outcome.plan.strategy
+    loader._plan_anew(loader._trials, outcome)
+    for input_nodes, seeds, blocks in loader:
+        F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    assert loader.outcome is not None
+    return before, loader.outcome.plan.strategy
+
+
+def test_where_no_plan_fits_after_a_drift_those_of_before_stay(partitions: PartitionStore) -> None:
+    by_rank = run_ranks(2, plan_where_nothing_fits_any_more, partitions.get("power_law", power_law(), 2))
+    assert by_rank[0] == by_rank[1]

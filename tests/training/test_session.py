@@ -355,3 +355,43 @@ def test_dropout_of_torch_is_the_same_as_the_functional_one(partitions: Partitio
                 is_same = torch.equal(output, outputs["F.dropout"])
                 assert is_same, name
                 assert_close(output, expected[ids], f"{name} on {world_size} ranks")
+
+
+class Training(nn.Module):
+    """Takes its loss and backs it inside its forward, as a step of a trainer that wraps the model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: Sequence[Any], x: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.model(blocks, x), labels)
+        loss.backward()
+        return loss.detach()
+
+
+def back_inside(rank: int, world_size: int, part_config: str, inside: bool) -> list[Tensor]:
+    g = PartitionedGraph.open(part_config)
+    seeds = g.owned_nodes()
+    loader = FullGraphLoader(g, seeds[: len(seeds) - 7 * rank], 2, plan=[torch.arange(0)] * 2)
+    model = Drawing(lambda h: h)
+    step = Training(model)
+    for input_nodes, seeds, blocks in loader:
+        x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][seeds]
+        if inside:
+            step(blocks, x, labels)
+        else:
+            F.cross_entropy(model(blocks, x), labels).backward()
+    average_gradients(model, loader)
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_a_loss_that_is_backed_inside_of_the_forward_is_weighted(partitions: PartitionStore) -> None:
+    """Ranks have different numbers of seeds, so the mean over them is none of their means."""
+    folder = partitions.get("power_law", power_law(), 3)
+    for inside, outside in zip(
+        run_ranks(3, back_inside, folder, True), run_ranks(3, back_inside, folder, False), strict=True
+    ):
+        assert len(inside) == len(outside) > 0
+        for gradient, expected in zip(inside, outside, strict=True):
+            assert_close(gradient, expected, "gradient")

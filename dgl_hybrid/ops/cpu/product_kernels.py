@@ -230,7 +230,9 @@ class GradientBlock:
         num_columns, lanes = spec.grad.num_columns, self.panels.lanes
         pieces = self.panels.pieces(num_columns)
         with k.tasks() as (self._task, self.first, self.end):
-            sums = [k.variable(k.constant(spec.kind, 0, lanes)) for _, lanes in pieces]
+            zeros = [k.constant(spec.kind, 0, lanes) for _, lanes in pieces]
+            totals = [k.variable(zero) for zero in zeros]
+            sums = [k.variable(zero) for zero in zeros]  # of a block: one long chain of rows would lose digits
             if padded > num_columns:
                 with k.loop(0, k.constant("i64", self.num_rows)) as r:
                     self.rows.store(r * padded + (padded - lanes), k.constant(spec.kind, 0, lanes))
@@ -241,8 +243,11 @@ class GradientBlock:
                     self.notes.forget()
                 with k.loop(0, self.count) as r:
                     self._make_row(r, pieces, sums)
+                for total, of_block, zero in zip(totals, sums, zeros):
+                    total.set(total.get() + of_block.get())
+                    of_block.set(zero)
                 yield
-            for (column, _), total in zip(pieces, sums):
+            for (column, _), total in zip(pieces, totals):
                 self._d_bias.at(self._task * num_columns).store(column, total.get())
 
     def _make_row(self, r: Value, pieces: Sequence[tuple[int, int]], sums: Sequence[Variable]) -> None:
@@ -430,7 +435,9 @@ def _emit_outer(
 
     def tile(column: Value, num_rows: int, panel: Value, num_vectors: int) -> None:
         where = [target.at((column + r) * padded + panel * panels.width) for r in range(num_rows)]
-        sums = [[k.variable(row.load(v * lanes, lanes)) for v in range(num_vectors)] for row in where]
+        # From zero on, not from what is there: one long chain of rows would lose digits.
+        zero = k.constant(panels.kind, 0, lanes)
+        sums = [[k.variable(zero) for _ in range(num_vectors)] for _ in where]
         with k.loop(0, count) as n:
             numbers, row = source.at(n * matrix.stride + column), block.at(n * padded + panel * panels.width)
             vectors = [row.load(v * lanes, lanes) for v in range(num_vectors)]
@@ -440,7 +447,7 @@ def _emit_outer(
                 ask(column, num_rows, n)
         for row, row_sums in zip(where, sums):
             for v, total in enumerate(row_sums):
-                row.store(v * lanes, total.get())
+                row.store(v * lanes, row.load(v * lanes, lanes) + total.get())
 
     def columns(number: Value, num_rows: int) -> None:
         column = number * size

@@ -195,6 +195,20 @@ def test_results_do_not_depend_on_the_number_of_threads(width: int, num_columns:
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(results[0], other, strict=True))
 
 
+def test_sums_over_many_rows_are_as_exact_as_those_of_pytorch() -> None:
+    """One chain of equal rows, each added to the sum so far, would be off by a hundred thousandth."""
+    num_rows = 4 * TASK_ROWS
+    x, weight = torch.full((num_rows, 20), 0.7), torch.randn(20, 24)
+    grad = torch.full((num_rows, 24), 0.3)
+    ours = load_backend("cpu")
+    assert products.are_served([x], [weight])
+    d_weight, d_bias = ours.row_products_backward([x], [weight], grad, None, None, [False], [True], False)
+    exact = num_rows * float(x[0, 0].double() * grad[0, 0].double())
+    assert ((d_weight.double() - exact) / exact).abs().max() < 2e-6
+    exact = num_rows * float(grad[0, 0].double())
+    assert ((d_bias.double() - exact) / exact).abs().max() < 2e-6
+
+
 def test_what_has_no_kernel() -> None:
     row, wide = torch.ones(3, 2), torch.ones(3, products.MAX_COLUMNS + 1)
     weight = torch.ones(2, 4)

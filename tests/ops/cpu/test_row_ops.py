@@ -291,3 +291,14 @@ def test_machines_with_other_registers(unit: VectorUnit, monkeypatch: pytest.Mon
     test_head_terms((20, 20, 3, 7), torch.float64)
     test_elu(100, 47, True, torch.float32)
     test_elu_straight_to_memory(64)
+
+
+def test_narrow_gradients_of_attention_are_summed_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In many pieces, the sum over which would stop to grow."""
+    monkeypatch.setattr(plain_rows, "_PIECE_ELEMENTS", 64)
+    x = torch.full((20_000, 2, 8), 0.5, dtype=torch.bfloat16)
+    attn = torch.ones(1, 2, 8, dtype=torch.bfloat16)
+    d_term = torch.full((20_000, 2, 1), 0.25, dtype=torch.bfloat16)
+    for found in plain_rows.head_terms_backward(x, attn, attn, d_term, d_term, None):
+        assert found.dtype == torch.bfloat16
+        assert ((found.double() - 2500.0) / 2500.0).abs().max() < 0.01

@@ -11,7 +11,9 @@ A row of which nothing weighs anything is NaN, as it is unsplit.
 
 Backward, each part needs only the whole row's `out` and `lse`, its own sources and the gradient. Where there are
 positive sums, the gradient of a destination is made from those of the whole row, with the held part. Received rows are
-kept for it, or fetched again where they come in many messages, whose purpose is that they are never all here.
+kept for it, or fetched again where they come in many messages, whose purpose is that they are never all here. What is
+made for the rows that read such a message is made for as many of them at a time as the message brings, for the same
+purpose: a few sources may be read by nearly all rows.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ from dgl_hybrid.ops.backend import PositiveSums, choose_backend
 AttentionOp = Literal["gat", "gatv2"]
 
 _MINUS_INF = float("-inf")
+_LEAST_READERS = 1024
+"""Of a message of few rows so many may read at a time: fewer would cost more in calls than they save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +105,23 @@ class _Attended:
         self.lse.index_copy_(0, rows, after)
 
 
+@dataclass(frozen=True, slots=True)
+class _Readers:
+    """Some of the rows that read a part, one after the other."""
+
+    rows: Tensor
+    """(n,) int64: which rows of the layer."""
+    edges: SparseGraph
+    """n x wire rows received."""
+    entries: slice
+    """Of the part's edges."""
+
+    def dropout(self, of_part: EdgeDropout | None) -> EdgeDropout | None:
+        if of_part is None or of_part.edge_keys is None:
+            return of_part
+        return replace(of_part, edge_keys=of_part.edge_keys[self.entries])
+
+
 class SplitAttention:
     """What one layer's attention needs, made once.
 
@@ -113,6 +134,11 @@ class SplitAttention:
         self.layer = layer
         self.exchange = SplitExchange(layer, communicator, number=number)
         self.fetches_again = len(layer.parts) > 1
+        most = max((sum(part.recv_counts) for part in layer.parts), default=0)
+        self._readers = [
+            _readers_of(part, max(most, _LEAST_READERS) if self.fetches_again else len(part.dst_rows))
+            for part in layer.parts
+        ]
         self._split_keys: tuple[Tensor, list[Tensor]] | None = None
         has_entries = layer.held.in_edges.indptr.diff() > 0
         self._without_held = (~has_entries).nonzero().flatten()
@@ -175,16 +201,17 @@ class SplitAttention:
 
         def held() -> None:
             nonlocal result
-            result = _attend(call, 0, self.layer.held, sources, dst, attention)
+            result = _attend(call, call.dropouts[0], self.layer.held, sources, dst, attention)
             result.lse[self._without_held] = _MINUS_INF
 
         def use(position: int, wire: Tensor) -> None:
-            part, rows = self.layer.parts[position], sources.unpacked(wire)
+            rows = sources.unpacked(wire)
             if not self.fetches_again:
                 received.append(rows)
-            read_by = part.dst_rows
-            some = _attend(call, 1 + position, part.edges, rows, dst.index_select(0, read_by), attention)
-            result.add(read_by, some)
+            for readers in self._readers[position]:
+                dropout = readers.dropout(call.dropouts[1 + position])
+                its_dst = dst.index_select(0, readers.rows)
+                result.add(readers.rows, _attend(call, dropout, readers.edges, rows, its_dst, attention))
 
         self.exchange.forward(sources.fields(), held, use)
         out, lse = result.out, result.lse
@@ -215,27 +242,33 @@ class SplitAttention:
                 d_attention.add_(found)
 
         def make(position: int) -> list[Tensor]:
-            part, rows = self.layer.parts[position], received[position]
-            read_by = part.dst_rows
-            its_dst, its_out, its_lse, its_grad = (
-                value.index_select(0, read_by) for value in (dst, result.out, result.lse, grad)
-            )
-            some = _Attended(its_out, its_lse, None)
-            d_rows, d_some, found = _attend_backward(
-                call, 1 + position, part.edges, rows, attention, its_dst, some, its_grad
-            )
-            if d_some is None:
-                pass  # it is in that of the held rows
-            elif self.fetches_again:  # held rows were first
-                _add_to_rows(d_dst, read_by, d_some)
-            else:
-                waiting.append((read_by, d_some))
-            note_attention(found)
-            return d_rows.fields()
+            total: list[Tensor] = []
+            for readers in self._readers[position]:
+                its_dst, its_out, its_lse, its_grad = (
+                    value.index_select(0, readers.rows) for value in (dst, result.out, result.lse, grad)
+                )
+                some, dropout = _Attended(its_out, its_lse, None), readers.dropout(call.dropouts[1 + position])
+                d_rows, d_some, found = _attend_backward(
+                    call, dropout, readers.edges, received[position], attention, its_dst, some, its_grad
+                )
+                if d_some is None:
+                    pass  # it is in that of the held rows
+                elif self.fetches_again:  # held rows were first
+                    _add_to_rows(d_dst, readers.rows, d_some)
+                else:
+                    waiting.append((readers.rows, d_some))
+                note_attention(found)
+                for sum_so_far, more in zip(total, d_rows.fields()):
+                    sum_so_far += more
+                total = total or d_rows.fields()
+            return total
 
         def held() -> list[Tensor]:
             nonlocal d_dst, d_sources
-            d_sources, d_held, found = _attend_backward(call, 0, self.layer.held, sources, attention, dst, result, grad)
+            dropout = call.dropouts[0]
+            d_sources, d_held, found = _attend_backward(
+                call, dropout, self.layer.held, sources, attention, dst, result, grad
+            )
             assert d_held is not None
             d_dst = d_held
             note_attention(found)
@@ -294,11 +327,32 @@ def _positions_of(part: RowsPart) -> Tensor:
     return part.edge_positions
 
 
+def _readers_of(part: RowsPart, most: int) -> list[_Readers]:
+    """Returns the rows that read a part, at most so many at a time; none at all are one lot."""
+    num_rows = len(part.dst_rows)
+    if num_rows <= most:
+        return [_Readers(part.dst_rows, part.edges, slice(None))]
+    rows, found = part.edges.in_edges, []
+    for begin in range(0, num_rows, most):
+        end = min(begin + most, num_rows)
+        first, last = int(rows.indptr[begin]), int(rows.indptr[end])
+        edges = SparseGraph.from_csc(
+            rows.indptr[begin : end + 1] - first, rows.indices[first:last], num_src=part.edges.num_src
+        )
+        found.append(_Readers(part.dst_rows[begin:end], edges, slice(first, last)))
+    return found
+
+
 def _attend(
-    call: _Call, position: int, edges: SparseGraph, sources: _Sources, dst: Tensor, attention: Tensor | None
+    call: _Call,
+    dropout: EdgeDropout | None,
+    edges: SparseGraph,
+    sources: _Sources,
+    dst: Tensor,
+    attention: Tensor | None,
 ) -> _Attended:
     """Returns the result, whose `lse` is -inf where all logits of a row are. Syncs the host."""
-    backend, dropout = choose_backend(sources.x), call.dropouts[position]
+    backend = choose_backend(sources.x)
     if attention is not None:
         result = _Attended(*backend.gatv2(edges.in_edges, sources.x, dst, attention, call.slope, dropout), None)
     else:
@@ -344,7 +398,7 @@ def _settle_rows_of_minus_inf(
 
 def _attend_backward(
     call: _Call,
-    position: int,
+    dropout: EdgeDropout | None,
     edges: SparseGraph,
     sources: _Sources,
     attention: Tensor | None,
@@ -353,7 +407,7 @@ def _attend_backward(
     grad: Tensor,
 ) -> tuple[_Sources, Tensor | None, Tensor | None]:
     """Returns gradients of the sources, of `dst` (None: see `Backend.gat_backward`) and of `attention`; contiguous."""
-    backend, dropout = choose_backend(sources.x), call.dropouts[position]
+    backend = choose_backend(sources.x)
     out, lse = result.out, result.lse
     rows, out_rows = edges.in_edges, edges.out_edges
     if attention is not None:

@@ -10,9 +10,10 @@ from torch import Tensor
 from dgl_hybrid import ops
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.graph import split_attention
 from dgl_hybrid.graph.split_attention import _Attended
 from dgl_hybrid.graph.split_block import SplitBlock
-from dgl_hybrid.ops import SparseGraph
+from dgl_hybrid.ops import EdgeDropout, SparseGraph
 from tests.exchange.test_partial_sums import World, random_world
 from tests.helpers.world import run_ranks
 
@@ -63,21 +64,42 @@ def run_unsplit(world: World, op: str, width: int, slope: float = 0.2) -> list[T
 
 
 def run_split(
-    rank: int, world_size: int, op: str, chunk_rows: int | None, width: int, slope: float = 0.2
+    rank: int,
+    world_size: int,
+    op: str,
+    chunk_rows: int | None,
+    width: int,
+    slope: float = 0.2,
+    *,
+    least_readers: int | None = None,
+    drops: bool = False,
 ) -> list[Tensor]:
+    if least_readers is not None:
+        before, split_attention._LEAST_READERS = split_attention._LEAST_READERS, least_readers
+        try:
+            return run_split(rank, world_size, op, chunk_rows, width, slope, drops=drops)
+        finally:
+            split_attention._LEAST_READERS = before
     world = random_world(world_size, 21)
     structure, communicator = world.structures[rank], create_communicator()
     plan = structure.exchange
     messages = [whole_message(plan)] if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
     attention = SplitBlock(structure, communicator, messages, device=torch.device("cpu")).attention
+    assert attention is not None
+    num_readers = [[len(some.rows) for some in of_part] for of_part in attention._readers]
+    assert [sum(numbers) for numbers in num_readers] == [len(part.dst_rows) for part in attention.layer.parts]
+    if chunk_rows is not None:
+        most = max(chunk_rows, split_attention._LEAST_READERS)
+        assert all(number <= most for numbers in num_readers for number in numbers)
+    dropout = EdgeDropout(p=0.4, keys=(3, 5), edge_keys=torch.arange(structure.num_edges)) if drops else None
     held, read = ([getattr(s, name) for s in world.structures] for name in ("num_held", "num_dst"))
     first, second, third = make_operands(world, op, width)
     if op == "gat":
         mine = [first.split(held)[rank], second.split(held)[rank], third.split(read)[rank]]
-        out = attention.gat(*mine, negative_slope=slope, dropout=None)
+        out = attention.gat(*mine, negative_slope=slope, dropout=dropout)
     else:
         mine = [first.split(held)[rank], second.split(read)[rank], third]
-        out = attention.gatv2(*mine, negative_slope=slope, dropout=None)
+        out = attention.gatv2(*mine, negative_slope=slope, dropout=dropout)
     return [out.detach(), *gradients_of(out, mine)]
 
 
@@ -97,6 +119,19 @@ def test_parts_without_a_finite_logit_weigh_nothing(
     assert bool(is_nan[::5, 0].any()), "no row is -inf in all its parts"
     assert not bool(is_nan[:, 1].any())
     assert_same(op, expected, run_ranks(world_size, run_split, op, chunk_rows, width))
+
+
+@pytest.mark.parametrize("drops", [False, True])
+@pytest.mark.parametrize("least_readers", [1, 3])
+@pytest.mark.parametrize("op", ["gat", "gatv2"])
+def test_readers_of_a_message_take_turns(op: str, least_readers: int, drops: bool) -> None:
+    """A few sources may be read by nearly all rows: copies and results for all of these would not fit the budget."""
+    together = run_ranks(3, run_split, op, 2, 3, drops=drops)
+    in_turns = run_ranks(3, run_split, op, 2, 3, drops=drops, least_readers=least_readers)
+    for one, other in zip(together, in_turns, strict=True):
+        for expected, found in zip(one, other, strict=True):
+            scale = expected.nan_to_num(0.0).abs().amax(0, keepdim=True).clamp(min=1e-300)
+            torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-11, equal_nan=True)
 
 
 def assert_same(op: str, expected: list[Tensor], results: list[list[Tensor]]) -> None:

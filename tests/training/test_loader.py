@@ -796,23 +796,6 @@ def test_seeds_keep_their_order_when_plans_change(partitions: PartitionStore) ->
         assert is_kept
 
 
-def look_at_edges_first(rank: int, world_size: int, part_config: str) -> bool:
-    g, _ = open_graph(part_config)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
-    with torch.inference_mode():
-        for _, _, blocks in loader:
-            assert len(blocks[0].edata[dgl.EID])
-    of_edges = nn.Embedding(g.num_edges(), 1)
-    for _, _, blocks in loader:
-        of_edges(blocks[0].edata[dgl.EID]).sum().backward()
-    assert of_edges.weight.grad is not None
-    return bool(of_edges.weight.grad.any())
-
-
-def test_ids_of_edges_that_inference_asked_for_first_can_be_trained_with(partitions: PartitionStore) -> None:
-    assert run_ranks(1, look_at_edges_first, partitions.get("power_law", power_law(), 1)) == [True]
-
-
 def interrupt_change_of_plans(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
     g, model = open_graph(part_config)
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(1))

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What PyTorch functions do to rows inside a model's forward: randomness and batch norm that all ranks agree on.
+
+A row and its replicas on other ranks must get the same numbers. Dropout and batch norm have a form that gives them;
+other random functions on rows do not, and are refused where there are replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.training.batch_norm import distributed_batch_norm
+from dgl_hybrid.training.dropout import replicated_dropout
+from dgl_hybrid.training.step import Step
+
+# Random functions on rows for which there is no replicated form; by their own rank's generator, masters and replicas
+# would differ.
+_UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
+    {
+        F.alpha_dropout,
+        F.feature_alpha_dropout,
+        F.dropout1d,
+        F.dropout2d,
+        F.dropout3d,
+        F.gumbel_softmax,
+        F.rrelu,
+        torch.alpha_dropout,
+        torch.alpha_dropout_,
+        torch.bernoulli,
+        torch.dropout_,
+        torch.feature_alpha_dropout,
+        torch.feature_alpha_dropout_,
+        torch.feature_dropout,
+        torch.feature_dropout_,
+        torch.multinomial,
+        torch.normal,
+        torch.poisson,
+        torch.rand_like,
+        torch.randint_like,
+        torch.randn_like,
+        torch.rrelu,
+        torch.rrelu_,
+        *(getattr(Tensor, name) for name in ("bernoulli", "bernoulli_", "cauchy_", "exponential_", "geometric_")),
+        *(getattr(Tensor, name) for name in ("log_normal_", "multinomial", "normal_", "random_", "uniform_")),
+    }
+)
+# The same without a tensor of rows to tell them by: by the shape they are asked for.
+_UNREPLICATED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
+    {torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm}
+)
+# Where those that `F` is made of say whether they train, if not by keyword.
+_TRAINS_AT: dict[Callable[..., Any], int] = {
+    torch.alpha_dropout: 2,
+    torch.alpha_dropout_: 2,
+    torch.dropout_: 2,
+    torch.feature_alpha_dropout: 2,
+    torch.feature_alpha_dropout_: 2,
+    torch.feature_dropout: 2,
+    torch.feature_dropout_: 2,
+    torch.rrelu: 3,
+    torch.rrelu_: 3,
+}
+
+
+def _attention_drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+
+
+def _heads_drop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    p = args[10] if len(args) > 10 else kwargs["dropout_p"]
+    trains = args[13] if len(args) > 13 else kwargs.get("training", True)
+    return bool(p) and bool(trains)
+
+
+def _recurrence_drops(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Of `has_biases, num_layers, dropout, train`, which follow tensors: one more for packed sequences."""
+    at = next((at for at, arg in enumerate(args) if isinstance(arg, bool)), len(args))
+    return len(args) > at + 3 and args[at + 1] > 1 and bool(args[at + 2]) and bool(args[at + 3])
+
+
+# Functions that drop out inside of themselves, where no mode sees it -> whether this call does.
+_WITH_DROPOUT: dict[Callable[..., Any], Callable[[tuple[Any, ...], dict[str, Any]], bool]] = {
+    F.scaled_dot_product_attention: _attention_drops,
+    F.multi_head_attention_forward: _heads_drop,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrence_drops),
+}
+
+
+class RowMode(TorchFunctionMode):
+    """Answers those functions while it is entered.
+
+    Args:
+        step: Whose rows they are.
+        given_blocks: The call that runs was given blocks of the step as arguments.
+    """
+
+    def __init__(self, step: Step, *, given_blocks: bool) -> None:
+        super().__init__()
+        self.step = step
+        self.given_blocks = given_blocks
+
+    def _is_ours(self) -> bool:
+        """Whether this call works on blocks: given as arguments, or (inside an object of the script's) used by now.
+
+        A module called between two steps that has nothing to do with the graph keeps its own dropout and batch norm.
+        """
+        return self.given_blocks or self.step.block_used
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
+            return _dropout(self.step, *args, **kwargs)
+        if func is F.batch_norm and self._is_ours():
+            return _batch_norm(self.step, *args, **kwargs)
+        if func is torch.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
+            return _dropout(self.step, *args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
+        if self.step.communicator.world_size > 1:
+            if func is Tensor.backward and self.step.last_block_used:
+                return _backward(self.step, *args, **kwargs)
+            if func in _UNREPLICATED:
+                _refuse_random(self.step, func, args, kwargs)
+            if func in _UNREPLICATED_FACTORIES:
+                _refuse_factory(self.step, func, args, kwargs)
+            if func in _WITH_DROPOUT and self._is_ours() and _WITH_DROPOUT[func](args, kwargs):
+                _raise_unreplicated(func)
+        return func(*args, **kwargs)
+
+    def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        x = args[0] if args else kwargs.get("input")
+        return isinstance(x, Tensor) and x.dim() > 0 and self.step.is_level(len(x))
+
+
+def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or p == 0.0:
+        return input
+    if step.current_block is not None and step.current_block.is_dry_run:
+        step.ask_for_edge_keys(wanted=True)  # other ranks make this call on real edges
+        step.next_random_call()
+        return input
+    keys = step.keys_of(input, "dropout")
+    call_index = step.next_random_call()
+    dropped = replicated_dropout(input, p, keys, seed=step.seed, step=step.number, call_index=call_index)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _backward(
+    step: Step,
+    loss: Tensor,
+    gradient: Tensor | None = None,
+    *args: Any,
+    retain_graph: bool | None = None,
+    **others: Any,
+) -> None:
+    """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
+    entering = torch.ones_like(loss) if gradient is None and loss.numel() == 1 else gradient
+    weighted = entering if entering is None else entering * step.loss_weight  # None: PyTorch's error
+    if args:
+        loss.backward(weighted, *args, **others)
+    else:
+        loss.backward(weighted, retain_graph=retain_graph, **others)
+
+
+def _batch_norm(
+    step: Step,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    num_rows = len(input)
+    if input.dim() != 2 or not step.is_level(num_rows):
+        raise BlockError(
+            f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
+            f"vertex of a level {sorted(set(step.level_sizes))}"
+        )
+    return distributed_batch_norm(
+        input,
+        step.owned[:num_rows].to(input.device),
+        running_mean,
+        running_var,
+        weight,
+        bias,
+        training=True,
+        momentum=momentum,
+        eps=eps,
+        communicator=step.communicator,
+        num_vertices=step.num_vertices,
+    )
+
+
+def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
+    at = _TRAINS_AT.get(func, len(args))
+    trains = args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True))
+    if tensor is not None and tensor.dim() and step.has_rows(len(tensor)) and trains:
+        _raise_unreplicated(func)
+
+
+def _refuse_factory(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    shape = kwargs.get("size")
+    if shape is None and func in (torch.rand, torch.randn):
+        shape = args[0] if args and not isinstance(args[0], int) else args
+    elif shape is None:
+        shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1] or (kwargs.get("n"),))
+    if len(shape) and isinstance(shape[0], int) and step.has_rows(shape[0]):
+        _raise_unreplicated(func)
+
+
+def _raise_unreplicated(func: Any) -> NoReturn:
+    raise BlockError(
+        f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row of a vertex or an edge and "
+        f"its replicas would differ. Use nn.Dropout, which is replicated, or draw from a function of the ids."
+    )

@@ -45,6 +45,7 @@ from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partition
 from dgl_hybrid.training.plan_trials import SHARE, PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.prefetch import Prefetch
+from dgl_hybrid.training.seen_calls import Call, SeenCalls
 from dgl_hybrid.training.step import Step
 
 _logger = logging.getLogger(__name__)
@@ -225,18 +226,12 @@ class FullGraphLoader:
             and chunk_rows is None
             and not (self.approximation is not None and self.approximation.is_stale),
         )
-        self._template: CallTemplate | None = None
-        self._has_seen_training = False
-        self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        """Models that were seen to train."""
-        self._unchecked: tuple[weakref.ref[nn.Module], CallTemplate] | None = None
-        """One of them that no plan was made for, until it has been checked."""
+        self._calls = SeenCalls()
         self._planned_for: CallTemplate | None = None
-        self._model: weakref.ref[nn.Module] | None = None
         self._is_checked = forced is None
         self._steps_done = 0
         self._is_cast_otherwise = False
-        self._is_warned = self._is_in_pieces = False
+        self._is_warned = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
@@ -572,12 +567,12 @@ class FullGraphLoader:
         if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
             self._say_untimed()
         # Under autocast nothing is kept, overlaps or comes in chunks: plans for the model without it are wrong then.
-        seen, planned_for = self._template, self._planned_for
+        seen, planned_for = self._calls.template, self._planned_for
         is_otherwise = seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
         told = self.communicator.gather_ints(
             [
                 *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)),
-                *(self._steps_done, self.seed, int(self._unchecked is not None)),
+                *(self._steps_done, self.seed, int(self._calls.has_other)),
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
@@ -609,15 +604,12 @@ class FullGraphLoader:
 
     def _check_other_model(self) -> None:
         """Checks a model that trains on this loader besides the one that plans were made for. Collective."""
-        assert self._unchecked is not None
-        reference, template = self._unchecked
-        self._unchecked = None
-        model = reference()
-        told = self.communicator.gather_ints([int(model is not None)])
-        if model is None or not all(is_there for (is_there,) in told):
+        other = self._calls.take_other()
+        told = self.communicator.gather_ints([int(other is not None)])
+        if other is None or not all(is_there for (is_there,) in told):
             return
         try:
-            self._maker.trace(model, template)
+            self._maker.trace(*other)
         except TraceError as error:
             _logger.warning("%s; nothing of it is checked", error)
 
@@ -670,11 +662,10 @@ class FullGraphLoader:
         )
         self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
 
-    def _seen_call(self) -> tuple[nn.Module, CallTemplate] | None:
+    def _seen_call(self) -> Call | None:
         """Returns the model and how it was called, if all ranks have seen it and it is still there. Collective."""
-        model, template = None if self._model is None else self._model(), self._template
-        is_seen = model is not None and template is not None
-        told = self.communicator.gather_ints([int(is_seen), int(self._is_in_pieces and not is_seen)])
+        seen = self._calls.first()
+        told = self.communicator.gather_ints([int(seen is not None), int(self._calls.is_in_pieces and seen is None)])
         if all(row[1] for row in told):
             self.forced = self._is_checked = True
             if self.communicator.rank == 0:
@@ -685,9 +676,7 @@ class FullGraphLoader:
                     "the model has fewer layers, make the loader for as many",
                     self.num_layers,
                 )
-        if not all(row[0] for row in told) or model is None or template is None:
-            return None
-        return model, template
+        return seen if all(row[0] for row in told) else None
 
     def _use_first_call(self) -> None:
         """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""
@@ -722,23 +711,8 @@ class FullGraphLoader:
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step: Step | None = self.__dict__.get("_step")
-        if step is not None and not step.all_blocks_used:
-            self._is_in_pieces |= self._template is None and torch.is_grad_enabled()
-            return
-        trains = torch.is_grad_enabled()
-        # An evaluation may come first, which is called in ways of its own.
-        is_first = self._template is None or (trains and not self._has_seen_training)
-        if not is_first and (not trains or module in self._trained):
-            return
-        template = CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
-        if not template.has_blocks_of_all(self.num_layers):
-            # Inside an object, where they cannot be replaced: repeating the call would use those of this epoch.
-            self._is_in_pieces |= self._template is None and trains
-            return
-        if trains:
-            self._trained.add(module)
-        if is_first:
-            self._has_seen_training = trains
-            self._model, self._template = weakref.ref(module), template
-        else:
-            self._unchecked = (weakref.ref(module), template)
+
+        def template() -> CallTemplate:
+            return CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
+
+        self._calls.note(module, self.num_layers, template if step is None or step.all_blocks_used else None)

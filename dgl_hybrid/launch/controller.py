@@ -433,6 +433,14 @@ class Controller:
             else:
                 self._handle(agent, message)
 
+    def _show(self, line: PartLine) -> None:
+        try:
+            self._on_line(line)
+        except OSError:
+            # Nobody reads any more (`| head`), which ends the job: what parts say while they end is nobody's error.
+            if not self._is_ending:
+                raise
+
     def _handle(self, agent: _Agent, message: Message) -> None:
         match message:
             case Ready():
@@ -445,7 +453,7 @@ class Controller:
                 state = self._states[message.part]
                 state.lines.append(message.text)
                 if self._verbose or state.part.role == "trainer":
-                    self._on_line(PartLine(part=state.part, is_error=message.is_error, text=message.text))
+                    self._show(PartLine(part=state.part, is_error=message.is_error, text=message.text))
             case Listening():
                 self._states[message.part].has_listened = True
             case Exited():

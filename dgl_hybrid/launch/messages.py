@@ -112,11 +112,15 @@ def encode(message: Message) -> bytes:
 
 
 def decode(line: bytes) -> Message | None:
-    """Reads a line; None if it is not a message, or but the beginning of one: who wrote it was killed meanwhile."""
-    if not line.startswith(MARK):
+    """Reads a line; None if it is not a message, or but the beginning of one: who wrote it was killed meanwhile.
+
+    What a login shell has said without ending its line may stand before it.
+    """
+    _, mark, text = line.partition(MARK)
+    if not mark:
         return None
     try:
-        kind, fields = json.loads(line[len(MARK) :])
+        kind, fields = json.loads(text)
     except ValueError:
         return None
     return _KINDS[kind](**fields)

@@ -535,3 +535,22 @@ def test_machines_run_under_their_prefixes(tmp_path: Path) -> None:
     )
     for one in result.parts:
         assert json.loads(one.last_lines[0])["env"]["HOST_NAME"] == f"host{one.part.machine.machine_id}"
+
+
+def test_where_nobody_reads_any_more_parts_still_end_in_their_own_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`launch ... | head`: what a part said at its end failed again, in the midst of ending, and agents were killed."""
+    plan = {name: [["complain_at_end", "bye"], ["print", "ready"], FOREVER] for name in ("trainer 0", "trainer 1")}
+    job = fake_job(tmp_path, plan)
+    heard: list[str] = []
+
+    def show(line: Any) -> None:
+        heard.append(line.text)
+        if line.text in ("ready", "bye"):
+            raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        run_cluster(job, on_line=show)
+    assert "bye" in heard
+    assert "killed" not in caplog.text

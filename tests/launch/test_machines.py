@@ -152,3 +152,8 @@ def test_the_beginning_of_a_message_is_noise() -> None:
     whole = messages.encode(messages.Exited(part="server 1", code=-9))
     assert messages.decode(whole) is not None
     assert messages.decode(whole[:-8]) is None
+
+
+def test_a_message_may_follow_what_a_login_shell_has_said() -> None:
+    message = messages.Exited(part="server 1", code=-9)
+    assert messages.decode(b"Last login: today, " + messages.encode(message)) == message

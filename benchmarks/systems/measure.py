@@ -171,11 +171,13 @@ class Bench:
         ):
             present = [system for system in systems if missing[system] is None]
             reference = self._reference_file(cell, graph)
-            if present[:1] != ["dgl"] and not reference.is_file():
+            if present != ["dgl"] and not reference.is_file():
                 self._make_reference(cell, graph, Path(folder), reference)
             starts: dict[str, list[_Entry]] = {system: [] for system in present}
             for number in range(self.settings.starts):
-                waiting = units_of([system for system in present if number == 0 or system in OURS])
+                failed = {name for name, found in starts.items() if any(entry.failure is not None for entry in found)}
+                again = [system for system in present if system in OURS and system not in failed]
+                waiting = units_of(present if number == 0 else again)
                 while waiting:
                     entries: list[_Entry] = []
                     try:
@@ -304,8 +306,9 @@ class Bench:
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:
         for number in range(-1, self.settings.rounds):
-            # Another one begins in each round: who comes after whom matters to caches.
-            for entry in [*entries[number % len(entries) :], *entries[: number % len(entries)]]:
+            # Another one begins in each round, and every other round goes backwards: who comes after whom matters.
+            order = [*entries[number % len(entries) :], *entries[: number % len(entries)]]
+            for entry in order if number % 2 else reversed(order):
                 if all(other.failure is None for other in entries if other.team is entry.team):
                     phase = f"turn {number + 1} of {self.settings.rounds}"
                     self._try(entry, phase, functools.partial(self._turn, entry))

@@ -219,40 +219,66 @@ def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[i
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies `function` to what nested tuples, lists, dictionaries and dataclasses hold, keeping their kinds."""
+    """Applies `function` to what nested tuples, lists, dictionaries and dataclasses hold, keeping their kinds.
+
+    A dataclass that is met again inside of itself, or again at all, is mapped once.
+    """
+    return _map_leaves(value, function, {})
+
+
+def _map_leaves(value: Any, function: Callable[[Any], Any], done: dict[int, Any]) -> Any:
     mapped: Any
     if _is_record(value):
-        mapped = copy.copy(value)
-        for entry in dataclasses.fields(value):
-            item = map_leaves(getattr(value, entry.name), function)
-            object.__setattr__(mapped, entry.name, item)  # frozen ones, too
+        if id(value) in done:
+            return done[id(value)]
+        mapped = done[id(value)] = copy.copy(value)
+        for name, item in _fields_of(value):
+            object.__setattr__(mapped, name, _map_leaves(item, function, done))  # frozen ones, too
         return mapped
     if isinstance(value, dict):
         mapped = copy.copy(value)
         for key, item in value.items():
-            mapped[key] = map_leaves(item, function)
+            mapped[key] = _map_leaves(item, function, done)
         return mapped
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_leaves(item, function) for item in value))
+        return type(value)(*(_map_leaves(item, function, done) for item in value))
     if isinstance(value, (list, tuple)):
-        return type(value)(map_leaves(item, function) for item in value)
+        return type(value)(_map_leaves(item, function, done) for item in value)
     return function(value)
 
 
 def flatten(value: Any) -> list[Any]:
-    """Lists what nested tuples, lists, dictionaries and dataclasses hold."""
+    """Lists what nested tuples, lists, dictionaries and dataclasses hold, these once."""
+    leaves: list[Any] = []
+    _flatten(value, leaves, {})
+    return leaves
+
+
+def _flatten(value: Any, leaves: list[Any], done: dict[int, Any]) -> None:
     if _is_record(value):
-        return [leaf for entry in dataclasses.fields(value) for leaf in flatten(getattr(value, entry.name))]
-    if isinstance(value, dict):
-        return [leaf for item in value.values() for leaf in flatten(item)]
-    if isinstance(value, (list, tuple)):
-        return [leaf for item in value for leaf in flatten(item)]
-    return [value]
+        if id(value) not in done:
+            done[id(value)] = value
+            for _, item in _fields_of(value):
+                _flatten(item, leaves, done)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _flatten(item, leaves, done)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _flatten(item, leaves, done)
+    else:
+        leaves.append(value)
 
 
 def _is_record(value: Any) -> bool:
     """Whether it is an instance of a dataclass; those that are dictionaries as well are taken for such."""
     return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict, _BlockAt, _RowsOf))
+
+
+def _fields_of(record: Any) -> list[tuple[str, Any]]:
+    """Those that are there: a field may be set later than by its constructor, or never."""
+    names = [entry.name for entry in dataclasses.fields(record)]
+    return [(name, getattr(record, name)) for name in names if hasattr(record, name)]
 
 
 def shape_of(value: Any) -> tuple[int, ...]:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -493,11 +492,7 @@ class _Disturber:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    leaves = flatten(value)
-    for leaf in list(leaves):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            leaves += _tensors([getattr(leaf, entry.name) for entry in dataclasses.fields(leaf)])
-    return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point()]
+    return [x for x in flatten(value) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _differentiable(value: Any) -> list[Tensor]:

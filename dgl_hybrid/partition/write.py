@@ -91,7 +91,7 @@ def partition_graph(
     check_method(part_method)
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
     target = Path(out_path).absolute()
-    _check_target(target, graph_name)
+    _check_target(target, graph_name, num_parts)
     staging = _make_staging(target)
     try:
         if g.is_homogeneous:
@@ -211,7 +211,7 @@ def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype:
         raise ValueError(f"objtype must be 'cut' or 'vol' (got {objtype!r})")
 
 
-def _check_target(target: Path, graph_name: str) -> None:
+def _check_target(target: Path, graph_name: str, num_parts: int) -> None:
     if target.exists() and not target.is_dir():
         raise PartitionError(f"{target} exists and is not a folder. Choose another out_path.")
     for path in sorted(target.glob("*.json")):
@@ -221,8 +221,9 @@ def _check_target(target: Path, graph_name: str) -> None:
                 f"{target} holds the partition of graph {path.stem!r}; writing {graph_name!r} there would "
                 "overwrite its parts. Choose another out_path or remove that folder."
             )
-    for path in sorted(target.glob("part*")):
-        if re.fullmatch(r"part\d+", path.name) and (path.is_symlink() or not path.is_dir()):
+    replaced = {target / f"part{part_id}" for part_id in range(num_parts)}
+    for path in sorted(replaced.union(_part_folders(target / f"{graph_name}.json"))):
+        if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise PartitionError(
                 f"{path} is {'a link' if path.is_symlink() else 'no folder'}, and would have to be replaced. Choose "
                 f"another out_path or remove it."

@@ -226,7 +226,9 @@ class FullGraphLoader:
             and chunk_rows is None
             and not (self.approximation is not None and self.approximation.is_stale),
         )
-        self._calls = SeenCalls()
+        self._calls = SeenCalls(model)
+        self._is_built = False
+        """Whether there are blocks, and all that belongs to them."""
         self._planned_for: CallTemplate | None = None
         self._is_checked = forced is None
         self._steps_done = 0
@@ -346,6 +348,7 @@ class FullGraphLoader:
         owners_aggregate: bool,
     ) -> None:
         is_first = "blocks" not in self.__dict__
+        self._is_built = False
         self._let_go()
         self._is_new = True
         g, communicator = self.graph, self.communicator
@@ -402,6 +405,7 @@ class FullGraphLoader:
         self._has_drawn = False
         self._prefetch.fill(g, self.blocks)
         self._leave_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
+        self._is_built = True
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
@@ -492,7 +496,7 @@ class FullGraphLoader:
         Raises:
             RuntimeError: A change of plans was interrupted, which has left no blocks.
         """
-        if "blocks" not in self.__dict__:
+        if not self._is_built:
             raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
         self._agree_on_last_epoch()
         self._prefetch.fill(self.graph, self.blocks)
@@ -572,7 +576,7 @@ class FullGraphLoader:
         told = self.communicator.gather_ints(
             [
                 *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)),
-                *(self._steps_done, self.seed, int(self._calls.has_other)),
+                *(self._steps_done, self.seed % 2**63, int(self._calls.has_other)),  # any integer is a seed
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])

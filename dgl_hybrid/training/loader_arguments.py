@@ -31,13 +31,14 @@ def num_layers_of(sampler: Any) -> int:
     """
     if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
         raise TypeError("full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)")
-    for name in ("prob", "mask"):
+    is_of_dgl = isinstance(sampler, (dgl.dataloading.NeighborSampler, dgl.dataloading.LaborSampler))
+    for name in ("prob", "mask") if is_of_dgl else ():  # elsewhere such names may mean anything
         if getattr(sampler, name, None) is not None:
             raise ValueError(
                 f"the sampler draws edges by {getattr(sampler, name)!r}, which would leave some out: every in-edge is "
                 f"aggregated here. Remove those edges from the graph, or multiply messages by edge weights."
             )
-    if getattr(sampler, "edge_dir", "in") != "in":
+    if is_of_dgl and getattr(sampler, "edge_dir", "in") != "in":
         raise ValueError(f"blocks are made of in-edges (got edge_dir={sampler.edge_dir!r}): reverse the graph first")
     if isinstance(sampler, int) and not isinstance(sampler, bool):
         depth = sampler

@@ -7,6 +7,7 @@ other random functions on rows do not, and are refused where there are replicas.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -99,12 +100,17 @@ class RowMode(TorchFunctionMode):
     Args:
         step: Whose rows they are.
         given_blocks: The call that runs was given blocks of the step as arguments.
+        outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
+            of the model again.
     """
 
-    def __init__(self, step: Step, *, given_blocks: bool) -> None:
+    def __init__(
+        self, step: Step, *, given_blocks: bool, outside: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         super().__init__()
         self.step = step
         self.given_blocks = given_blocks
+        self._outside = outside
 
     def _is_ours(self) -> bool:
         """Whether this call works on blocks: given as arguments, or (inside an object of the script's) used by now.
@@ -123,9 +129,9 @@ class RowMode(TorchFunctionMode):
             return _batch_norm(self.step, *args, **kwargs)
         if func is torch.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
             return _dropout(self.step, *args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
+        if func is Tensor.backward and self.step.last_block_used:
+            return self._backward(*args, **kwargs)
         if self.step.communicator.world_size > 1:
-            if func is Tensor.backward and self.step.last_block_used:
-                return _backward(self.step, *args, **kwargs)
             if func in _UNREPLICATED:
                 _refuse_random(self.step, func, args, kwargs)
             if func in _UNREPLICATED_FACTORIES:
@@ -133,6 +139,22 @@ class RowMode(TorchFunctionMode):
             if func in _WITH_DROPOUT and self._is_ours() and _WITH_DROPOUT[func](args, kwargs):
                 _raise_unreplicated(func)
         return func(*args, **kwargs)
+
+    def _backward(
+        self,
+        loss: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
+        self.step.was_backed = True
+        if gradient is None and loss.numel() == 1:  # else PyTorch's error
+            gradient = torch.ones_like(loss)
+        weighted = None if gradient is None else gradient * self.step.loss_weight
+        with self._outside():
+            torch.autograd.backward(loss, weighted, retain_graph, create_graph, inputs=inputs)
 
     def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         x = args[0] if args else kwargs.get("input")
@@ -150,23 +172,6 @@ def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, i
     call_index = step.next_random_call()
     dropped = replicated_dropout(input, p, keys, seed=step.seed, step=step.number, call_index=call_index)
     return input.copy_(dropped) if inplace else dropped
-
-
-def _backward(
-    step: Step,
-    loss: Tensor,
-    gradient: Tensor | None = None,
-    *args: Any,
-    retain_graph: bool | None = None,
-    **others: Any,
-) -> None:
-    """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
-    entering = torch.ones_like(loss) if gradient is None and loss.numel() == 1 else gradient
-    weighted = entering if entering is None else entering * step.loss_weight  # None: PyTorch's error
-    if args:
-        loss.backward(weighted, *args, **others)
-    else:
-        loss.backward(weighted, retain_graph=retain_graph, **others)
 
 
 def _batch_norm(

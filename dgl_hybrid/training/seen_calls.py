@@ -14,8 +14,15 @@ from dgl_hybrid.graph.call_template import CallTemplate
 Call = tuple[nn.Module, CallTemplate]
 
 
+_MOST_CHECKS = 16
+"""Of other models: a script may make a wrapper of its model in every epoch."""
+
+
 class SeenCalls:
     """Holds no model: a script may drop its own.
+
+    Args:
+        planned_for: The model that the loader was given, and has planned for.
 
     Attributes:
         template: How the model that plans are made for is called; None: not seen yet.
@@ -24,7 +31,9 @@ class SeenCalls:
             use those of its epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, planned_for: nn.Module | None = None) -> None:
+        self._planned_for = None if planned_for is None else weakref.ref(planned_for)
+        self._num_others = 0
         self.template: CallTemplate | None = None
         self.is_in_pieces = False
         self._model: weakref.ref[nn.Module] | None = None
@@ -52,13 +61,26 @@ class SeenCalls:
         if not template.has_blocks_of_all(num_layers):
             self.is_in_pieces |= self.template is None and trains
             return
+        if trains and not self._is_planned_for(module):
+            if self._other is not None:
+                return  # one at a time: this one is seen again
+            if self._num_others < _MOST_CHECKS:
+                self._num_others += 1
+                self._other = weakref.ref(module), template
         if trains:
             self._trained.add(module)
         if is_first:
             self._has_seen_training = trains
             self._model, self.template = weakref.ref(module), template
-        else:
-            self._other = weakref.ref(module), template
+            if self._planned_for is None:
+                self._planned_for = self._model
+
+    def _is_planned_for(self, module: nn.Module) -> bool:
+        """Whether plans are, or will be, made for it, or for it inside of DDP or without that."""
+        if self._planned_for is None:
+            return True
+        planned_for = self._planned_for()
+        return planned_for is not None and _without_ddp(module) is _without_ddp(planned_for)
 
     def first(self) -> Call | None:
         """Returns the model that plans are made for, and how it is called; None: not seen, or gone."""
@@ -75,3 +97,8 @@ class SeenCalls:
         other, self._other = self._other, None
         model = None if other is None else other[0]()
         return None if other is None or model is None else (model, other[1])
+
+
+def _without_ddp(module: nn.Module) -> nn.Module:
+    inner: nn.Module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
+    return inner

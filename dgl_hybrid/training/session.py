@@ -59,10 +59,31 @@ class _Session:
         self.outermost = self.step = self.mode = None
         self.depth = 0
 
+    @contextlib.contextmanager
+    def _outside(self) -> Iterator[None]:
+        """Takes no call for running inside: modules that are called there are outermost themselves."""
+        call, step = (self.outermost, self.step, self.mode, self.depth), self.step
+        used = None if step is None else step.uses()
+        self.outermost = self.step = self.mode = None
+        self.depth = 0
+        try:
+            yield
+        finally:
+            self.outermost, self.step, self.mode, self.depth = call
+            if step is not None and used is not None:
+                step.set_uses(used)
+
     def check_followed(self, step: Step) -> None:
-        """Raises if blocks are used inside a call that is taken to be about those of another loader."""
+        """Raises if blocks are used inside a call that is taken to be about others: another loader's, or made-up ones.
+
+        Raises:
+            BlockError: In the first case.
+            RuntimeError: In the second: by one rank alone they must not exchange anything.
+        """
+        if self.is_paused:
+            raise RuntimeError("called with other blocks, the model uses those of an epoch, which some object holds")
         is_given = self.mode is not None and self.mode.given_blocks
-        if self.depth > 0 and self.step is not step and not is_given and not self.is_paused:
+        if self.depth > 0 and self.step is not step and not is_given:
             raise BlockError(
                 f"{type(self.outermost).__name__} uses blocks that it was not given as arguments, after another loader "
                 f"has yielded: dropout, batch norm and the loss weight would be for that one's. Pass the blocks as "
@@ -83,7 +104,7 @@ class _Session:
             _check_not_weighted(module, arguments)
             self.outermost, self.step = module, step
             step.begin_call()
-            self.mode = RowMode(step, given_blocks=given is not None)
+            self.mode = RowMode(step, given_blocks=given is not None, outside=self._outside)
             self.mode.__enter__()
         self.depth += 1
 
@@ -132,7 +153,7 @@ class _Session:
             return _weight(value, step.loss_weight)
 
         weighted = map_leaves(output, weigh)
-        if num_tensors == 0 and torch.is_grad_enabled():
+        if num_tensors == 0 and torch.is_grad_enabled() and not step.was_backed:
             raise BlockError(
                 f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
                 f"this rank could not be applied to it. Return tensors, in tuples, lists, dicts or dataclasses."

@@ -56,6 +56,8 @@ class Step:
     """Whose blocks the outermost module call has used."""
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
+    was_backed: bool = False
+    """The outermost module call has backed a loss itself."""
     num_random_calls: int = 0
     called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Outermost modules whose output could not be weighted since it needed no gradient."""
@@ -84,8 +86,15 @@ class Step:
 
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
-        self.block_used = self.last_block_used = False
+        self.block_used = self.last_block_used = self.was_backed = False
         self.layers_used = set()
+
+    def uses(self) -> tuple[bool, bool, set[int], bool]:
+        """Returns what the outermost module call has done so far, for `set_uses` once another one has ended."""
+        return self.block_used, self.last_block_used, self.layers_used, self.was_backed
+
+    def set_uses(self, uses: tuple[bool, bool, set[int], bool]) -> None:
+        self.block_used, self.last_block_used, self.layers_used, self.was_backed = uses
 
     @property
     def all_blocks_used(self) -> bool:

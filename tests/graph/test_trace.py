@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import dgl.function as fn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import trace as trace_module
-from dgl_hybrid.graph.call_template import CallTemplate, StaticFields
+from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, flatten, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
@@ -420,3 +421,21 @@ def test_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(torch.cuda, name, seeded.append)
     trace(_Drawing("noise of rows"), value=1.0)
     assert not seeded
+
+
+@dataclass
+class _Node:
+    value: Tensor
+    parent: _Node | None = None
+    late: Tensor = field(init=False)
+
+
+def test_records_may_lack_fields_and_hold_themselves() -> None:
+    """Arguments of any module are looked at, also of those that have nothing to do with a graph."""
+    node = _Node(torch.ones(2))
+    node.parent = node
+    assert [leaf.tolist() for leaf in flatten([node, node])] == [[1.0, 1.0]]
+    (mapped, again) = map_leaves((node, node), lambda leaf: leaf + 1)
+    assert mapped is again is mapped.parent
+    assert mapped is not node
+    assert mapped.value.tolist() == [2.0, 2.0]

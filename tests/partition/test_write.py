@@ -318,6 +318,7 @@ def test_parts_of_a_larger_partition_go_with_it(tmp_path: Path) -> None:
 def test_a_linked_part_is_not_written_over(tmp_path: Path) -> None:
     """As where each part lies on a disk of its own: half of the former partition was gone before it failed."""
     write(power_law(), tmp_path / "p", 2)
+    (tmp_path / "p" / "part7").symlink_to(tmp_path)  # somebody's own
     (tmp_path / "p" / "part1").rename(tmp_path / "elsewhere")
     (tmp_path / "p" / "part1").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(PartitionError, match="part1 is a link, and would have to be replaced"):

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dgl
@@ -661,25 +663,39 @@ class _Holder:
         self.blocks, self.x = blocks, x
 
 
+@dataclass
+class _Cached:
+    """Has its last block twice: nobody can put another one there."""
+
+    blocks: list[Any]
+    x: Tensor
+
+    def __post_init__(self) -> None:
+        self.last = self.blocks[-1]
+
+
 class _OfBatch(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: Any) -> Tensor:
+    def forward(self, batch: Any, *others: Any) -> Tensor:
+        if isinstance(batch, _Cached):
+            return self.model([*batch.blocks[:-1], batch.last], batch.x)
         return self.model(batch.blocks, batch.x)
 
 
 def train_on_batches(rank: int, world_size: int, part_config: str, kind: str) -> tuple[list[float], bool]:
     g, model = open_graph(part_config)
-    make = {"dataclass": _Batch, "object": _Holder}[kind]
+    make = {"dataclass": _Batch, "object": _Holder, "block kept twice": _Cached, "object beside blocks": _Holder}[kind]
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
     ddp = nn.parallel.DistributedDataParallel(_OfBatch(model))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses = []
     for _ in range(3):
         for input_nodes, seeds, blocks in loader:
-            loss = F.cross_entropy(ddp(make(blocks, g.ndata["feat"][input_nodes])), g.ndata["label"][seeds])
+            beside = [blocks] if kind == "object beside blocks" else []
+            loss = F.cross_entropy(ddp(make(blocks, g.ndata["feat"][input_nodes]), *beside), g.ndata["label"][seeds])
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -687,7 +703,7 @@ def train_on_batches(rank: int, world_size: int, part_config: str, kind: str) ->
     return losses, loader.outcome is not None
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "object"])
+@pytest.mark.parametrize("kind", ["dataclass", "object", "block kept twice", "object beside blocks"])
 def test_blocks_inside_an_object_train(kind: str, partitions: PartitionStore) -> None:
     """The second epoch ran the model on real blocks, on rank 0 alone: ranks waited for each other."""
     by_rank = run_ranks(3, train_on_batches, partitions.get("power_law", power_law(), 3), kind)
@@ -724,6 +740,7 @@ def test_samplers_that_leave_edges_out_are_refused(options: dict[str, str], mess
     with pytest.raises(ValueError, match=message):
         num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2, **options))
     assert num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2)) == 2
+    assert num_layers_of(SimpleNamespace(fanouts=[3, 4], prob=0.0, edge_dir="both")) == 2, "of the script's own"
 
 
 def load_state_on_one_rank(rank: int, world_size: int, part_config: str) -> None:
@@ -742,14 +759,29 @@ def test_a_state_of_one_rank_alone_is_refused(partitions: PartitionStore) -> Non
         assert "rank 0 is at step 7 of seed 3, rank 1 at step 0 of seed 3" in error.message
 
 
-def train_two_models(rank: int, world_size: int, part_config: str, second_mixes: bool) -> list[bool]:
+def train_two_models(rank: int, world_size: int, part_config: str, how: str) -> list[bool]:
     g, model = open_graph(part_config)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
-    other: nn.Module = _Centred(model) if second_mixes else _OtherHead(model)
+    given = {"model": model} if how == "another is given" else {}
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size), seed=2**70, **given
+    )
+    mixing, other = _Centred(model), _OtherHead(model)
+    turns: dict[str, list[list[nn.Module]]] = {
+        "none mixes": [[model], [model], [model], [other], [other], [other]],
+        "second": [[model], [model], [mixing], [mixing]],
+        "third in one epoch": [[model], [model, other, mixing], [model, other, mixing], [model, other, mixing]],
+        "another is given": [[mixing], [mixing]],
+        "another is evaluated": [[], [mixing], [mixing], [mixing]],
+    }
     done = []
-    for chosen in (model, model, model, other, other, other):
+    for chosen in turns[how]:
         for input_nodes, seeds, blocks in loader:
-            F.cross_entropy(chosen(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+            x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][seeds]
+            for one in chosen:
+                F.cross_entropy(one(blocks, x), labels).backward()
+            if not chosen:
+                with torch.no_grad():
+                    model(blocks, x)
         done.append(loader.outcome is not None)
     return done
 
@@ -765,10 +797,11 @@ class _OtherHead(nn.Module):
 
 def test_a_second_model_on_a_loader_is_checked_too(partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
-    assert run_ranks(3, train_two_models, folder, False) == [[False, *[True] * 5]] * 3
-    errors = run_ranks_expect_errors(3, train_two_models, folder, True)
-    assert len(errors) == 3
-    assert all("mixes rows of different vertices" in error.message for error in errors)
+    assert run_ranks(3, train_two_models, folder, "none mixes") == [[False, *[True] * 5]] * 3
+    for how in ("second", "third in one epoch", "another is given", "another is evaluated"):
+        errors = run_ranks_expect_errors(3, train_two_models, folder, how)
+        assert len(errors) == 3, how
+        assert all("mixes rows of different vertices" in error.message for error in errors), how
 
 
 def read_seeds(rank: int, world_size: int, part_config: str) -> tuple[bool, int, int]:
@@ -804,13 +837,9 @@ def interrupt_change_of_plans(rank: int, world_size: int, part_config: str) -> t
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    find_keys, loader._find_keys = loader._find_keys, interrupted  # type: ignore[method-assign, assignment]
-    del loader.blocks  # as `_let_go` leaves it
-    try:
+    loader._find_keys = interrupted  # type: ignore[method-assign, assignment]
+    with contextlib.suppress(KeyboardInterrupt):
         loader._follow(loader.outcome)
-    except KeyboardInterrupt:
-        loader._find_keys = find_keys  # type: ignore[method-assign]
-    del loader.blocks
     said = []
     for _ in range(2):
         try:

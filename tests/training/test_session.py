@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients, infer
 from dgl_hybrid.errors import BlockError
@@ -360,22 +361,23 @@ def test_dropout_of_torch_is_the_same_as_the_functional_one(partitions: Partitio
 class Training(nn.Module):
     """Takes its loss and backs it inside its forward, as a step of a trainer that wraps the model does."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, checkpoints: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.checkpoints = model, checkpoints
 
-    def forward(self, blocks: Sequence[Any], x: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.model(blocks, x), labels)
+    def forward(self, blocks: Sequence[Any], x: Tensor, labels: Tensor) -> float:
+        out = checkpoint(self.model, blocks, x, use_reentrant=False) if self.checkpoints else self.model(blocks, x)
+        loss = F.cross_entropy(out, labels)
         loss.backward()
-        return loss.detach()
+        return loss.item()
 
 
-def back_inside(rank: int, world_size: int, part_config: str, inside: bool) -> list[Tensor]:
+def back_inside(rank: int, world_size: int, part_config: str, inside: bool, checkpoints: bool) -> list[Tensor]:
     g = PartitionedGraph.open(part_config)
     seeds = g.owned_nodes()
-    loader = FullGraphLoader(g, seeds[: len(seeds) - 7 * rank], 2, plan=[torch.arange(0)] * 2)
-    model = Drawing(lambda h: h)
-    step = Training(model)
+    loader = FullGraphLoader(g, seeds[: len(seeds) - 7 * rank], 2, plan=[torch.arange(0)] * 2, seed=3)
+    model = Drawing(lambda h: F.dropout(h, 0.5))
+    step = Training(model, checkpoints)
     for input_nodes, seeds, blocks in loader:
         x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][seeds]
         if inside:
@@ -389,9 +391,11 @@ def back_inside(rank: int, world_size: int, part_config: str, inside: bool) -> l
 def test_a_loss_that_is_backed_inside_of_the_forward_is_weighted(partitions: PartitionStore) -> None:
     """Ranks have different numbers of seeds, so the mean over them is none of their means."""
     folder = partitions.get("power_law", power_law(), 3)
-    for inside, outside in zip(
-        run_ranks(3, back_inside, folder, True), run_ranks(3, back_inside, folder, False), strict=True
-    ):
+    outsides = run_ranks(3, back_inside, folder, False, False)
+    for inside, outside in [
+        *zip(run_ranks(3, back_inside, folder, True, False), outsides, strict=True),
+        *zip(run_ranks(3, back_inside, folder, True, True), outsides, strict=True),
+    ]:
         assert len(inside) == len(outside) > 0
         for gradient, expected in zip(inside, outside, strict=True):
             assert_close(gradient, expected, "gradient")

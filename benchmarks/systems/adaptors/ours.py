@@ -147,6 +147,7 @@ class OursInTurns(Ours):
         super().__init__(job, strategy="hybrid", **options)
         self._strategy = ""
         self._plans: dict[str, DependencyPlan] = {}
+        self._told: dict[str, dict[str, Any]] = {}
         self._facts: dict[str, dict[str, Any]] = {}
         self._sizes: dict[str, tuple[int, ...]] = {}
 
@@ -160,7 +161,7 @@ class OursInTurns(Ours):
         if self._strategy:
             self._leave_strategy()
         self._strategy, self._planner = name, PlannerConfig(strategy=name)
-        self._begin(self._communicator, self._plans.get(name))
+        self._told.setdefault(name, self._begin(self._communicator, self._plans.get(name)))
         sizes = tuple(self.loader.sets.sizes)
         if name in self._plans and sizes != self._sizes[name]:
             raise RuntimeError(f"{name} held {self._sizes[name]} rows by its plan, and now {sizes}")
@@ -176,7 +177,7 @@ class OursInTurns(Ours):
         System.give_back_memory(self)
 
     def facts(self) -> dict[str, Any]:
-        return self._facts.get(self._strategy) or super().facts()
+        return self._told.get(self._strategy, {}) | (self._facts.get(self._strategy) or super().facts())
 
 
 def _digest(plan: DependencyPlan) -> str:

@@ -11,6 +11,7 @@ itself is killed (`launch.rank`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -176,8 +177,14 @@ def _launch_config(ranks: int, folder: Path) -> Any:
         max_restarts=0,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=str(folder / "logs")),
-        signals_to_handle=",".join(_signals_to_handle()),
+        **_signal_options(LaunchConfig),
     )
+
+
+def _signal_options(config: type) -> dict[str, str]:
+    """Older versions of PyTorch handle all of them, whatever they are told."""
+    is_told = any(entry.name == "signals_to_handle" for entry in dataclasses.fields(config))
+    return {"signals_to_handle": ",".join(_signals_to_handle())} if is_told else {}
 
 
 def _signals_to_handle() -> list[str]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 from pathlib import Path
 
@@ -10,7 +11,13 @@ import pytest
 
 from dgl_hybrid.launch.controller import _LOST_PEER
 from dgl_hybrid.launch.job import RankError
-from dgl_hybrid.launch.local import _launch_config, _signals_put_back, _signals_to_handle, explain_failure
+from dgl_hybrid.launch.local import (
+    _launch_config,
+    _signal_options,
+    _signals_put_back,
+    _signals_to_handle,
+    explain_failure,
+)
 
 
 def error(rank: int, kind: str, message: str, *, is_expected: bool = True, time_s: float = 0.0) -> RankError:
@@ -88,3 +95,11 @@ def test_what_is_ignored_is_not_handled() -> None:
         signal.signal(signal.SIGHUP, before)
     assert "SIGHUP" in _signals_to_handle()
     assert _launch_config(2, Path("x")).signals_to_handle == ",".join(_signals_to_handle())
+
+
+def test_versions_of_pytorch_that_take_no_signals_are_given_none() -> None:
+    @dataclasses.dataclass
+    class Older:
+        max_restarts: int = 0
+
+    assert _signal_options(Older) == {}

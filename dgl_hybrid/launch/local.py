@@ -181,7 +181,7 @@ def _launch_config(ranks: int, folder: Path) -> Any:
     )
 
 
-def _signal_options(config: type) -> dict[str, str]:
+def _signal_options(config: type) -> dict[str, Any]:
     """Older versions of PyTorch handle all of them, whatever they are told."""
     is_told = any(entry.name == "signals_to_handle" for entry in dataclasses.fields(config))
     return {"signals_to_handle": ",".join(_signals_to_handle())} if is_told else {}

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 from datetime import timedelta
 from typing import Literal
@@ -20,7 +19,6 @@ DEFAULT_TIMEOUT_S = 600.0
 RankTransport = Literal["auto", "collective", "shared_memory"]
 
 _logger = logging.getLogger(__name__)
-_numbers = itertools.count()
 
 
 def create_communicator(
@@ -61,7 +59,7 @@ def create_communicator(
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
     collective = CollectiveTransport(group)
-    name = f"exchange {next(_numbers)}"  # alike on all ranks: each makes communicators in the same order
+    name = f"exchange {group.group_name}"  # alike on all ranks, and of this group alone
     if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
         return Communicator(collective, name=name)
     joined = connect_through_memory(collective, timeout_s=timeout_s, everybody=transport == "shared_memory")

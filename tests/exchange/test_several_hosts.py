@@ -163,3 +163,14 @@ def test_parts_that_lie_one_behind_the_other_are_one_tensor() -> None:
     nothing = _joined(rows, [])
     assert nothing is not None
     assert nothing.shape == (0, 2)
+
+
+def name_two(rank: int, world_size: int) -> list[str]:
+    return [create_communicator(transport="collective").name, create_communicator().name]
+
+
+def test_who_is_late_is_looked_for_by_communicator() -> None:
+    """Two graphs have one each: ranks that had timed out in one were taken for those that waited in the other."""
+    first, second = run_ranks(2, name_two)
+    assert first == second
+    assert len(set(first)) == 2

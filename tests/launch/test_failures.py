@@ -88,13 +88,16 @@ def test_handlers_of_signals_are_put_back() -> None:
 
 def test_what_is_ignored_is_not_handled() -> None:
     """Under `nohup` a job outlives its terminal; torch's elastic agent handles SIGHUP if it is not told otherwise."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+    before = {name: signal.signal(getattr(signal, name), signal.SIG_DFL) for name in names}  # of who runs the tests
     try:
+        assert _signals_to_handle() == [*names]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert _signals_to_handle() == ["SIGTERM", "SIGINT", "SIGQUIT"]
+        assert _launch_config(2, Path("x")).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
     finally:
-        signal.signal(signal.SIGHUP, before)
-    assert "SIGHUP" in _signals_to_handle()
-    assert _launch_config(2, Path("x")).signals_to_handle == ",".join(_signals_to_handle())
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
 
 
 def test_versions_of_pytorch_that_take_no_signals_are_given_none() -> None:

@@ -60,9 +60,9 @@ def run(args: argparse.Namespace) -> int:
         report = TrainReport.from_json(reports[0])
     result: dict[str, Any] = report.to_json()
     print_training(report, "" if partition.partition else data.for_model(model.model).changes())
-    write_results(options.out, configs, result)
     if args.json:
-        print(json.dumps(result))
+        print(json.dumps(result), flush=True)
+    write_results(options.out, configs, result)  # last: a disk that is full by now costs the files alone
     return 0
 
 

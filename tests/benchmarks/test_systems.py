@@ -875,3 +875,37 @@ def test_memory_is_asked_for_of_hybrid_and_sar_in_one_turn() -> None:
     args = parse(["--memory", "--graph", "products"])
     assert settings_of(args) == Settings(starts=1, rounds=1)
     assert settings_of(parse(["--memory", "--rounds", "3"])) == Settings(starts=1, rounds=3)
+
+
+def test_a_strategy_goes_on_with_the_plan_that_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planned and tried anew in every turn, hybrid would be timed amid its trials."""
+    monkeypatch.setattr(ours, "create_communicator", lambda transport: "communicator")
+    monkeypatch.setattr(ours, "_digest", lambda plan: f"digest of {plan}")
+    system = ours.OursInTurns(cast(Any, SimpleNamespace(options={})))
+    begun: list[tuple[str, str | None]] = []
+    sizes = [3, 2]
+
+    def begin(communicator: str, plan: str | None = None) -> dict[str, Any]:
+        begun.append((system._strategy, plan))
+        found = SimpleNamespace(
+            plan=SimpleNamespace(strategy=f"plan of {system._strategy}"), predicted_epoch_s=float(len(begun))
+        )
+        system.loader = cast(
+            Any, SimpleNamespace(outcome=found if plan is None else None, sets=SimpleNamespace(sizes=sizes))
+        )
+        system.g = system.model = system.wrapped = system.optimizer = system.clock = cast(Any, None)
+        return system.facts()
+
+    monkeypatch.setattr(system, "_begin", begin)
+    system.prepare()
+    assert [system.become(name) for name in ("hybrid", "hybrid", "depcomm", "hybrid")] == [True, False, True, True]
+    first, second, third = begun
+    assert (first, second) == (("hybrid", None), ("depcomm", None))
+    assert third[0] == "hybrid"
+    assert third[1].strategy == "plan of hybrid"  # type: ignore[union-attr]
+    assert (system.facts()["plan"], system.facts()["predicted"]) == ("plan of hybrid", 1.0)
+    system.become("depcomm")
+    assert (system.facts()["plan"], system.facts()["predicted"]) == ("plan of depcomm", 2.0)
+    sizes[0] = 4
+    with pytest.raises(RuntimeError, match="hybrid held"):
+        system.become("hybrid")

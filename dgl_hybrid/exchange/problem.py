@@ -37,8 +37,8 @@ def build_plan_problem(
         in_degrees: (N,) full-graph in-degrees of this rank's nodes.
         seeds: Sorted, from `settle_seeds`.
         dense_below: Levels below this one hold every owned node.
-        inputs_are_free: Input rows cost neither time (the first layer keeps what it aggregates) nor bytes that anybody
-            counts. Alike on every rank.
+        inputs_are_free: Rows that are computed here bring no input rows of their in-neighbours: the first layer keeps
+            what it aggregates, and owners hand that out. Alike on every rank.
     """
     reached = _find_reach(communicator, ownership, in_edges, seeds, num_layers, dense_below)
     demanded = [level.demanded for level in reached]

@@ -34,14 +34,15 @@ from dgl_hybrid.graph.call_template import CallTemplate, flatten, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
 from dgl_hybrid.graph.static_results import StaticResults
-from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks
+from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks, sizes_like
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.planner import ModelTimes, ModelTrace
 from dgl_hybrid.planner.probe import wait_for_device
 
 RowFunction = Callable[[Tensor], Tensor]
-AnyWantsMore = Callable[[bool], bool]
-"""Takes whether this rank wants another round, and tells whether any rank does."""
+AnyWantsMore = Callable[[bool, float], bool]
+"""Takes whether this rank wants another round, and how many seconds its last one took (0: it had none); tells whether
+any rank wants another."""
 
 BUDGET_S = 1.0
 """An epoch on the larger blocks is to take so long at most; it runs a few times."""
@@ -58,6 +59,10 @@ take: epochs of ranks that share cores differ by a fifth (four on two cores: 64 
 180, of forty 141 to 159)."""
 
 
+def _alone(wants_more: bool, last_s: float) -> bool:
+    return wants_more
+
+
 def time_model(
     model: nn.Module,
     template: CallTemplate,
@@ -68,7 +73,7 @@ def time_model(
     keep_static: bool = True,
     own_rows: Tensor | None = None,
     budget_s: float = BUDGET_S,
-    any_wants_more: AnyWantsMore = bool,
+    any_wants_more: AnyWantsMore = _alone,
 ) -> ModelTimes | None:
     """Runs a copy of the model on blocks like this rank's and times it; takes a few `budget_s`.
 
@@ -109,12 +114,13 @@ def time_model(
     with with_own_randomness(timer.device), torch.inference_mode(False), torch.enable_grad():
         try:
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
-            factor = FIRST_EDGES / max(timer.num_edges, 1)
+            # Nearly all edges may be those of a layer whose sums are kept: rows are what there is too much of then.
+            factor = min(FIRST_EDGES / max(timer.num_edges, 1), timer.largest_factor)
             first = timer.measure(*timer.blocks_of(factor), rounds=1)
             if factor < 1.0:
                 # Also when this hardly changes the size: one epoch alone is as often a disturbed one as not.
                 scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
-                factor = max(min(factor * scale, timer.largest_factor), factor)
+                factor = min(factor * scale, timer.largest_factor)
             del first
             large = timer.measure(*timer.blocks_of(factor), any_wants_more=any_wants_more)
         except CheckpointError:
@@ -223,9 +229,14 @@ class _Timer:
         self.taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
         shapes = [shape_of(value) for value in flatten((template.args, template.kwargs))]
         self.taken |= {dimension for shape in shapes for dimension in shape}
-        self.num_edges = sum(layer.num_edges for layer in sets.layers if layer.layer not in self._kept)
+        sizes = sizes_like(sets)
+        self.num_edges = sum(
+            layer.num_edges * sizes[layer.layer] // max(layer.num_dst, 1)
+            for layer in sets.layers
+            if layer.layer not in self._kept
+        )
         width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
-        self.largest_factor = MAX_ELEMENTS / max(width * sets.sizes[0], 1)
+        self.largest_factor = MAX_ELEMENTS / max(width * sizes[0], 1)
 
     def blocks_of(self, factor: float) -> tuple[list[LayerBlock], list[int], list[int]]:
         # What is kept of sparse rows costs by the entries it has, and those come along the edges.
@@ -238,7 +249,7 @@ class _Timer:
         rows: list[int],
         edges: list[int],
         rounds: int | None = None,
-        any_wants_more: AnyWantsMore = bool,
+        any_wants_more: AnyWantsMore = _alone,
     ) -> Measured:
         """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
 
@@ -260,7 +271,7 @@ class _Timer:
         def wants_more() -> bool:
             return len(elapsed_s) < rounds if rounds is not None else wants_another_round(elapsed_s, self._budget_s)
 
-        while any_wants_more(wants_more()):
+        while any_wants_more(wants_more(), elapsed_s[-1] if elapsed_s else 0.0):
             start = time.perf_counter()
             epoch()
             elapsed_s.append(time.perf_counter() - start)

@@ -64,17 +64,29 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
     return blocks, sizes, num_edges
 
 
+def sizes_like(sets: LevelSets) -> list[int]:
+    """Returns (L + 1,) how many rows of each level a rank has to do with: those it computes, and those it receives.
+
+    A layer reads from among so many, wherever they are computed: of a quarter of them more would stay in caches.
+    """
+    received = [layer.exchange.num_received for layer in sets.layers]
+    sizes = [held + more for held, more in zip(sets.sizes, [*received, 0], strict=True)]
+    for level in range(sets.num_layers, 0, -1):
+        sizes[level - 1] = max(sizes[level - 1], sizes[level])
+    return sizes
+
+
 def build_blocks_like(
     sets: LevelSets, factor: float, taken: set[int], *, without_edges: frozenset[int] = frozenset()
 ) -> tuple[list[LayerBlock], list[int], list[int]]:
     """Builds blocks that need no other rank, with the structure of a rank's own, or of part of it, or of copies of it.
 
     A row reads what the row it stands for reads: its first rows in a part, each copy for the most part its own rows.
-    Received sources become rows held here, as many as there are edges from them.
+    Received sources become rows held here, which read what others do.
 
     Args:
         sets: Of the rank.
-        factor: Rows of each level, as a multiple of those of `sets`.
+        factor: Rows of each level, as a multiple of `sizes_like`.
         taken: Numbers that no level and no edge count may equal.
         without_edges: Layers whose destinations read themselves alone.
 
@@ -83,9 +95,9 @@ def build_blocks_like(
     """
     used = set(taken)
     num_layers = sets.num_layers
-    sizes = [0] * (num_layers + 1)
+    sizes = sizes_like(sets)
     for level in range(num_layers, -1, -1):
-        sizes[level] = max(1, round(factor * sets.sizes[level]))
+        sizes[level] = max(1, round(factor * sizes[level]))
         while sizes[level] in used or (level < num_layers and sizes[level] <= sizes[level + 1]):
             sizes[level] += 1
         used |= {sizes[level], sizes[level] + 1}  # the latter is what a CSC structure of that many rows begins with
@@ -97,8 +109,9 @@ def build_blocks_like(
         else:
             rows = torch.arange(num_dst)
             counts, positions = gather_segments(structure.indptr, rows % structure.num_dst)
-            shift = structure.num_held * torch.repeat_interleave(rows // structure.num_dst, counts)
-            indices = (structure.indices[positions] % structure.num_held + shift) % num_held
+            num_sources = structure.num_held + structure.exchange.num_received
+            shift = num_sources * torch.repeat_interleave(rows // structure.num_dst, counts)
+            indices = (structure.indices[positions] + shift) % num_held
         spare = 0
         while len(indices) + spare in used:
             spare += 1

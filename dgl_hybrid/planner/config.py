@@ -39,5 +39,5 @@ class PlannerConfig:
             raise ValueError(f"max_cut_arcs must not be negative (got {self.max_cut_arcs})")
         if self.max_sweep_edges < 0:
             raise ValueError(f"max_sweep_edges must not be negative (got {self.max_sweep_edges})")
-        if not self.prices or min(self.prices) < 0:
-            raise ValueError(f"prices must be at least one factor, none negative (got {self.prices})")
+        if not self.prices or not all(0 <= price < float("inf") for price in self.prices):
+            raise ValueError(f"prices must be at least one factor, finite and not negative (got {self.prices})")

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 
 from ..errors import PlanError
 from .model_times import ModelTimes
-from .model_trace import ModelTrace
+from .model_trace import BYTES_PER_ELEMENT, ModelTrace
 from .topology import Topology
 
 STRUCTURE_BYTES_PER_EDGE = 16.0
 """Of a held in-edge, four each: source, position, global id and key of dropout; layers above share these with the first
 one and add eight for the edge by source."""
-AGREEMENTS = 3
-"""Small collectives before each epoch: who wrote fields, how long the last epoch took, which kept results are old."""
+AGREEMENTS = 1
+"""Small collectives before each epoch: what happened in the last one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +41,9 @@ class ItemCosts:
     """(L,) bytes held per in-edge of a computed row; `edge_held_bytes[0]` is 0."""
     pack_s: tuple[float, ...] = ()
     """(L,) the part of `receive_s` that is packing and unpacking, so device work; empty means 0."""
+    wire_s: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """(L, P, 2) by owner, forward and backward: the part of `receive_s` for which an owner's link is taken, too; empty
+    where there are no links, as rows of one host's memory take the time of who copies them."""
     latency_s: tuple[float, ...] = ()
     """(L,) seconds per exchange of level l, whatever it carries; empty means 0."""
     widths: tuple[float, ...] = ()
@@ -75,10 +78,13 @@ class ItemCosts:
                 raise ValueError(f"{name} must have {num_layers} entries or none (got {len(value)})")
         if self.edge_s[0] != 0 or self.edge_held_bytes[0] != 0:
             raise ValueError("edge_s[0] and edge_held_bytes[0] must be 0: an input row has no in-edges to pay")
+        if self.wire_s and (len(self.wire_s), {len(row) for row in self.wire_s}) != (num_layers, {world_size}):
+            raise ValueError(f"wire_s must be (L, P) pairs (got {len(self.wire_s)} layers)")
         numbers = [x for row in self.receive_s for x in row]
+        numbers += [x for row in self.wire_s for pair in row for x in pair]
         for name in self.__slots__:
             value = getattr(self, name)
-            if name != "receive_s":
+            if name not in ("receive_s", "wire_s"):
                 numbers += [value] if isinstance(value, float | int) else list(value)
         if not all(math.isfinite(x) and x >= 0 for x in numbers):
             raise ValueError("costs must be finite and not negative")
@@ -123,12 +129,14 @@ def cost_model(
         row_s = list(times.row_s)
     edge_s = [0.0]
     receive_s, pack_s, latency_s, copy_s, receive_bytes = [], [], [], [], []
+    wire_s: list[tuple[tuple[float, float], ...]] = []
     for index, layer in enumerate(trace.layers):
         fwd, bwd = layer.operand_bytes_fwd, layer.operand_bytes_bwd
         receive_bytes.append(fwd + bwd)
         if layer.keeps_result:
             edge_s.append(0.0)
             receive_s.append((0.0,) * topology.world_size)
+            wire_s.append(((0.0, 0.0),) * topology.world_size)
             pack_s.append(0.0)
             latency_s.append(0.0)
             copy_s.append(0.0)
@@ -138,19 +146,16 @@ def cost_model(
         edge_s.append(counted_s if times is None else times.edge_s[index])
         # Forward: gathered into the send buffer at the owner, written here. Backward: read here, added at the owner.
         pack = (fwd + bwd) / gather + (fwd + bwd) / topology.row_bytes_per_s
-        receive_s.append(
-            tuple(
-                0.0
-                if owner == rank
-                else (1.0 if sent_shares is None else sent_shares[index][owner])
-                * (
-                    fwd / topology.bandwidth_bytes_per_s[owner][rank]
-                    + bwd / topology.bandwidth_bytes_per_s[rank][owner]
-                )
-                + pack
-                for owner in range(topology.world_size)
-            )
+        shares = [0.0 if owner == rank else 1.0 for owner in range(topology.world_size)]
+        if sent_shares is not None:
+            shares = [x * share for x, share in zip(shares, sent_shares[index], strict=True)]
+        bandwidth = topology.bandwidth_bytes_per_s
+        wire = tuple(
+            (share * fwd / bandwidth[owner][rank], share * bwd / bandwidth[rank][owner])
+            for owner, share in enumerate(shares)
         )
+        wire_s.append(wire)
+        receive_s.append(tuple(0.0 if owner == rank else sum(wire[owner]) + pack for owner in range(len(wire))))
         pack_s.append(pack)
         # Split by source, received rows are read where they lie; else held ones are copied beside them, and back.
         copy_s.append(0.0 if layer.can_split else 2.0 * (fwd + bwd) / topology.row_bytes_per_s)
@@ -163,7 +168,11 @@ def cost_model(
     ]
     # Level k's edges belong to layer k, `trace.layers[k - 1]`.
     edge_held = [0.0] + [STRUCTURE_BYTES_PER_EDGE + layer.edge_held_bytes for layer in trace.layers[:-1]]
-    parameter_bytes = trace.num_parameters * (8 if trace.dtype == "float64" else 4)
+    if trace.layers[0].keeps_result and num_layers > 1:
+        # Owners hand out what the first layer aggregates: a cached row needs no in-edges here, only that to keep.
+        held[1] += trace.layers[0].operand_bytes_fwd
+        edge_held[1] = 0.0
+    parameter_bytes = trace.num_parameters * BYTES_PER_ELEMENT[trace.dtype]
     reduce_s = (1 + AGREEMENTS) * topology.allreduce_latency_s + parameter_bytes / topology.allreduce_bytes_per_s
     return ItemCosts(
         receive_s=tuple(receive_s),
@@ -173,6 +182,7 @@ def cost_model(
         row_held_bytes=tuple(held),
         edge_held_bytes=tuple(edge_held),
         pack_s=tuple(pack_s),
+        wire_s=tuple(wire_s) if topology.overlaps else (),
         latency_s=tuple(latency_s),
         widths=tuple(float(layer.operand_width) for layer in trace.layers),
         copy_s=tuple(copy_s),

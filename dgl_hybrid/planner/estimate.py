@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
@@ -20,7 +20,7 @@ class RankEstimate:
     """Prediction for one rank; tuples are by layer 1..L, seconds per epoch, forward and backward together."""
 
     comm_s: tuple[float, ...]
-    """On the wire."""
+    """On the wire, towards this rank and, of gradients, from it."""
     held_s: tuple[float, ...]
     """What runs while rows are on the wire: aggregation along edges from rows held here, in layers that can be split by
     source, on links that move rows in the background; 0 elsewhere."""
@@ -34,6 +34,9 @@ class RankEstimate:
     """Held by halo rows of all levels."""
     fits: bool = True
     """Within the memory budget of this rank."""
+    wire_s: tuple[tuple[tuple[float, float], ...], ...] = ()
+    """(L, P, 2) by owner: for how long the owner's link sends what is received here forward, and receives gradients
+    backward; empty where rows take no link."""
 
     @property
     def epoch_s(self) -> float:
@@ -45,6 +48,11 @@ class RankEstimate:
         """(L,) seconds of each layer, waiting for other ranks not counted."""
         layers = zip(self.comm_s, self.held_s, self.rest_s, strict=True)
         return tuple(max(comm, held) + rest for comm, held, rest in layers)
+
+    def with_wire(self, factor: float) -> RankEstimate:
+        """Returns the estimate if everything on the wire took `factor` times as long."""
+        wire_s = tuple(tuple((factor * f, factor * b) for f, b in row) for row in self.wire_s)
+        return replace(self, comm_s=tuple(factor * seconds for seconds in self.comm_s), wire_s=wire_s)
 
     @property
     def compute_s(self) -> float:
@@ -61,17 +69,39 @@ class EpochEstimate:
     @property
     def epoch_s(self) -> float:
         """The slowest rank of each stretch counts: ranks wait for each other at every exchange and at the end."""
-        total, since = 0.0, [rank.fixed_s for rank in self.ranks]
-        for layer in range(len(self.ranks[0].comm_s) - 1, -1, -1):
-            since = [seconds + rank.layer_s[layer] for seconds, rank in zip(since, self.ranks, strict=True)]
-            if any(rank.comm_s[layer] for rank in self.ranks):
-                total, since = total + max(since), [0.0] * len(self.ranks)
+        ranks = self._with_sending()
+        total, since = 0.0, [rank.fixed_s for rank in ranks]
+        for layer in range(len(ranks[0].comm_s) - 1, -1, -1):
+            since = [seconds + rank.layer_s[layer] for seconds, rank in zip(since, ranks, strict=True)]
+            if any(rank.comm_s[layer] for rank in ranks):
+                total, since = total + max(since), [0.0] * len(ranks)
         return total + max(since)
 
     @property
     def slowest_rank(self) -> int:
         """Index, within `ranks`, of the rank the others wait for longest."""
-        return max(range(len(self.ranks)), key=lambda i: (self.ranks[i].epoch_s, -i))
+        ranks = self._with_sending()
+        return max(range(len(ranks)), key=lambda i: (ranks[i].epoch_s, -i))
+
+    def _with_sending(self) -> tuple[RankEstimate, ...]:
+        """The ranks, each with its link as long busy as it sends or receives, whichever takes longer.
+
+        A plan charges who receives. Who owns what everybody reads receives little and sends it to all.
+        """
+        count = len(self.ranks)
+        if any(len(row) != count for rank in self.ranks for row in rank.wire_s):
+            return self.ranks  # not all of them were asked
+        if not all(rank.wire_s for rank in self.ranks):
+            return self.ranks
+        busy = []
+        for index, rank in enumerate(self.ranks):
+            comm_s = list(rank.comm_s)
+            for layer, own in enumerate(rank.wire_s):
+                others = [other.wire_s[layer][index] for other in self.ranks]
+                for received, sent in zip(zip(*own, strict=True), zip(*others, strict=True), strict=True):
+                    comm_s[layer] += max(math.fsum(sent) - math.fsum(received), 0.0)
+            busy.append(replace(rank, comm_s=tuple(comm_s)))
+        return tuple(busy)
 
     def to_json(self) -> dict[str, object]:
         """Returns a dictionary that `json.dumps` takes."""
@@ -82,9 +112,13 @@ class EpochEstimate:
         """Reads what `to_json` wrote."""
         ranks = []
         for record in data["ranks"]:  # type: ignore[attr-defined]
-            fields = {k: tuple(v) if isinstance(v, list | tuple) else v for k, v in record.items()}
+            fields = {key: _as_tuples(value) for key, value in record.items()}
             ranks.append(RankEstimate(**fields))  # type: ignore[arg-type]
         return cls(ranks=tuple(ranks))
+
+
+def _as_tuples(value: object) -> object:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
 
 
 def estimate_rank(
@@ -98,7 +132,7 @@ def estimate_rank(
 ) -> RankEstimate:
     """Predicts one rank's epoch under the choice `computed` (L, H), `present` what follows from it if known. Pure."""
     present = items.present(computed) if present is None else present
-    comm, held_s, rest = [], [], []
+    comm, held_s, rest, wire_s = [], [], [], []
     objective = items.objective(costs, computed, present)
     held = items.held_bytes(costs, computed, present)
     row_s = [*costs.row_s, costs.output_row_s]
@@ -113,6 +147,9 @@ def estimate_rank(
             receive_s = items.receive_prices(costs)[level][received]
             pack = costs.pack_s[level] * num_received + costs.copy_s[level] * rows
             wire = max(float(math.fsum(receive_s)) - costs.pack_s[level] * num_received, 0.0) + costs.latency_s[level]
+        if costs.wire_s:
+            counts = np.bincount(items.owner[received], minlength=costs.world_size).tolist()
+            wire_s.append(tuple((n * f, n * b) for n, (f, b) in zip(counts, costs.wire_s[level], strict=True)))
         edges = int(problem.owned_edges[level])
         if layer < problem.num_layers:
             edges += int(items.in_degree[computed[layer]].sum())
@@ -132,6 +169,7 @@ def estimate_rank(
         objective_s=objective,
         held_bytes=held,
         fits=fits,
+        wire_s=tuple(wire_s),
     )
 
 

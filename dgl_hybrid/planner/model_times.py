@@ -32,6 +32,14 @@ class ModelTimes:
         """L."""
         return len(self.edge_s)
 
+    def scaled(self, factor: float) -> ModelTimes:
+        """Returns the times of an epoch that takes `factor` times as long."""
+        return ModelTimes(
+            row_s=tuple(factor * x for x in self.row_s),
+            edge_s=tuple(factor * x for x in self.edge_s),
+            fixed_s=factor * self.fixed_s,
+        )
+
     def epoch_s(self, rows: tuple[int, ...], edges: tuple[int, ...]) -> float:
         """Returns the seconds of an epoch of so many (L + 1,) rows and (L,) in-edges."""
         parts = [*zip(self.row_s, rows, strict=True), *zip(self.edge_s, edges, strict=True)]

@@ -51,6 +51,24 @@ class Links(Protocol):
     def all_gather(self, tensor: Tensor) -> list[Tensor]: ...
 
 
+class Alone:
+    """A world of one rank, also where the process belongs to a group of more."""
+
+    rank, world_size = 0, 1
+    device = torch.device("cpu")
+
+    def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
+        """Keeps what it sends."""
+        received.copy_(send)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Leaves it as it is."""
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns it alone."""
+        return [tensor]
+
+
 class _DefaultGroup:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
@@ -85,7 +103,7 @@ def probe(
     count for all, so that every rank plans with the same numbers.
 
     Args:
-        links: between the ranks to probe; None: the default group if there is one.
+        links: between the ranks to probe, or `Alone()`; None: the default group if there is one.
         device: where the model runs; links are probed with tensors there if the backend carries them, else on the CPU.
         aggregate: sums rows over in-edges as training will; None: a plain torch product, slower than DGL's kernel.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -38,7 +39,7 @@ from dgl_hybrid.planner import (
     order_products,
     propose_plans,
 )
-from dgl_hybrid.planner.probe import probe
+from dgl_hybrid.planner.probe import Alone, probe
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
@@ -264,7 +265,9 @@ class PlanMaker:
                 _logger.warning("%s could not be timed (%s: %s)", type(model).__name__, type(error).__name__, error)
         rounds.sit_out()
         are_known = communicator.gather_ints([int(times is not None)])
-        return times if all(known for (known,) in are_known) else None
+        if times is None or not all(known for (known,) in are_known):
+            return None
+        return times.scaled(rounds.waiting_factor())
 
     def _sets_of_depcomm(self, dense_below: int) -> LevelSets:
         g = self._graph
@@ -286,7 +289,7 @@ class PlanMaker:
             return self._given_topology
         if g.topology is None or g.topology.device != self._device.type:
             links = communicator.lend("the probe of this cluster")
-            measured = probe(links, device=self._device, aggregate=InEdgeSum())
+            measured = probe(links or Alone(), device=self._device, aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 
@@ -311,7 +314,7 @@ class PlanMaker:
             self._seeds,
             self._num_layers,
             dense_below=dense_below,
-            inputs_are_free=trace.layers[0].keeps_result and self._config.memory_budget_bytes is None,
+            inputs_are_free=trace.layers[0].keeps_result,
         )
         with communicator.agreed():
             costs = cost_model(trace, topology, communicator.rank, times, sent_shares)
@@ -371,17 +374,36 @@ class _Rounds:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._are_over = False
+        self._took_ns: list[list[int]] = []
+        """Of each round and rank; 0: it sat out."""
 
-    def any_wants_more(self, wants_more: bool) -> bool:
-        """Tells whether any rank wants another round. Collective."""
-        told = self._communicator.gather_ints([int(wants_more)])
-        self._are_over = not any(wants for (wants,) in told)
+    def any_wants_more(self, wants_more: bool, last_s: float) -> bool:
+        """Tells whether any rank wants another round. Collective.
+
+        Args:
+            last_s: What this rank's last round took; 0 before the first.
+        """
+        told = self._communicator.gather_ints([int(wants_more), int(1e9 * last_s)])
+        self._took_ns.append([took for _, took in told])
+        self._are_over = not any(wants for wants, _ in told)
         return not self._are_over
 
     def sit_out(self) -> None:
         """Lets the others have their rounds, where this rank could not have its own to the end. Collective."""
         while not self._are_over:
-            self.any_wants_more(False)
+            self.any_wants_more(False, 0.0)
+
+    def waiting_factor(self) -> float:
+        """Returns how many times as long as the slowest rank's rounds those of all ranks together take, at the median.
+
+        An epoch is over when its slowest rank is, and where ranks share cores that is now this one, now another: each
+        may take 100 ms mostly, and in nearly every round one of them 120. The same on every rank, at least 1.
+        """
+        rounds = [took for took in self._took_ns if all(took)]
+        if not rounds:
+            return 1.0
+        slowest_rank = max(statistics.median(of_rank) for of_rank in zip(*rounds, strict=True))
+        return statistics.median(max(took) for took in rounds) / slowest_rank
 
 
 _BACKGROUND_BACKENDS = ("gloo", "nccl", "mixed")
@@ -413,8 +435,7 @@ def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
 
     def predicted_s(index: int, wire_factor: float) -> float:
         ranks = (estimates[index] for estimates in by_rank)
-        scaled = [replace(rank, comm_s=tuple(wire_factor * s for s in rank.comm_s)) for rank in ranks]
-        return EpochEstimate(ranks=tuple(scaled)).epoch_s
+        return EpochEstimate(ranks=tuple(rank.with_wire(wire_factor) for rank in ranks)).epoch_s
 
     selected = [name_of[what_it_does(chosen)]]
     hybrids = [i for i in name_of.values() if i not in pure]

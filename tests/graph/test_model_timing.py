@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 
 import dgl.nn as dglnn
 import pytest
@@ -58,6 +59,8 @@ def hand_sets() -> LevelSets:
     """Levels of 4, 3 and 2 rows; in layer 2 row 0 reads rows 1 and 2, row 1 reads the received row 3."""
     first = _structure_of_one_rank(1, 4, torch.tensor([0, 1, 3, 4]), torch.tensor([3, 0, 1, 2]))
     second = _structure_of_one_rank(2, 3, torch.tensor([0, 2, 3]), torch.tensor([1, 2, 3]))
+    received = replace(second.exchange, recv_counts=(1,), recv_global=torch.tensor([7]))
+    second = replace(second, exchange=received)
     return LevelSets(
         rows_global=torch.arange(4),
         sizes=(4, 3, 2),
@@ -75,12 +78,13 @@ def in_lists(block: object) -> list[list[int]]:
 
 def test_blocks_read_what_the_rank_reads() -> None:
     blocks, sizes, edges = build_blocks_like(hand_sets(), 100.0, set())
-    assert sizes == [400, 300, 200]
-    assert edges == [402, 302], "more, where their number would tell of rows"
+    assert sizes == [402, 400, 200]
+    assert edges == [533, 300]
+    assert build_blocks_like(hand_sets(), 100.0, {300})[2][1] == 301, "more, where their number would tell of rows"
     lists = in_lists(blocks[1])
     # Row 2k + 1 stands for row 1, whose received source 3 becomes a held one; the k-th copy reads the k-th rows.
-    assert lists[:4] == [[1, 2], [0], [4, 5], [3]]
-    assert lists[-1] == [297, 199, 199]
+    assert lists[:4] == [[1, 2], [3], [5, 6], [7]]
+    assert lists[-1] == [399]
     part, sizes, _ = build_blocks_like(hand_sets(), 0.1, {2, 4})
     assert sizes == [5, 3, 1]
     assert in_lists(part[1])[0][:2] == [1, 2]
@@ -253,7 +257,7 @@ def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypat
     assert min(sizes) > 1e-9
 
 
-@pytest.mark.parametrize(("budget_s", "expected"), [(60.0, 1.0), (1e-9, 4 / 7)])
+@pytest.mark.parametrize(("budget_s", "expected"), [(60.0, 1.0), (1e-9, 4 / 8)])
 def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
     monkeypatch: pytest.MonkeyPatch, budget_s: float, expected: float
 ) -> None:
@@ -274,9 +278,10 @@ def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
     monkeypatch.setattr(model_timing._Timer, "measure", note_rounds)
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     sets = hand_sets()
+    # A fourth row of level 1 is received, so that layer 1 gets 4 / 3 of its four edges, rounded down, and layer 2 three.
     assert sum(len(layer.indices) for layer in sets.layers) == 7
     assert time_model(TwoLayers(), template, sets, synthetic_trace([IN, HIDDEN, OUT]), budget_s=budget_s) is not None
-    assert asked == pytest.approx([4 / 7, expected])
+    assert asked == pytest.approx([4 / 8, expected])
     assert rounds == [None, 1, None], "what times are made of is never one epoch alone"
 
 
@@ -327,7 +332,8 @@ def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: py
             epochs.append(len(x))
             return super().forward(blocks, x)
 
-    def any_wants_more(wants_more: bool) -> bool:
+    def any_wants_more(wants_more: bool, last_s: float) -> bool:
+        assert (last_s > 0.0) == bool(told)
         told.append(wants_more)
         return wants_more or len(told) <= model_timing.MOST_ROUNDS + num_more
 
@@ -339,3 +345,21 @@ def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: py
     assert not told[-1]
     on_large_blocks = epochs.count(epochs[-1])
     assert on_large_blocks >= model_timing.MOST_ROUNDS + num_more
+
+
+def test_many_rows_of_a_kept_layer_do_not_make_the_blocks_larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only few edges are not kept, 2^16 of them would be those of thousands of copies of all rows."""
+    monkeypatch.setattr(model_timing, "MAX_ELEMENTS", 40 * IN)
+    sizes: list[int] = []
+    blocks_of = model_timing._Timer.blocks_of
+
+    def note_size(self: model_timing._Timer, factor: float) -> object:
+        found = blocks_of(self, factor)
+        sizes.append(found[1][0])
+        return found
+
+    monkeypatch.setattr(model_timing._Timer, "blocks_of", note_size)
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    assert time_model(TwoLayers(), template, hand_sets(), trace, budget_s=0.01) is not None
+    assert max(sizes) <= 50, "4 rows, ten times"

@@ -72,7 +72,8 @@ def test_prices_of_a_hand_made_trace() -> None:
 
 
 def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:
-    """Raw features aggregated once: their rows and in-edges are held, the next epochs neither receive nor sum them."""
+    """Raw features aggregated once: the next epochs neither receive nor sum them; a cached row keeps what its owner hands
+    out, and has no in-edges here."""
     plain = synthetic_trace([16, 32, 8])
     assert plain.layers[0].static_operand
     kept = dataclasses.replace(
@@ -84,8 +85,9 @@ def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:
     assert (after.pack_s[0], after.latency_s[0], after.edge_s[1]) == (0.0, 0.0, 0.0)
     assert before.edge_s[1] > 0
     assert after.row_s == before.row_s
-    assert (after.receive_bytes, after.row_held_bytes) == (before.receive_bytes, before.row_held_bytes)
-    assert after.edge_held_bytes == before.edge_held_bytes
+    assert after.receive_bytes == before.receive_bytes
+    assert after.row_held_bytes == (before.row_held_bytes[0], before.row_held_bytes[1] + 16 * 4)
+    assert after.edge_held_bytes == (0.0, 0.0)
     assert after.output_edge_s == before.output_edge_s > 0
     assert ModelTrace.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 

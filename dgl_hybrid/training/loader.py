@@ -210,7 +210,8 @@ class FullGraphLoader:
         )
         given_seed = (torch.initial_seed() + _SEED_STRIDE * g.num_loaders) % 2**62 if seed is None else seed
         g.num_loaders += 1
-        self.seed = self.communicator.broadcast_json(int(given_seed))
+        # Shares that differ by less than is told apart above would still begin turns at different epochs.
+        self.seed, self._trial_share = self.communicator.broadcast_json([int(given_seed), self._trial_share])
         self._maker = PlanMaker(
             g,
             seeds,
@@ -222,6 +223,7 @@ class FullGraphLoader:
             row_order=self._row_order,
             device=self.device,
             overlap=overlap,
+            approximation=self.approximation,
             partial_sums=self._partial_sums
             and chunk_rows is None
             and not (self.approximation is not None and self.approximation.is_stale),

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import HybridError, PlanError
+from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.exchange.partial_sums import MIN_SAVING, count_least_rows
 from dgl_hybrid.exchange.problem import build_plan_problem
+from dgl_hybrid.exchange.row_codecs import is_encoded
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.graph.op_rates import InEdgeSum
@@ -101,6 +103,8 @@ class PlanMaker:
         row_order: Of the rows of the blocks that are built later.
         overlap: Whether blocks will split layers by source, where that can be done.
         partial_sums: Whether sums may then travel instead of their sources.
+        approximation: What training exchanges in place of rows. Narrower ones take less time on the wire; those of the
+            epoch before are charged like others, though nobody waits for them.
         device: Where the model runs, so where rates are measured.
     """
 
@@ -117,12 +121,13 @@ class PlanMaker:
         row_order: RowOrder = "id",
         overlap: bool = True,
         partial_sums: bool = False,
+        approximation: Approximation | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
         self._keep_static, self._overlap, self._partial_sums = keep_static, overlap, partial_sums
-        self._given_topology = topology
+        self._given_topology, self._approximation = topology, approximation
         self._device = torch.device(device)
 
     @property
@@ -184,7 +189,7 @@ class PlanMaker:
         an average row.
 
         Returns:
-            (L, P) by layer and owner; 1 where rows travel as they are.
+            (L, P) by layer and owner; 1 where rows travel as they are, less where they are rounded.
         """
         communicator = self._graph.communicator
         shares = [[1.0] * communicator.world_size for _ in sets.layers]
@@ -197,7 +202,15 @@ class PlanMaker:
             told = communicator.gather_ints([sum(least), sum(plain)])
             if sum(row[0] for row in told) <= (1.0 - MIN_SAVING) * sum(row[1] for row in told):
                 shares[index] = [few / many if many else 1.0 for few, many in zip(least, plain, strict=True)]
-        return shares
+        widths = [self._share_of_width(layer.operand_width, trace.dtype) for layer in trace.layers]
+        return [[width * share for share in row] for width, row in zip(widths, shares, strict=True)]
+
+    def _share_of_width(self, width: int, dtype_name: str) -> float:
+        """Returns how many of the bytes of a row travel in training."""
+        codec, dtype = self._approximation and self._approximation.codec, getattr(torch, dtype_name)
+        if codec is None or not is_encoded(codec, width, dtype):
+            return 1.0
+        return codec.row_bytes(width) / (width * dtype.itemsize)
 
     def _order_products(
         self,

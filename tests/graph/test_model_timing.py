@@ -278,7 +278,7 @@ def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
     monkeypatch.setattr(model_timing._Timer, "measure", note_rounds)
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     sets = hand_sets()
-    # A fourth row of level 1 is received, so that layer 1 gets 4 / 3 of its four edges, rounded down, and layer 2 three.
+    # A fourth row of level 1 is received, so layer 1 gets 4 / 3 of its four edges, rounded down; layer 2 three.
     assert sum(len(layer.indices) for layer in sets.layers) == 7
     assert time_model(TwoLayers(), template, sets, synthetic_trace([IN, HIDDEN, OUT]), budget_s=budget_s) is not None
     assert asked == pytest.approx([4 / 8, expected])

@@ -60,6 +60,9 @@ def test_prices_of_a_hand_made_trace() -> None:
     assert costs.pack_s == pytest.approx(pack)
     # From rank 1 at 4 bytes/s; its gradient goes home at 2.
     assert costs.receive_s == ((0.0, pytest.approx(8 / 4 + pack[0])), (0.0, pytest.approx(16 / 4 + 16 / 2 + pack[1])))
+    assert costs.wire_s == (), "the processor's own work"
+    links = cost_model(trace, dataclasses.replace(topology, overlaps=True), 0, sent_shares=[[1.0, 1.0], [1.0, 0.5]])
+    assert links.wire_s == (((0.0, 0.0), (8 / 4, 0.0)), ((0.0, 0.0), (0.5 * 16 / 4, 0.5 * 16 / 2)))
     assert costs.latency_s == (0.25, 0.5)
     assert costs.receive_bytes == (8, 32)
     assert costs.row_held_bytes == (8, 7)
@@ -72,8 +75,8 @@ def test_prices_of_a_hand_made_trace() -> None:
 
 
 def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:
-    """Raw features aggregated once: the next epochs neither receive nor sum them; a cached row keeps what its owner hands
-    out, and has no in-edges here."""
+    """Raw features aggregated once: the next epochs neither receive nor sum them. A cached row keeps what its owner
+    hands out, so it has no in-edges here."""
     plain = synthetic_trace([16, 32, 8])
     assert plain.layers[0].static_operand
     kept = dataclasses.replace(

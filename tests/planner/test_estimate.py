@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -126,6 +127,33 @@ def test_rows_are_copied_together_where_a_layer_cannot_be_split() -> None:
     cached = make_plan(problem, costs, PlannerConfig(strategy="depcache")).estimate
     assert cached is not None
     assert cached.ranks[0].rest_s == ((30 + 3) * 0.5 + (100 + 8) * 0.25, (20 + 2) * 2.0 + 60 * 0.5)
+
+
+def test_who_owns_what_all_read_sends_for_longer_than_it_receives() -> None:
+    """Rank 0 sends 4 s to each of two ranks and receives 1 s from one; gradients take twice as long."""
+
+    def rank(*by_owner: float) -> RankEstimate:
+        wire = tuple((seconds, 2 * seconds) for seconds in by_owner)
+        return dataclasses.replace(estimate(3 * sum(by_owner), 0, 1), wire_s=(wire,))
+
+    ranks = (rank(0, 1, 0), rank(4, 0, 0), rank(4, 0, 0))
+    assert [one.epoch_s for one in ranks] == [4, 13, 13]
+    whole = EpochEstimate(ranks=ranks)
+    assert (whole.epoch_s, whole.slowest_rank) == (8 + 16 + 1, 0)
+    assert EpochEstimate(ranks=tuple(one.with_wire(0.5) for one in ranks)).epoch_s == 12 + 1
+    assert EpochEstimate.from_json(json.loads(json.dumps(whole.to_json()))) == whole
+    assert EpochEstimate(ranks=ranks[:1]).epoch_s == 4, "the others were not asked"
+    assert EpochEstimate(ranks=(ranks[0], ranks[1], estimate(12, 0, 1))).epoch_s == 13, "or know of no links"
+
+
+def test_the_wire_is_counted_by_owner() -> None:
+    problem = hand_problem([[30, 20, 0], [35, 5, 0]])
+    costs = dataclasses.replace(COSTS, wire_s=(((0, 0), (1, 3)), ((0, 0), (4, 5))))
+    plan = make_plan(problem, costs, PlannerConfig(strategy="depcomm"))
+    assert plan.estimate is not None
+    assert plan.estimate.ranks[0].wire_s == (((0, 0), (2, 6)), ((0, 0), (8, 10)))
+    with pytest.raises(ValueError, match="wire_s must be"):
+        dataclasses.replace(COSTS, wire_s=(((0, 0), (1, 3)),))
 
 
 def test_choice_is_the_fastest_slowest_rank() -> None:

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
-from dgl_hybrid.planner import Topology, uniform_topology
+from dgl_hybrid.exchange.approximate import Approximation
+from dgl_hybrid.planner import ModelTimes, PlannerConfig, Topology, uniform_topology
 from dgl_hybrid.training import planning
+from dgl_hybrid.training.planning import PlanMaker
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -136,6 +138,40 @@ def plan_with_one_that_fails(
         loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, seed=3)
     assert loader.outcome is not None
     return timed
+
+
+class Told:
+    """A communicator of three ranks that hears what the other two say."""
+
+    def __init__(self, others: list[list[float]]) -> None:
+        self.others = others
+        self.num_rounds = 0
+
+    def gather_ints(self, values: list[int]) -> list[list[int]]:
+        told = [[values[0], int(1e9 * times[self.num_rounds])] for times in self.others]
+        self.num_rounds += 1
+        return [values, *told]
+
+
+def test_an_epoch_is_over_when_its_slowest_rank_is() -> None:
+    """Each rank takes 1 s mostly, and in each round another one 1.5 s; the fifth round one of them sat out."""
+    own = [0.0, 1.5, 1.0, 1.0, 1.0, 9.0]
+    others = [[0.0, 1.0, 1.5, 1.0, 1.5, 9.0], [0.0, 1.0, 1.0, 1.5, 1.0, 0.0]]
+    rounds = planning._Rounds(Told(others))  # type: ignore[arg-type]
+    for number, last_s in enumerate(own):
+        assert rounds.any_wants_more(number < len(own) - 1, last_s) == (number < len(own) - 1)
+    assert rounds.waiting_factor() == pytest.approx(1.5 / 1.25)
+    assert planning._Rounds(Told([])).waiting_factor() == 1.0  # type: ignore[arg-type]
+    times = ModelTimes(row_s=(1.0, 2.0), edge_s=(3.0,), fixed_s=4.0)
+    assert times.scaled(1.5).epoch_s((1, 2), (3,)) == pytest.approx(1.5 * times.epoch_s((1, 2), (3,)))
+
+
+@pytest.mark.parametrize(("name", "share"), [("int8", 0.25), ("bf16", 0.5), ("stale", 1.0), (None, 1.0)])
+def test_rounded_rows_take_less_time_on_the_wire(name: str | None, share: float) -> None:
+    approximation = None if name is None else Approximation.of(name)
+    maker = PlanMaker(None, torch.arange(1), 2, PlannerConfig(), approximation=approximation)  # type: ignore[arg-type]
+    assert maker._share_of_width(1 << 16, "float32") == pytest.approx(share, rel=1e-3)
+    assert maker._share_of_width(2, "float32") == 1.0, "narrow ones travel as they are"
 
 
 @pytest.mark.parametrize("num_calls", [0, 20, 32])

@@ -137,7 +137,9 @@ def test_double_backward(chunk_rows: int | None, partitions: PartitionStore) -> 
         assert all(checks.values()), checks
 
 
-def train_within(rank: int, world_size: int, folder: str, kind: str, budget: float | None) -> dict[str, Any]:
+def train_within(
+    rank: int, world_size: int, folder: str, kind: str, budget: float | None, strategy: str = "hybrid"
+) -> dict[str, Any]:
     """Two epochs under a memory budget, planned."""
     g = PartitionedGraph.open(folder)
     case = Case(kind=kind, num_layers=2)
@@ -147,7 +149,7 @@ def train_within(rank: int, world_size: int, folder: str, kind: str, budget: flo
         g.owned_nodes("train_mask"),
         2,
         model=model,
-        planner=PlannerConfig(memory_budget_bytes=budget),
+        planner=PlannerConfig(strategy=strategy, memory_budget_bytes=budget),
         topology=uniform_topology(world_size),
         autotune=False,
     )
@@ -184,6 +186,14 @@ def test_what_does_not_fit_a_budget_is_received_in_chunks(kind: str, partitions:
         assert one["losses"] == pytest.approx(other["losses"], rel=1e-9)
         for gradient, expected in zip(one["gradients"], other["gradients"], strict=True):
             assert_close(gradient, expected, "gradient")
+
+
+def test_a_budget_is_not_charged_what_no_rank_holds(partitions: PartitionStore) -> None:
+    """Sums of the first layer are kept: who caches a row of it gets the sum, not what its in-neighbours have."""
+    folder = partitions.get("power_law_4000", power_law(4000, 16000), 3)
+    free, within = (run_ranks(3, train_within, folder, "sage_mean", budget, "depcache") for budget in (None, 1e12))
+    assert [one["held_bytes"] for one in within] == [one["held_bytes"] for one in free]
+    assert all(one["held_bytes"] > 0 for one in free)
 
 
 @pytest.mark.parametrize("kind", ["sage_pool", "sage_mean"])

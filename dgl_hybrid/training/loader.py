@@ -36,6 +36,7 @@ from dgl_hybrid.training.loader_arguments import (
     dense_below_of,
     keeps_first_layer,
     num_layers_of,
+    sampler_of,
     seed_ids,
     sums_first_of,
 )
@@ -73,6 +74,7 @@ class FullGraphLoader:
         sampler: A DGL neighbour sampler, for its number of layers and its `prefetch_*` fields, or that number. Fanouts
             are not used: every neighbour is.
         device: Where blocks and prefetched fields go.
+        graph_sampler: The sampler by DGL's name for it.
         model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
             with everything communicated; the plan is made at the second, from the call that was seen.
         strategy: "hybrid" (if nothing else is given), "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
@@ -124,9 +126,10 @@ class FullGraphLoader:
         self,
         g: PartitionedGraph | DistGraph,
         nids: Tensor,
-        sampler: Any,
+        sampler: Any = None,
         device: torch.device | str | None = None,
         *,
+        graph_sampler: Any = None,
         model: nn.Module | None = None,
         strategy: str | None = None,
         planner: PlannerConfig | None = None,
@@ -148,6 +151,7 @@ class FullGraphLoader:
         unknown = sorted(set(dataloader_kwargs) - IGNORED)
         if unknown:
             raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
+        sampler = sampler_of(sampler, graph_sampler)
         g = as_partitioned(g, transport)
         self.graph = g
         self.communicator = g.communicator

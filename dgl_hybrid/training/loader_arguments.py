@@ -17,10 +17,25 @@ from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 IGNORED = frozenset(
     (
         *("batch_size", "shuffle", "drop_last", "collate_fn", "num_workers", "use_ddp", "ddp_seed", "pin_memory"),
-        *("use_uva", "persistent_workers", "prefetch_factor"),
+        *("use_uva", "persistent_workers", "prefetch_factor", "queue_size"),
     )
 )
 """What `DistNodeDataLoader` takes and a loader of one batch has no use for."""
+
+
+def sampler_of(sampler: Any, graph_sampler: Any) -> Any:
+    """Returns the sampler, which may be given by the name that it has in DGL.
+
+    Raises:
+        TypeError: It is given twice, or not at all.
+    """
+    if sampler is not None and graph_sampler is not None:
+        raise TypeError(
+            "FullGraphLoader got sampler and graph_sampler, which is DGL's name for it: give one of the two"
+        )
+    if sampler is None and graph_sampler is None:
+        raise TypeError("FullGraphLoader needs a sampler or a number of layers (got neither sampler nor graph_sampler)")
+    return graph_sampler if sampler is None else sampler
 
 
 def num_layers_of(sampler: Any) -> int:

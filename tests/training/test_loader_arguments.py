@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FullGraphLoader` takes what `DistNodeDataLoader` takes, by the same names."""
+
+from __future__ import annotations
+
+import inspect
+
+import dgl
+import pytest
+from dgl.distributed.dist_dataloader import DistDataLoader
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.training.loader_arguments import IGNORED
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+
+def load_by_dgls_names(rank: int, world_size: int, part_config: str) -> tuple[int, int]:
+    g = PartitionedGraph.open(part_config)
+    sampler = dgl.dataloading.NeighborSampler([10, 25])
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), graph_sampler=sampler, batch_size=8, queue_size=10)
+    return loader.num_layers, sum(1 for _ in loader)
+
+
+def test_the_sampler_has_dgls_name_too(partitions: PartitionStore) -> None:
+    assert run_ranks(1, load_by_dgls_names, partitions.get("power_law", power_law(), 1)) == [(2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("samplers", "message"),
+    [
+        ({}, r"needs a sampler or a number of layers \(got neither sampler nor graph_sampler\)"),
+        ({"sampler": 2, "graph_sampler": 2}, "got sampler and graph_sampler, which is DGL's name for it: give one"),
+    ],
+)
+def test_one_sampler_is_wanted(samplers: dict[str, int], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        FullGraphLoader(None, None, **samplers)  # type: ignore[arg-type]
+
+
+def test_all_arguments_of_dgls_loader_are_known() -> None:
+    taken = set(inspect.signature(DistDataLoader.__init__).parameters) - {"self", "dataset"}
+    assert taken <= IGNORED

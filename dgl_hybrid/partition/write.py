@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -10,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import dgl
@@ -74,12 +75,13 @@ def partition_graph(
         balance_ntypes: As in DGL: (N_total,) classes to spread evenly (METIS only), e.g. the train mask.
         balance_edges: Balance in-edges as well (METIS), or instead of vertices (contiguous).
         return_mapping: As in DGL: return the original ids.
-        num_trainers_per_machine: As in DGL: with METIS, also writes vertex and edge data "trainer_id".
+        num_trainers_per_machine: As in DGL: with METIS, also writes vertex and edge data "trainer_id"; `g` gets them.
         objtype: As in DGL: "cut" or "vol".
         graph_formats: As in DGL: sparse formats to store.
         use_graphbolt: As in DGL: store GraphBolt structures as well.
-        seed: For part_method "random". METIS takes none, and DGL's build of it reads uninitialised memory: two calls
-            may differ, even in one process. Keep the folder where a partition must be the same again.
+        seed: For part_method "random"; what DGL draws afterwards still follows from the script's own seed. METIS takes
+            none, and DGL's build of it reads uninitialised memory: two calls may differ, even in one process. Keep the
+            folder where a partition must be the same again.
         **kwargs: As in DGL: options of the GraphBolt conversion.
     Returns:
         None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
@@ -173,9 +175,13 @@ def _write_heterograph(
     g: dgl.DGLGraph, graph_name: str, num_parts: int, folder: Path, *, seed: int, **options: object
 ) -> IdMapping | None:
     """Lets DGL write it: full-graph training does not read heterographs yet, sampled training does."""
-    dgl.seed(seed)
+    # Nothing else of it draws, and what does not draw leaves the script's own draws as they are.
+    is_drawn = options["part_method"] == "random" and num_parts > 1
     try:
-        with captured_output("dgl.distributed.partition_graph"):
+        with (
+            _seeded(seed) if is_drawn else contextlib.nullcontext(),
+            captured_output("dgl.distributed.partition_graph"),
+        ):
             mapping: IdMapping | None = dgl_partition.partition_graph(
                 g, graph_name, num_parts, str(folder), return_mapping=True, **options
             )
@@ -185,6 +191,17 @@ def _write_heterograph(
             "vertices and edges of every type in every part. Use fewer parts or another part_method."
         ) from error
     return mapping
+
+
+@contextlib.contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Has DGL draw from `seed`, and go on afterwards from what the script has seeded; its state cannot be read."""
+    following = int(dgl.random.choice(2**31 - 1, 1))
+    dgl.seed(seed)
+    try:
+        yield
+    finally:
+        dgl.seed(following)
 
 
 def _add_graphbolt(part_config: Path, options: Mapping[str, bool]) -> None:
@@ -280,6 +297,8 @@ def _write_homogeneous(
     )
     if by_trainer:
         node_data["trainer_id"], edge_data["trainer_id"] = node_part, node_part[dst]
+        for frame, data in ((g.ndata, node_data), (g.edata, edge_data)):
+            frame["trainer_id"] = data["trainer_id"].to(g.device)
         node_part = node_part // num_trainers
     ids = renumber(src, dst, node_part, num_parts)
     in_degrees = torch.bincount(dst, minlength=num_nodes)[ids.orig_node_ids]

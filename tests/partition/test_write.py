@@ -213,17 +213,20 @@ def test_custom_type_names_int32_ids_and_formats(tmp_path: Path) -> None:
     assert list(node_feats) == ["user/x"]
 
 
-def test_trainer_ids_are_written_and_the_graph_is_left_alone(tmp_path: Path) -> None:
+def test_trainer_ids_are_written_and_set_on_the_graph(tmp_path: Path) -> None:
+    """As DGL sets them; nothing else of the graph changes."""
     graph = power_law()
     fields = set(graph.ndata), set(graph.edata)
     partition_graph(graph, "g", 2, tmp_path, num_trainers_per_machine=2, balance_edges=True)
-    assert (set(graph.ndata), set(graph.edata)) == fields
+    assert (set(graph.ndata), set(graph.edata)) == tuple(names | {"trainer_id"} for names in fields)
+    assert torch.equal(graph.edata["trainer_id"], graph.ndata["trainer_id"][graph.edges()[1]])
     for part_id in range(2):
         part = load_partition(tmp_path / "g.json", part_id)
         assert set(part.node_data["trainer_id"].tolist()) <= {2 * part_id, 2 * part_id + 1}
         owner = torch.repeat_interleave(part.node_data["trainer_id"], part.in_degrees)
         order = part.lists.eid_global - part.edge_offsets[part_id]
         assert torch.equal(part.edge_data["trainer_id"][order], owner)
+        assert torch.equal(graph.ndata["trainer_id"][_original(part)], part.node_data["trainer_id"])
 
 
 @pytest.mark.parametrize("method", ["random", "contiguous"])
@@ -272,6 +275,22 @@ def test_a_heterograph_is_written_and_refused_by_load(tmp_path: Path) -> None:
         partition_graph(rare, "h", 2, tmp_path / "q", part_method="random")
     with pytest.raises(ValueError, match="'contiguous' is for homogeneous graphs"):
         partition_graph(graph, "h", 2, tmp_path / "q", part_method="contiguous")
+
+
+def next_draws(graph: dgl.DGLGraph, folder: Path, seed: int, method: str | None) -> list[int]:
+    """What a script that has seeded DGL draws after it has written a partition, or has not (None)."""
+    dgl.seed(seed)
+    if method is not None:
+        partition_graph(graph, "h", 2, folder, part_method=method)
+    return dgl.random.choice(10**9, 4).tolist()
+
+
+def test_a_heterograph_leaves_the_scripts_seed(tmp_path: Path) -> None:
+    ring = torch.arange(40)
+    graph = dgl.heterograph({("a", "x", "b"): (ring, ring), ("b", "y", "a"): (ring, ring.roll(1))})
+    assert next_draws(graph, tmp_path, 5, "metis") == next_draws(graph, tmp_path, 5, None)
+    after_random = [next_draws(graph, tmp_path, seed, "random") for seed in (5, 5, 6)]
+    assert after_random[0] == after_random[1] != after_random[2]
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -114,8 +113,6 @@ def make_job(args: argparse.Namespace) -> ClusterJob:
             f"--extra-envs {ENABLE_VARIABLE}=... would be overridden by --strategy and --budget: give these, or "
             f"--strategy {OFF} for stock DGL"
         )
-    if args.strategy == OFF:
-        os.environ.pop(ENABLE_VARIABLE, None)  # parts inherit what we have
     ssh = [*SSH]
     if args.ssh_port is not None:
         ssh += ["-p", str(args.ssh_port)]

@@ -35,7 +35,7 @@ def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = Fa
 
 
 def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
-    """Returns the variables under which processes switch the plugin on by themselves.
+    """Returns the variables under which processes switch the plugin on by themselves, or leave it off.
 
     Raises:
         ValueError: The budget cannot be read.
@@ -43,7 +43,7 @@ def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     """
     config = HaloConfig(strategy=HaloConfig().strategy if args.strategy == OFF else args.strategy, budget=args.budget)
     if args.strategy == OFF:
-        return {}
+        return {ENABLE_VARIABLE: "0"}  # said, not left out: processes inherit what we have, and scripts may enable it
     require_startup_hook()
     return {ENABLE_VARIABLE: config.to_environment()}
 

@@ -38,6 +38,9 @@ _EXPORTS: dict[str, str] = {
     "route_ops": "dgl_hybrid.ops.routing",
 }
 
+# Packages that are reached by their names, as in `dgl_hybrid.planner.load_plan`. Loaded at first use.
+_PACKAGES = frozenset(("datasets", "errors", "exchange", "graph", "launch", "ops", "partition", "planner", "training"))
+
 __all__ = ["__version__", *sorted(_EXPORTS)]
 
 install()
@@ -55,7 +58,9 @@ if os.environ.get("DGL_HYBRID_ENABLE", "0") not in (
 
 
 def __getattr__(name: str) -> object:
-    """Loads a public name at its first use."""
+    """Loads a public name or package at its first use."""
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")  # which binds it here
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_EXPORTS[name]), name)
@@ -64,4 +69,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_EXPORTS})
+    return sorted({*globals(), *_EXPORTS, *_PACKAGES})

@@ -215,3 +215,14 @@ def test_unknown_names_of_the_package_raise() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'partition_graf'"):
         _ = dgl_hybrid.partition_graf  # type: ignore[attr-defined]
     assert set(dgl_hybrid.__all__) <= set(dir(dgl_hybrid))
+
+
+def test_packages_are_reached_by_their_names() -> None:
+    """Without an import of their own; named by `dir`, and loaded only then."""
+    ran = run_python(
+        "import sys, dgl_hybrid\n"
+        "assert {'planner', 'partition', 'launch'} <= set(dir(dgl_hybrid)) and 'dgl' not in sys.modules\n"
+        "print(dgl_hybrid.planner.load_plan.__name__, dgl_hybrid.planner is sys.modules['dgl_hybrid.planner'])\n",
+        path=(CHECKOUT,),
+    )
+    assert ran.stdout == "load_plan True\n", ran.stderr[-2000:]

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
+from dgl.view import NodeSpace
 from torch import Tensor
+
+from dgl_hybrid.errors import BlockError
 
 DELEGATED = frozenset(
     (
@@ -47,3 +51,28 @@ class DestinationNodes:
 
     def __getitem__(self, key: Any) -> Any:
         return self._view[key]
+
+
+class SourceNodes:
+    """The same of a block's sources, of which DGL's view has the received ones, too: fields are those of the rows held
+    here, as in `srcdata`.
+    """
+
+    def __init__(
+        self, view: Any, fields: MutableMapping[str, Tensor], num_held: int, idtype: torch.dtype, where: str
+    ) -> None:
+        self._view, self._fields, self._num_held = view, fields, num_held
+        self._idtype, self._where = idtype, where
+
+    def __call__(self, ntype: str | None = None) -> Tensor:
+        positions: Tensor = self._view(ntype)
+        return positions[: self._num_held].to(self._idtype)
+
+    def __getitem__(self, key: Any) -> Any:
+        self._view[key]  # DGL's errors, of names of types
+        if not (key is None or isinstance(key, (str, slice))):
+            raise BlockError(
+                f"srcnodes[{key!r}] selects some sources, which is not possible on a LayerBlock ({self._where}): take "
+                f"`srcdata[name]`, or `srcnodes[ntype].data[name]`, and index the rows."
+            )
+        return NodeSpace(data=self._fields)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import dgl
 import torch
 from dgl import function as fn
-from dgl.udf import EdgeBatch
+from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
@@ -26,7 +26,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
-from dgl_hybrid.graph.block_interface import DELEGATED, HINTS, DestinationNodes
+from dgl_hybrid.graph.block_interface import DELEGATED, HINTS, DestinationNodes, SourceNodes
 from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
 from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
@@ -197,8 +197,10 @@ class LayerBlock:
 
     number_of_src_nodes = num_src_nodes
 
-    def srcnodes(self, ntype: str | None = None) -> Tensor:
-        return torch.arange(self.structure.num_held, dtype=self._idtype, device=self._block.device)
+    @property
+    def srcnodes(self) -> SourceNodes:
+        """As DGL's: `srcnodes()` are positions, `srcnodes[ntype].data` fields."""
+        return SourceNodes(self._block.srcnodes, self._source, self.structure.num_held, self._idtype, self._where)
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
         """Returns full-graph in-degrees of the destinations; most have all their in-edges in the block."""
@@ -412,17 +414,60 @@ class LayerBlock:
         return tuple(data[target][name] for target, name in fields)
 
     def _update_all(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+        if apply_node_func is not None:
+            self._update_and_apply(message_func, reduce_func, apply_node_func)
+            return
         if self._replicas is None:
-            self._update_by_edges(message_func, reduce_func, apply_node_func)
+            self._update_by_edges(message_func, reduce_func)
             return
         before = dict(self._block.dstdata)
-        self._update_by_edges(message_func, reduce_func, None)
+        self._update_by_edges(message_func, reduce_func)
         for name in sorted(self._block.dstdata):
             result = self._block.dstdata[name]
             if before.get(name) is not result:
                 self._block.dstdata[name] = self._with_rows_of_owners(result, self._replicas)
-        if apply_node_func is not None:
-            self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
+
+    def _update_and_apply(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+        """As DGL does: the function sees what was reduced beside the fields of destinations, and what it returns alone
+        is set.
+
+        Not by `apply_nodes`: sources and destinations are of one type's name, which DGL takes for the sources'.
+        """
+        self._complete(message_func)
+        self._observe(message_func)
+        before = dict(self._block.dstdata)
+        rows = before | self._reduced(message_func, reduce_func)
+        if self._replicas is not None:
+            for name in sorted(rows):
+                if before.get(name) is not rows[name]:
+                    rows[name] = self._with_rows_of_owners(rows[name], self._replicas)
+        ids = before[dgl.NID] if dgl.NID in before else self.dstnodes()
+        results = dict(apply_node_func(NodeBatch(self._block, ids, self._block.dsttypes[0], rows)))
+        if _is_extremum(reduce_func) and results:
+            # DGL drops the infinities of destinations without in-edges after the function has seen them, and of the
+            # first field that it returns.
+            name, first = next(iter(results.items()))
+            results[name] = first.masked_fill(torch.isinf(first), 0)
+        for name, result in results.items():
+            self._block.dstdata[name] = result
+
+    def _reduced(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
+        """Returns what a function applied after the reduce sees of destinations; nothing is set yet."""
+        has_edges = self._block.num_edges() > 0
+        if not has_edges and not isinstance(reduce_func, fn.BuiltinFunction):
+            return self._reduce_nothing(message_func, reduce_func)
+        seen: dict[str, Tensor] = {}
+
+        def look(nodes: NodeBatch) -> dict[str, Tensor]:
+            seen.update(nodes.data)
+            return {}
+
+        with _without_empty_edge_warning():
+            self._block.update_all(message_func, reduce_func if has_edges else _of_nothing(reduce_func), look)
+        if not has_edges and _is_extremum(reduce_func):
+            infinity = float("-inf") if reduce_func.name == "max" else float("inf")
+            seen[reduce_func.out_field] = seen[reduce_func.out_field] + infinity
+        return seen
 
     def _with_rows_of_owners(self, rows: Tensor, replicas: ReplicaRows) -> Tensor:
         """Returns (|C_l|, ...) rows, those of replicas as their owners have them. Collective; differentiable."""
@@ -436,20 +481,20 @@ class LayerBlock:
         received = self._communicator.exchange(sent, plan.send_counts, plan.recv_counts, layer=self.layer)
         return rows.index_copy(0, replicas.positions, received)
 
-    def _update_by_edges(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
-        if apply_node_func is None and self._sum_split(message_func, reduce_func):
+    def _update_by_edges(self, message_func: Any, reduce_func: Any) -> None:
+        if self._sum_split(message_func, reduce_func):
             return
         self._complete(message_func)
         self._observe(message_func)
         if self._block.num_edges() == 0:
             if not isinstance(reduce_func, fn.BuiltinFunction):
-                self._reduce_nothing(message_func, reduce_func, apply_node_func)
+                # Whatever the reduce returns is set, also where a field of that name was there before.
+                for name, zeros in self._reduce_nothing(message_func, reduce_func).items():
+                    self._block.dstdata[name] = zeros
                 return
-            if reduce_func.name in ("max", "min"):
-                # Zeros as well, but DGL's backward of these fails for messages without rows.
-                reduce_func = fn.sum(reduce_func.msg_field, reduce_func.out_field)
+            reduce_func = _of_nothing(reduce_func)
         with _without_empty_edge_warning():
-            self._block.update_all(message_func, reduce_func, apply_node_func)
+            self._block.update_all(message_func, reduce_func)
 
     def _sum_split(self, message_func: Any, reduce_func: Any) -> bool:
         """Runs sums and means of rows, and of rows times constant weights, with their exchange inside.
@@ -595,12 +640,12 @@ class LayerBlock:
             is_weighted = isinstance(func, fn.BinaryMessageFunction) and fn.TargetCode.EDGE in (func.lhs, func.rhs)
             self.observer.on_message_passing(self.layer, fields, is_weighted=is_weighted)
 
-    def _reduce_nothing(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
+    def _reduce_nothing(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
         """A user-defined reduce on a rank without edges: zeros that take part in the backward as they do elsewhere."""
         sources = {name: self._block.srcdata[name] for name in self._names_read_by(message_func)}
         self.is_dry_run = True
         try:
-            results = reduce_of_nothing(
+            return reduce_of_nothing(
                 message_func,
                 reduce_func,
                 sources={**self._source, **sources},  # those that are read with their received rows
@@ -610,11 +655,6 @@ class LayerBlock:
             )
         finally:
             self.is_dry_run = False
-        # Whatever the reduce returns is set, also where a field of that name was there before.
-        for name, zeros in results.items():
-            self._block.dstdata[name] = zeros
-        if apply_node_func is not None:
-            self._block.apply_nodes(apply_node_func, ntype=self._block.dsttypes[0])
 
     # ---------------------------------------------------------------- the rest
 
@@ -658,6 +698,17 @@ def _reset_frame(frame: Any, known: Mapping[str, Tensor], ids: str | None) -> No
     for name, rows in known.items():
         if name not in frame or frame[name] is not rows:
             frame[name] = rows
+
+
+def _is_extremum(reduce_func: Any) -> bool:
+    return isinstance(reduce_func, fn.BuiltinFunction) and reduce_func.name in ("max", "min")
+
+
+def _of_nothing(reduce_func: Any) -> Any:
+    """Returns the builtin that runs where there are no edges: zeros as well, but DGL's backward of a maximum or minimum
+    fails for messages without rows.
+    """
+    return fn.sum(reduce_func.msg_field, reduce_func.out_field) if _is_extremum(reduce_func) else reduce_func
 
 
 def _is_all(selection: Any) -> bool:

@@ -141,6 +141,27 @@ def test_degrees_are_the_callers_own() -> None:
     assert known.in_degrees().tolist() == [9, 8]
 
 
+def test_sources_and_destinations_are_asked_for_alike() -> None:
+    """`srcnodes` was a method: `srcnodes[ntype]` failed where `dstnodes[ntype]` did not."""
+    block = lone_block()
+    for ntype in ("_N", None):
+        block.srcnodes[ntype].data["h"] = torch.ones(3, 1)
+        block.dstnodes[ntype].data["h"] = torch.zeros(2, 1)
+        assert block.srcnodes[ntype].data["h"] is block.srcdata["h"]
+        assert block.dstnodes[ntype].data["h"] is block.dstdata["h"]
+    assert block.srcnodes[:].data[dgl.NID].tolist() == block.srcnodes().tolist() == block.srcnodes("_N").tolist()
+    assert block.int().srcnodes().dtype == torch.int32
+    with pytest.raises(BlockError, match="must have 3 rows"):
+        block.srcnodes["_N"].data["h"] = torch.ones(2, 1)
+    with pytest.raises(BlockError, match=r"rank 0 of 1, layer 1\): take `srcdata\[name\]`"):
+        _ = block.srcnodes[torch.tensor([0])]
+    for nodes in (block.srcnodes, block.dstnodes):
+        with pytest.raises(dgl.DGLError, match="made_up"):
+            _ = nodes["made_up"]
+        with pytest.raises(dgl.DGLError, match="made_up"):
+            nodes("made_up")
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("ndata", "SGConv"), ("edges", "apply_edges"), ("out_edges", "full-graph degrees"), ("subgraph", "update_all")],

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lets DGL functions that bypass a graph's frames (`dgl.ops.*`, `EdgeWeightNorm`) work on a `LayerBlock`.
+"""Lets DGL functions that bypass a graph's frames (`dgl.ops.*`, `EdgeWeightNorm`) work on a `LayerBlock`, and modules
+that believe what held for the whole graph alone (`TypedLinear`).
 
 `dgl.ops.gspmm(graph, ..., x)` takes the operand directly and hands `graph._graph` to the backend. A `LayerBlock`
 answers `_graph` with a `DeferredIndex`; the routing of `dgl_hybrid.ops` gives it the call, it completes the source
@@ -17,6 +18,8 @@ from torch import Tensor
 from dgl_hybrid.compat.hook_set import Hook, HookSet
 from dgl_hybrid.errors import BlockError, CompatError
 from dgl_hybrid.ops import routing
+
+_TARGETS = {"src": "u", "edge": "e", "dst": "v"}
 
 
 class DeferredIndex(routing.IndexStandIn):
@@ -44,6 +47,8 @@ class DeferredIndex(routing.IndexStandIn):
     def gsddmm(
         self, proceed: Callable[..., Tensor], op: str, lhs_data: Any, rhs_data: Any, lhs_target: str, rhs_target: str
     ) -> Tensor:
+        # DGL knows them by two names each, but takes those of the longer kind for edges in its backward.
+        lhs_target, rhs_target = (_TARGETS.get(target, target) for target in (lhs_target, rhs_target))
         if lhs_target == "u" and op != "copy_rhs":
             lhs_data = self.extend(lhs_data)
         if rhs_target == "u" and op != "copy_lhs":
@@ -74,14 +79,26 @@ def _edge_weight_norm(original: Callable[..., Tensor], self: Any, graph: Any, ed
     return original(self, graph, edge_weight)
 
 
+def _typed_linear(
+    original: Callable[..., Tensor], self: Any, x: Tensor, x_type: Tensor, sorted_by_type: bool = False
+) -> Tensor:
+    # Rows of a block are in the order of levels and edges in that of destinations, so types that are sorted on the
+    # whole graph (`presorted=True` of RelGraphConv and HGTConv) are not here, and rows would go to the matrices of
+    # other types. Sorting only saves time, so the word is taken where it is true. Ranks need not agree on that.
+    is_sorted = sorted_by_type and bool((x_type[1:] >= x_type[:-1]).all())
+    return original(self, x, x_type, is_sorted)
+
+
 def _reject(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
     if any(_is_layer_block(value) for value in (*args, *kwargs.values())):
-        raise BlockError(
-            f"{type(self).__name__} does not work on blocks, in stock DGL neither: it treats sources and "
-            f"destinations as one set, or runs several hops on one graph. Use a layer that accepts blocks: SGConv, "
-            f"APPNP and TAGConv can be written as several one-hop layers such as GraphConv(weight=False), one "
-            f"block each."
+        name = type(self).__name__
+        why = _REASONS.get(
+            name,
+            "it treats sources and destinations as one set, or runs several hops on one graph. Use a layer that "
+            "accepts blocks: SGConv, APPNP and TAGConv can be written as several one-hop layers such as "
+            "GraphConv(weight=False), one block each",
         )
+        raise BlockError(f"{name} does not work on blocks, in stock DGL neither: {why}.")
     return original(self, *args, **kwargs)
 
 
@@ -95,12 +112,20 @@ _NOT_ON_BLOCKS = {
     "GCN2Conv": "self graph feat feat_0 edge_weight",
     "GatedGCNConv": "self graph feat edge_feat",
     "GatedGraphConv": "self graph feat etypes",
+    "GroupRevRes": "self g x args",
     "PNAConv": "self graph node_feat edge_feat",
     "SGConv": "self graph feat edge_weight",
     "TAGConv": "self graph feat edge_weight",
     "TWIRLSConv": "self graph feat",
     "TWIRLSUnfoldingAndAttention": "self g X",
 }
+
+_REASONS = {
+    "GroupRevRes": "it adds what its layers return, a row for each destination, to its input, a row for each source, "
+    "and computes the input from the output again. Add the layer's result to `x[: block.num_dst_nodes()]` yourself, "
+    "with torch.utils.checkpoint around the layer to save memory"
+}
+"""Why not, and what to use, where it is not what the others say."""
 
 _CONVS = "dgl.nn.pytorch.conv"
 _hooks = HookSet(
@@ -110,6 +135,12 @@ _hooks = HookSet(
             name="EdgeWeightNorm.forward",
             parameters="self graph edge_weight",
             action=_edge_weight_norm,
+        ),
+        Hook(
+            module="dgl.nn.pytorch.linear",
+            name="TypedLinear.forward",
+            parameters="self x x_type sorted_by_type",
+            action=_typed_linear,
         ),
         *(
             Hook(module=_CONVS, name=f"{name}.forward", parameters=parameters, action=_reject)

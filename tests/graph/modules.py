@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every convolution of `dgl.nn`, each as a two-layer model of width four, on ranks and on the whole graph."""
+"""Every convolution of `dgl.nn`, each as a two-layer model of width four, on ranks and on the whole graph; and other
+ways to use a block in a layer.
+"""
 
 from __future__ import annotations
 
@@ -65,6 +67,34 @@ def _egat(conv: Any, graph: Any, h: Tensor) -> Tensor:
 def _hgt(conv: Any, graph: Any, h: Tensor) -> Tensor:
     types = (h[:, 0] > 0).long()
     return conv(graph, h, types, _edge_types(graph))
+
+
+# On blocks alone, so that the whole graph says which rows go to which matrices: its edges are not sorted either.
+def _with_types_said_to_be_sorted(conv: Any, graph: Any, h: Tensor) -> Tensor:
+    return conv(graph, h, _edge_types(graph), presorted=graph.is_block)
+
+
+def _hgt_said_to_be_sorted(conv: Any, graph: Any, h: Tensor) -> Tensor:
+    types = (h[:, 0] > 0).long()
+    return conv(graph, h, types, _edge_types(graph), presorted=graph.is_block)
+
+
+def _long_names_of_targets(conv: Any, graph: Any, h: Tensor) -> Tensor:
+    y, num_dst = conv(h), graph.num_dst_nodes()
+    # DGL's own backward takes operands of the longer names for rows of edges.
+    src, edge, dst = ("src", "edge", "dst") if graph.is_block else ("u", "e", "v")
+    score = dgl.ops.gsddmm(graph, "dot", y, y[:num_dst], lhs_target=src, rhs_target=dst)
+    score = dgl.ops.gsddmm(graph, "mul", score, y[:, :1], lhs_target=edge, rhs_target=src)
+    copied = dgl.ops.gsddmm(graph, "copy_rhs", None, y, lhs_target=dst, rhs_target=src)
+    return dgl.ops.copy_e_sum(graph, score * copied)
+
+
+def _fields_by_type(conv: Any, graph: Any, h: Tensor) -> Tensor:
+    with graph.local_scope():
+        (source,), (destination,) = graph.srctypes, graph.dsttypes
+        graph.srcnodes[source].data["x"] = conv(h)
+        graph.update_all(dgl.function.copy_u("x", "m"), dgl.function.sum("m", "y"))
+        return graph.dstnodes[destination].data["y"] + graph.srcnodes[source].data["x"][: graph.num_dst_nodes()]
 
 
 def _gcn2(conv: Any, graph: Any, h: Tensor) -> Tensor:
@@ -157,12 +187,28 @@ MODULES: dict[str, Entry] = {
         lambda c, g, h: c(g, {"_N": h})["_N"],
     ),
 }
+OTHER_WAYS: dict[str, Entry] = {
+    "RelGraphConv-presorted": Entry(lambda: dglnn.RelGraphConv(WIDTH, WIDTH, NUM_TYPES), _with_types_said_to_be_sorted),
+    "RelGraphConv-basis-presorted": Entry(
+        lambda: dglnn.RelGraphConv(WIDTH, WIDTH, NUM_TYPES, regularizer="basis", num_bases=2),
+        _with_types_said_to_be_sorted,
+    ),
+    "HGTConv-presorted": Entry(
+        lambda: dglnn.HGTConv(WIDTH, WIDTH // 2, 2, NUM_TYPES, NUM_TYPES, dropout=0.0), _hgt_said_to_be_sorted
+    ),
+    "gsddmm": Entry(lambda: nn.Linear(WIDTH, WIDTH), _long_names_of_targets),
+    "srcnodes": Entry(lambda: nn.Linear(WIDTH, WIDTH), _fields_by_type),
+    "GroupRevRes": Entry(
+        lambda: dglnn.GroupRevRes(dglnn.GraphConv(WIDTH // 2, WIDTH // 2, **ZERO), 2), error=NOT_ON_BLOCKS
+    ),
+}
+"""To use modules and blocks."""
 
 
 class Stack(nn.Module):
     def __init__(self, name: str, num_layers: int = 2) -> None:
         super().__init__()
-        self.entry = MODULES[name]
+        self.entry = (MODULES | OTHER_WAYS)[name]
         self.first = nn.Linear(5, WIDTH)
         self.convs = nn.ModuleList(self.entry.make() for _ in range(num_layers))
 

@@ -19,6 +19,7 @@ def current() -> list[object]:
     names = ("EdgeWeightNorm", *dispatch._NOT_ON_BLOCKS)
     forwards = [getattr(dgl.nn.pytorch.conv, name).__dict__["forward"] for name in names]
     ops = (("spmm", "gspmm_internal"), ("sddmm", "gsddmm_internal"), ("edge_softmax", "edge_softmax_internal"))
+    forwards.append(dglnn.TypedLinear.__dict__["forward"])
     return forwards + [getattr(sys.modules[f"dgl.ops.{module}"], name) for module, name in ops]
 
 
@@ -57,6 +58,20 @@ def test_ordinary_graphs_pass_through() -> None:
     dispatch.install()
     for a, b in zip(plain, results(), strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("regularizer", [None, "basis", "bdd"])
+def test_types_are_taken_for_sorted_where_they_are(regularizer: str | None) -> None:
+    linear = dglnn.TypedLinear(4, 2, 3, regularizer, None if regularizer is None else 2)
+    x = torch.rand(6, 4)
+    mixed, alike = torch.tensor([2, 0, 1, 0, 2, 1]), torch.tensor([0, 0, 1, 1, 2, 2])
+    dispatch.remove()
+    of_mixed, of_sorted = linear(x, mixed), linear(x, alike, sorted_by_type=True)
+    dispatch.install()
+    assert torch.equal(linear(x, mixed, sorted_by_type=True), of_mixed)
+    assert torch.equal(linear(x, mixed), of_mixed)
+    assert torch.equal(linear(x, alike, True), of_sorted)
+    assert linear(x[:0], mixed[:0], True).shape == (0, 2)
 
 
 def test_modules_of_dgl_ops_are_the_ones_wrapped() -> None:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 from dgl_hybrid.errors import BlockError
-from tests.graph.modules import MODULES, run_module, run_reference
+from tests.graph.modules import MODULES, OTHER_WAYS, run_module, run_reference
 from tests.helpers.exactness import assert_close
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
+ENTRIES = MODULES | OTHER_WAYS
 
-@pytest.mark.parametrize("name", [name for name, entry in MODULES.items() if entry.error is None])
+
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.error is None])
 def test_equals_the_whole_graph(name: str, graph: Any, folder: str) -> None:
     expected = run_reference(graph, name)
     results = run_ranks(3, run_module, folder, name)
@@ -26,8 +28,8 @@ def test_equals_the_whole_graph(name: str, graph: Any, folder: str) -> None:
         assert_close(results[0].grads[key], grad, f"gradient of {key}")
 
 
-@pytest.mark.parametrize("name", [name for name, entry in MODULES.items() if entry.error is not None])
+@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.error is not None])
 def test_says_that_it_does_not_work(name: str, folder: str) -> None:
     for error in run_ranks_expect_errors(3, run_module, folder, name):
         assert error.type_name == BlockError.__name__
-        assert str(MODULES[name].error) in error.message
+        assert str(ENTRIES[name].error) in error.message

@@ -70,12 +70,14 @@ def find_loss_weight(
         num_seeds: Seeds this rank's loss is taken over, borrowed ones not counted.
         reduction: How the script reduces its loss over the seeds.
         denominator: What a "mean" divides by on this rank, if it is not the number of seeds (class weights,
-            `ignore_index`).
+            `ignore_index`). It must be that of the seeds that are yielded here, after those of other owners were moved
+            to them and double ones dropped: nobody but the script knows its loss, so this cannot be checked. Of a rank
+            without seeds of its own it is not looked at: the one it borrows counts with its owner.
 
     Raises:
         ValueError: On every rank, if the denominators do not sum to a positive number.
     """
-    here = float(num_seeds) if denominator is None else float(denominator)
+    here = float(num_seeds) if denominator is None or num_seeds == 0 else float(denominator)
     total = sum(row[0] for row in communicator.gather_floats([here]))
     if reduction == "sum":
         return float(communicator.world_size) if num_seeds else 0.0

@@ -38,7 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="a line with address and port for each partition (in the workspace); parts on other hosts are started by "
-        "ssh [this host and free ports; the script finds the file's name in DGL_IP_CONFIG]",
+        "ssh; trainers use it whatever file the script names [this host and free ports; the script finds the file's "
+        "name in DGL_IP_CONFIG]",
     )
     for name, default, text in (
         ("trainers", 1, "trainers of each machine"),

@@ -43,7 +43,7 @@ def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     """
     config = HaloConfig(strategy=HaloConfig().strategy if args.strategy == OFF else args.strategy, budget=args.budget)
     if args.strategy == OFF:
-        return {ENABLE_VARIABLE: "0"}  # said, not left out: processes inherit what we have, and scripts may enable it
+        return {ENABLE_VARIABLE: "0"}  # not left out: parts inherit what we have, and scripts may call enable()
     require_startup_hook()
     return {ENABLE_VARIABLE: config.to_environment()}
 

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
 """Set where the plugin is to be on; named again in `dgl_hybrid.sampling.config`, which must not be imported here."""
 SHM_VARIABLE = "DGL_HYBRID_SHM_PREFIX"
-"""Set in jobs of our launcher: there, too, fix 0011 must be applied, or machines of one host overwrite each other."""
+"""Set in jobs of our launcher: there, too, fixes must be applied, or machines of one host overwrite each other (0011)
+and trainers look for servers where the script says (0019)."""
 
 
 def find_dgl() -> ModuleSpec | None:

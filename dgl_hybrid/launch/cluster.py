@@ -29,7 +29,8 @@ class ClusterJob:
 
     Every server and trainer runs the same command, as DGL wants it: a process with `DGL_ROLE=server` becomes a server
     in `dgl.distributed.initialize`. All get the variables of DGL's own launcher (`DGL_IP_CONFIG` and `DGL_CONF_PATH`
-    among them), trainers those of torchrun as well.
+    among them), trainers those of torchrun as well. Trainers connect to the addresses in `DGL_IP_CONFIG`, whatever file
+    the script gives `initialize` (fix 0019).
     """
 
     part_config: Path

@@ -250,6 +250,37 @@ PROGRAMS = {
             rpc_client.connect_to_server("ip_config.txt", 1)
             exec(script)
     """,
+    "0019": """
+        import contextlib, io
+        from unittest import mock
+        import dgl
+        from dgl.distributed import dist_context
+        folder = pathlib.Path(tempfile.mkdtemp())
+        used = []
+        dist_context.connect_to_server = lambda ip_config, *args, **options: used.append(ip_config)
+        dist_context.init_kvstore = lambda ip_config, *args: used.append(ip_config)
+        dist_context.rpc = dist_context.init_role = mock.MagicMock()
+        for name, text in (("given", "a 1\\n"), ("copy", "a 1\\n"), ("other", "a 2\\n")):
+            (folder / name).write_text(text)
+        given, copy, other, missing = (str(folder / name) for name in ("given", "copy", "other", "missing"))
+
+        def initialize(ip_config, **variables):
+            variables = {"DGL_DIST_MODE": "distributed", "DGL_IP_CONFIG": given, **variables}
+            used.clear()
+            with mock.patch.dict(os.environ, variables), contextlib.redirect_stderr(io.StringIO()) as err:
+                dgl.distributed.initialize(ip_config)
+            assert used[0] == used[1]
+            return used[0], err.getvalue()
+
+        assert initialize(other) == (other, "")  # another launcher's job
+        assert initialize(given, DGL_HYBRID_SHM_PREFIX="job_") == (given, "")
+        assert initialize(copy, DGL_HYBRID_SHM_PREFIX="job_") == (given, "")
+        for wrong in (other, missing, None):
+            used_one, said = initialize(wrong, DGL_HYBRID_SHM_PREFIX="job_", RANK="0")
+            assert used_one == given
+            assert said.count("\\n") == 1 and given in said and repr(wrong) in said, said
+            assert initialize(wrong, DGL_HYBRID_SHM_PREFIX="job_", RANK="1") == (given, "")
+    """,
 }
 
 FIXES = {fix.name[:4]: fix for fix in load_fixes()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -22,6 +23,7 @@ import torch
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
 from dgl_hybrid.launch.leftovers import SHM_FOLDER
 from dgl_hybrid.launch.machines import write_ip_config
+from tests.cli.commands import run_command
 from tests.launch.jobs import END_WITHIN_S, SCRIPTS, Observer, driver_command, is_alive
 
 START_WITHIN_S = 400.0
@@ -84,6 +86,26 @@ def test_partitions_share_a_host(
     assert {one.exit_code for one in result.parts} == {0}
     assert observer.acted_s is not None
     observer.assert_nothing_left(job.ip_config)
+
+
+@pytest.mark.parametrize("argument", ["sys.argv[2]", "None"])
+def test_a_script_may_name_other_addresses(argument: str, parts: Callable[[int], Path], tmp_path: Path) -> None:
+    """Those that the launcher has made are used, with the plugin and without it; one line says so."""
+    text = (SCRIPTS / "tiny_distdgl.py").read_text()
+    usual = 'os.environ["DGL_IP_CONFIG"]'
+    assert usual in text
+    (tmp_path / "script.py").write_text(text.replace(usual, argument))
+    (tmp_path / "ip_config.txt").write_text("127.0.0.1 9\n")  # nobody listens there
+    switch = {"sys.argv[2]": "off", "None": "depcomm"}[argument]
+    words = ["--workspace", str(tmp_path), "--part-config", str(parts(1)), "--strategy", switch]
+    words += ["--num-omp-threads", "1", "--timeout-s", str(START_WITHIN_S)]
+    words += ["--extra-envs", "DGL_DIST_MAX_TRY_TIMES=3"]  # where they are not used, that is seen soon
+    done = run_command("launch", *words, "script.py", "nowhere", "ip_config.txt")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "[trainer 0] machine 0: 60 seeds, 0 wrong rows" in done.stdout
+    (line,) = [line for line in done.stderr.splitlines() if "addresses" in line]
+    assert re.search(r"initialize: the servers' addresses are those of \S+/ip_config\.txt, which the launcher", line)
+    assert line.endswith("not those of the script's " + {"sys.argv[2]": "'ip_config.txt'", "None": "None"}[argument])
 
 
 def victim(observer: Observer, target: str) -> int:

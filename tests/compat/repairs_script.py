@@ -103,6 +103,8 @@ def exclude(g: DistGraph, world_size: int) -> dict[str, object]:
 
     full = g.sample_neighbors(seeds, -1, exclude_edges=excluded)
     found["full"] = torch.equal(full.edata[dgl.EID].sort().values, eids[left])
+    by_type = g.sample_neighbors(seeds, {"_E": -1}, exclude_edges=excluded)
+    found["by_type"] = torch.equal(by_type.edata[dgl.EID].sort().values, eids[left])
 
     picks = torch.zeros(len(eids))
     leaks = wrong = 0

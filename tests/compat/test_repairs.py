@@ -141,6 +141,7 @@ def test_excluded_edges_are_no_candidates(
         assert abs(found.pop("weighted_spread")) < 5
         assert found == {
             "full": True,
+            "by_type": True,
             "leaks": 0,
             "wrong": 0,
             "replace": True,

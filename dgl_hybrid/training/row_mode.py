@@ -100,43 +100,56 @@ class RowMode(TorchFunctionMode):
     Args:
         step: Whose rows they are.
         given_blocks: The call that runs was given blocks of the step as arguments.
+        is_repeated: It repeats, inside a backward, part of a call that worked on blocks of the step.
         outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
             of the model again.
     """
 
     def __init__(
-        self, step: Step, *, given_blocks: bool, outside: Callable[[], contextlib.AbstractContextManager[None]]
+        self,
+        step: Step,
+        *,
+        given_blocks: bool,
+        outside: Callable[[], contextlib.AbstractContextManager[None]],
+        is_repeated: bool = False,
     ) -> None:
         super().__init__()
         self.step = step
-        self.given_blocks = given_blocks
+        self.given_blocks, self.is_repeated = given_blocks, is_repeated
         self._outside = outside
 
-    def _is_ours(self) -> bool:
+    @property
+    def is_ours(self) -> bool:
         """Whether this call works on blocks: given as arguments, or (inside an object of the script's) used by now.
 
-        A module called between two steps that has nothing to do with the graph keeps its own dropout and batch norm.
+        A module called between two steps that has nothing to do with the graph keeps its own dropout and batch norm,
+        unless it gets the rows of a level: then it is a piece of a model whose other pieces are given the blocks, or
+        comes before the first of them.
         """
-        return self.given_blocks or self.step.block_used
+        return self.given_blocks or self.is_repeated or self.step.block_used
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
+        if func is F.dropout and _drops(*args, **kwargs) and self._has_rows(args, kwargs):
             return _dropout(self.step, *args, **kwargs)
-        if func is F.batch_norm and self._is_ours():
+        if func is F.batch_norm and _normalises(*args, **kwargs) and self._has_rows(args, kwargs):
             return _batch_norm(self.step, *args, **kwargs)
-        if func is torch.dropout and (self._is_ours() or self._has_level_rows(args, kwargs)):
-            return _dropout(self.step, *args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
+        if func is torch.dropout:
+            named = {("training" if k == "train" else k): v for k, v in kwargs.items()}
+            if _drops(*args, **named) and self._has_rows(args, kwargs):
+                return _dropout(self.step, *args, **named)
         if func is Tensor.backward and self.step.last_block_used:
             return self._backward(*args, **kwargs)
+        if func is torch.autograd.backward and self.step.last_block_used:
+            return self._backward_of_all(*args, **kwargs)
         if self.step.communicator.world_size > 1:
             if func in _UNREPLICATED:
                 _refuse_random(self.step, func, args, kwargs)
             if func in _UNREPLICATED_FACTORIES:
                 _refuse_factory(self.step, func, args, kwargs)
-            if func in _WITH_DROPOUT and self._is_ours() and _WITH_DROPOUT[func](args, kwargs):
+            if func in _WITH_DROPOUT and _WITH_DROPOUT[func](args, kwargs) and self._may_be_of_rows(args, kwargs):
                 _raise_unreplicated(func)
         return func(*args, **kwargs)
 
@@ -150,20 +163,73 @@ class RowMode(TorchFunctionMode):
     ) -> None:
         """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
         self.step.was_backed = True
-        if gradient is None and loss.numel() == 1:  # else PyTorch's error
-            gradient = torch.ones_like(loss)
-        weighted = None if gradient is None else gradient * self.step.loss_weight
         with self._outside():
-            torch.autograd.backward(loss, weighted, retain_graph, create_graph, inputs=inputs)
+            torch.autograd.backward(loss, self._weighted(loss, gradient), retain_graph, create_graph, inputs=inputs)
 
-    def _has_level_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _backward_of_all(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """The same of several losses at once; older versions of PyTorch do not ask modes about it."""
+        self.step.was_backed = True
+        losses = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+        given = grad_tensors if grad_tensors is not None else grad_variables
+        gradients = (given,) if given is None or isinstance(given, Tensor) else tuple(given)
+        if len(gradients) == 1:
+            gradients *= len(losses) if gradients[0] is None else 1
+        if len(gradients) == len(losses):  # else PyTorch's error
+            given = tuple(self._weighted(*pair) for pair in zip(losses, gradients, strict=True))
+        with self._outside():
+            torch.autograd.backward(losses, given, retain_graph, create_graph, inputs=inputs)
+
+    def _weighted(self, loss: Any, gradient: Tensor | None) -> Tensor | None:
+        """Returns the gradient that enters at a loss, with the weight; None where none can be made up."""
+        if gradient is None and isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+            gradient = torch.ones_like(loss)
+        return None if gradient is None else gradient * self.step.loss_weight  # None: PyTorch's error
+
+    def _has_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether dropout or batch norm is about rows of the step. Collective, where no block is in use (`are_level`).
+
+        In such a call as well, all ranks must take part in batch norm, or none.
+        """
+        if self.is_ours:
+            return True
         x = args[0] if args else kwargs.get("input")
-        return isinstance(x, Tensor) and x.dim() > 0 and self.step.is_level(len(x))
+        return isinstance(x, Tensor) and x.dim() > 0 and self.step.are_level(len(x))
+
+    def _may_be_of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The same of what drops out inside of itself, where rows need not come first. Not collective."""
+        if self.is_ours:
+            return True
+        x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        return x is not None and any(self.step.has_rows(count) for count in x.shape[:-1])
+
+
+def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
+    return training and p != 0.0
+
+
+def _normalises(
+    input: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    *rest: Any,
+    **options: Any,
+) -> bool:
+    """Whether by the statistics of these rows, not by those that were taken before."""
+    return training
 
 
 def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    if not training or p == 0.0:
-        return input
     if step.current_block is not None and step.current_block.is_dry_run:
         step.ask_for_edge_keys(wanted=True)  # other ranks make this call on real edges
         step.next_random_call()
@@ -181,12 +247,10 @@ def _batch_norm(
     running_var: Tensor | None,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    training: bool = False,
+    training: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    if not training:
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
     num_rows = len(input)
     if input.dim() != 2 or not step.is_level(num_rows):
         raise BlockError(

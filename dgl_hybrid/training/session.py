@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -30,6 +31,15 @@ _MODULE_FILE = nn.modules.module.__file__
 _MAX_NODES_SEARCHED = 256
 
 
+@dataclass
+class _Part:
+    """A module by the step that it was last called for."""
+
+    step: weakref.ref[Step]
+    is_ours: bool
+    """The outermost call, then, was known to work on the step's blocks, at one of the module's calls at least."""
+
+
 class _Session:
     """The state of the hooks: which call is outermost, and for which step."""
 
@@ -42,6 +52,8 @@ class _Session:
         self.is_paused = False
         self.step: Step | None = None
         self.mode: RowMode | None = None
+        self.parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
+        """Modules that were called inside of a followed call which trains."""
 
     def follow(self, step: Step) -> None:
         self.followed = [ref for ref in self.followed if ref() is not None and ref() is not step]
@@ -98,15 +110,34 @@ class _Session:
                 return
             arguments = (args, _keyword_arguments_of_call())
             given = _find_step(arguments)
-            step = given or self.latest()
+            # A checkpoint may repeat a part of a model after another loader has yielded, which is for the step that it
+            # was for, and has no need for blocks.
+            part = self.parts.get(module) if given is None and _is_in_backward() else None
+            repeated = None if part is None else part.step()
+            step = given or repeated or self.latest()
             if step is None:
                 return
             _check_not_weighted(module, arguments)
             self.outermost, self.step = module, step
             step.begin_call()
-            self.mode = RowMode(step, given_blocks=given is not None, outside=self._outside)
+            self.mode = RowMode(
+                step,
+                given_blocks=given is not None,
+                outside=self._outside,
+                is_repeated=repeated is not None and part is not None and part.is_ours,
+            )
             self.mode.__enter__()
+        may_be_repeated = (module.training or torch.is_grad_enabled()) and not _is_in_backward()
+        if may_be_repeated and self.mode is not None and self.step is not None:
+            self._note_part(module, self.step, is_ours=self.mode.is_ours)
         self.depth += 1
+
+    def _note_part(self, module: nn.Module, step: Step, *, is_ours: bool) -> None:
+        part = self.parts.get(module)
+        if part is None or part.step() is not step:
+            self.parts[module] = _Part(weakref.ref(step), is_ours)
+        elif is_ours:
+            part.is_ours = True
 
     def _begins_inside(self, args: tuple[Any, ...]) -> bool:
         """Whether the call that is taken for outermost runs epochs of a loader, and this one is about the blocks that
@@ -130,8 +161,7 @@ class _Session:
             return None
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward:
+        if _is_in_backward():
             return self._weighted(output, step) if module in step.called_without_grad else None
         if torch.is_grad_enabled():
             step.was_trained = True
@@ -156,7 +186,8 @@ class _Session:
         if num_tensors == 0 and torch.is_grad_enabled() and not step.was_backed:
             raise BlockError(
                 f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
-                f"this rank could not be applied to it. Return tensors, in tuples, lists, dicts or dataclasses."
+                f"this rank could not be applied to it. Return tensors, in tuples, lists, dicts, dataclasses or "
+                f"namespaces."
             )
         return weighted
 
@@ -165,7 +196,9 @@ _session = _Session()
 
 
 def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
-    """Begins to accompany the forwards of the blocks of a step, which a loader is about to yield."""
+    """Begins to accompany the forwards of the blocks of a step, which a loader is about to yield. Collective in the
+    first step of the blocks of a plan.
+    """
     if not _session.installed:
         _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
         _session.installed.append(
@@ -177,6 +210,8 @@ def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
             )
         )
     _session.follow(step)
+    blocks = list(blocks)
+    step.learn_counts(blocks)
     step.on_use = _session.check_followed
     for block in blocks:
         block.on_use = step.note_use
@@ -198,6 +233,10 @@ def stop() -> None:
     """Removes the hooks from PyTorch."""
     while _session.installed:
         _session.installed.pop().remove()
+
+
+def _is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 def _find_step(args: Any) -> Step | None:

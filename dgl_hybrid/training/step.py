@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -16,6 +16,42 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.training.edge_keys import EdgeKeys
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowCounts:
+    """How many rows there are, on any rank. What a number says must not differ by rank, or some would raise, draw or
+    exchange alone; so it does not matter on which rank it is that of a level.
+    """
+
+    of_levels: frozenset[int]
+    """Vertices of a level, all or those that a rank owns: where a tensor has so many rows, ranks find out together what
+    they are."""
+    telling: frozenset[int]
+    """Vertices of a level, or edges of a layer, of which every rank has more than one: whoever draws so many numbers,
+    draws them for rows. A rank with a borrowed seed has one row, and models draw one number for other reasons."""
+
+    @staticmethod
+    def gather(
+        communicator: Communicator, levels: Sequence[int], owned: Sequence[int], edges: Sequence[int]
+    ) -> RowCounts:
+        """Learns them from all ranks. Collective.
+
+        Args:
+            levels: (L + 1,) rows of each level on this rank.
+            owned: (L + 1,) those of them that are no replicas.
+            edges: (L,) of each layer.
+        """
+        ranks = communicator.gather_ints([*levels, *edges, *owned])
+        columns = list(zip(*ranks, strict=True))
+        num_levels, num_told = len(levels), len(levels) + len(edges)
+        telling = [count for column in columns[:num_told] if min(column) > 1 for count in column]
+        of_levels = [count for column in (*columns[:num_levels], *columns[num_told:]) for count in column]
+        return RowCounts(of_levels=frozenset(of_levels), telling=frozenset(telling))
+
+
+_counts_of_blocks: weakref.WeakKeyDictionary[EdgeKeys, RowCounts] = weakref.WeakKeyDictionary()
+"""By what is made once with the blocks of a plan, on all ranks."""
 
 
 @dataclass(kw_only=True)
@@ -64,6 +100,7 @@ class Step:
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     _keys_on: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
+    _counts: RowCounts | None = None
     _blocks: list[weakref.ref[LayerBlock]] = field(init=False)
     _used: list[weakref.ref[LayerBlock]] = field(default_factory=list)
     """The block that was used last, then the one of this step that it is or was copied from."""
@@ -140,13 +177,42 @@ class Step:
             keys = self._keys_on[block.device, id(of_layer)] = of_layer.wide().to(block.device)
         return keys[: block.structure.num_edges]
 
+    def learn_counts(self, blocks: Iterable[LayerBlock]) -> None:
+        """Learns how many rows other ranks have. Collective in the first step of the blocks of a plan."""
+        counts = _counts_of_blocks.get(self.edge_keys)
+        if counts is None:
+            owned = [int(self.owned[:size].sum()) for size in self.level_sizes]
+            edges = [block.structure.num_edges for block in blocks]
+            counts = _counts_of_blocks[self.edge_keys] = RowCounts.gather(
+                self.communicator, self.level_sizes, owned, edges
+            )
+        self._counts = counts
+
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.level_sizes
 
+    def are_level(self, num_rows: int) -> bool:
+        """Whether so many rows are the vertices of a level, on all ranks. Collective, where that is possible.
+
+        Not each rank by its own sizes: those of one rank may be a number that means something else, and equals no size
+        on other ranks; that rank would wait for the others in batch norm, or count one dropout more. So wherever the
+        number is a size on any rank, all find out together. The rows of a level are that on all ranks, and so is a
+        number that is the same on all. Ranks wait for each other in vain only where they have different numbers of
+        something else, some of which are sizes by chance. Nobody asks where blocks are known to be in use.
+        """
+        if self.communicator.world_size == 1:
+            return self.is_level(num_rows)
+        assert self._counts is not None, "a step must be followed before its rows are asked for"
+        if num_rows not in self._counts.of_levels:
+            return False
+        told = self.communicator.gather_ints([int(size == num_rows) for size in self.level_sizes])
+        return any(all(of_level) for of_level in zip(*told, strict=True))
+
     def has_rows(self, count: int) -> bool:
-        """Whether so many rows could be the vertices of a level or the edges of a layer."""
-        blocks = (block() for block in self._blocks)
-        return self.is_level(count) or any(b is not None and b.structure.num_edges == count for b in blocks)
+        """Whether so many rows could be the vertices of a level or the edges of a layer; the same on all ranks, for the
+        same number and for the rows of the same level.
+        """
+        return self._counts is not None and count in self._counts.telling
 
     def keys_of(self, x: Tensor, what: str) -> Tensor:
         """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective where those of edges are

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Batch norm and dropout of a model's parts that are not given blocks: pieces that a script calls itself, parts before
+the first layer of a model that holds its blocks in an object, parts that a checkpoint repeats inside the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
+from dgl_hybrid.errors import BlockError
+from tests.helpers.exactness import Case, assert_close, forced_plan
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks
+
+WIDTH = 4
+WAYS = ("whole", "pieces", "object", "reentrant", "nonreentrant", "reentrant after another loader")
+
+
+class Held:
+    """An object of the script's, which cannot be looked into."""
+
+    def __init__(self, blocks: Sequence[Any]) -> None:
+        self.blocks = blocks
+
+
+class Normed(nn.Module):
+    """Batch norm before the first layer and between the two, with dropout where one is asked for."""
+
+    def __init__(self, way: str, dropout: float) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.way = way
+        self.before = nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(dropout))
+        self.first = dglnn.SAGEConv(WIDTH, WIDTH, "mean")
+        self.between = nn.Sequential(
+            *(nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)),
+            *(nn.BatchNorm1d(WIDTH, momentum=0.3), nn.Tanh()),
+        )
+        self.second = dglnn.SAGEConv(WIDTH, NUM_CLASSES, "mean")
+        self.double()
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        if self.way == "object":
+            h = self.before(x)
+            first, second = blocks.blocks
+            out: Tensor = self.second(second, self.between(self.first(first, h)))
+        else:
+            out = self.second(blocks[1], self.part(self.between, self.first(blocks[0], self.part(self.before, x))))
+        return out
+
+    def part(self, module: nn.Module, h: Tensor) -> Tensor:
+        if "reentrant" not in self.way:
+            out: Tensor = module(h)
+        else:
+            out = checkpoint(module, h, use_reentrant=self.way.startswith("reentrant"))
+        return out
+
+    def run(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        """The model as the script calls it."""
+        if self.way == "pieces":
+            h = x
+            for module in self.before:
+                h = module(h)
+            h = self.first(blocks[0], h)
+            for module in self.between:
+                h = module(h)
+            out: Tensor = self.second(blocks[1], h)
+        else:
+            out = self(Held(blocks) if self.way == "object" else blocks, x)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """Of two epochs, one after another."""
+
+    inputs: Tensor
+    """Original ids of the input nodes."""
+    input_gradients: list[Tensor]
+    losses: list[Tensor]
+    state: dict[str, Tensor]
+    """Weights, and running statistics."""
+
+
+def train(rank: int, world_size: int, part_config: str, way: str, dropout: float) -> Trained:
+    g = PartitionedGraph.open(part_config)
+    assert g.partition.orig_node_ids is not None
+    model = Normed(way, dropout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    plan = forced_plan(g, Case(kind="sage_mean", plan="random:1:0.5"))
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=plan, seed=3)
+    other = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)])
+    input_gradients, losses, held = [], [], []
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+            loss = F.cross_entropy(model.run(blocks, x), g.ndata["label"][seeds])
+            if way.endswith("after another loader"):
+                held.append(next(iter(other)))
+            optimizer.zero_grad()
+            loss.backward()
+            average_gradients(model, loader)
+            optimizer.step()
+            assert x.grad is not None
+            input_gradients.append(x.grad / world_size)
+            losses.append(g.communicator.sum_(loss.detach() * loader.loss_weight / world_size))
+    inputs = g.fetch_nodes(g.partition.orig_node_ids, input_nodes)
+    return Trained(inputs=inputs, input_gradients=input_gradients, losses=losses, state=model.state_dict())
+
+
+def train_whole(way: str) -> Trained:
+    """With plain DGL in one process."""
+    graph = power_law()
+    model = Normed(way, 0.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    is_seed = graph.ndata["train_mask"]
+    input_gradients, losses = [], []
+    for _ in range(2):
+        x = graph.ndata["feat"].clone().requires_grad_()
+        loss = F.cross_entropy(model.run([graph, graph], x)[is_seed], graph.ndata["label"][is_seed])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        assert x.grad is not None
+        input_gradients.append(x.grad)
+        losses.append(loss.detach())
+    return Trained(inputs=graph.nodes(), input_gradients=input_gradients, losses=losses, state=model.state_dict())
+
+
+def assert_alike(ranks: list[Trained], expected: Trained, what: str) -> None:
+    for epoch, gradients in enumerate(expected.input_gradients):
+        total = torch.zeros_like(gradients)
+        for trained in ranks:
+            total.index_add_(0, trained.inputs, trained.input_gradients[epoch])
+        whole = torch.zeros_like(gradients).index_add_(0, expected.inputs, gradients)
+        assert_close(total, whole, f"{what}: input gradients in epoch {epoch}")
+    for trained in ranks:
+        for loss, other in zip(trained.losses, expected.losses, strict=True):
+            assert_close(loss, other, f"{what}: loss")
+        for name, value in trained.state.items():
+            assert_close(value, expected.state[name], f"{what}: {name}")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("way", WAYS)
+def test_batch_norm_is_that_of_the_whole_graph_in_every_part(
+    way: str, world_size: int, partitions: PartitionStore
+) -> None:
+    """Statistics were those of each rank's rows where no block was in use, silently. Running ones, too: a checkpoint
+    updates them twice, as it does without ranks.
+    """
+    folder = partitions.get("power_law", power_law(), world_size)
+    assert_alike(run_ranks(world_size, train, folder, way, 0.0), train_whole(way), f"{way} on {world_size} ranks")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dropout_is_that_of_one_rank_in_every_part(way: str, partitions: PartitionStore) -> None:
+    graph = power_law()
+    (alone,) = run_ranks(1, train, partitions.get("power_law", graph, 1), way, 0.4)
+    assert_alike(run_ranks(3, train, partitions.get("power_law", graph, 3), way, 0.4), alone, way)
+
+
+# -------------------------------------------------------------------------------- what has nothing to do with the graph
+
+
+def one_ranks_size(loader: FullGraphLoader) -> int:
+    """Returns a number of rows that a level has on one rank and no level, and no layer's edges, on another one."""
+    own = {*loader.sets.sizes, *(layer.num_edges for layer in loader.sets.layers)}
+    ranks = [set(sizes) for sizes in loader.communicator.gather_json(sorted(own))]
+    levels = loader.communicator.gather_json(list(loader.sets.sizes))
+    told = [size for sizes in levels for size in sizes if size > 1 and not all(size in rank for rank in ranks)]
+    return int(told[0])
+
+
+def train_beside(rank: int, world_size: int, part_config: str, beside: bool) -> list[Tensor]:
+    """Another model, with batch norm and dropout, gets the same number of rows on all ranks before ours is called."""
+    g = PartitionedGraph.open(part_config)
+    plan = forced_plan(g, Case(kind="sage_mean", plan="random:1:0.5"))
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=plan, seed=3)
+    model = Normed("whole", 0.4)
+    other = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2))
+    torch.manual_seed(rank)
+    batch = torch.randn(one_ranks_size(loader), 2)
+    expected = F.batch_norm(batch, None, None, training=True)
+    for input_nodes, _, blocks in loader:
+        if beside:
+            other(batch)
+            assert_close(other[1](batch), expected, "a model of its own rank")
+        out = model(blocks, g.ndata["feat"][input_nodes])
+    return [loader.seeds, out.detach()]
+
+
+def test_a_number_that_is_a_size_on_one_rank_alone_is_none(partitions: PartitionStore) -> None:
+    """That rank took dropout on so many rows for dropout on a level, and its masks were others from then on."""
+    folder = partitions.get("power_law", power_law(), 3)
+    outputs = [run_ranks(3, train_beside, folder, beside) for beside in (False, True)]
+    for (ids, without), (other_ids, beside) in zip(*outputs, strict=True):
+        assert torch.equal(ids, other_ids)
+        assert torch.equal(beside, without)
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.first = dglnn.SAGEConv(NUM_FEATURES, WIDTH, "mean").double()
+        self.second = dglnn.SAGEConv(WIDTH, NUM_CLASSES, "mean").double()
+        self.draw = draw
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        h = self.first(blocks[0], x)
+        self.draw(h)
+        out: Tensor = self.second(blocks[1], h)
+        return out
+
+
+def draw_beside_one_row(rank: int, world_size: int, part_config: str, seeds: str) -> dict[str, str]:
+    """Ranks but the last have one seed, or none, and borrow one."""
+    g = PartitionedGraph.open(part_config)
+    owned = g.owned_nodes()
+    count = len(owned) if rank == world_size - 1 else ("none", "one").index(seeds)
+    loader = FullGraphLoader(g, owned[:count], 2, plan=[torch.arange(0)] * 2)
+    assert (1 in loader.sets.sizes) == (rank < world_size - 1)
+    draws: dict[str, Callable[[Tensor], Any]] = {
+        "one number": lambda h: torch.rand(1),
+        "one row": lambda h: torch.randn(1, WIDTH),
+        "like one row": lambda h: torch.rand_like(h[:1]),
+        "rows": torch.rand_like,
+        "a size of one rank": lambda h: torch.rand(size),
+    }
+    size, said = one_ranks_size(loader), {}
+    for input_nodes, _, blocks in loader:
+        for name, draw in draws.items():
+            try:
+                Drawing(draw)(blocks, g.ndata["feat"][input_nodes])
+                said[name] = ""
+            except BlockError as error:
+                said[name] = str(error)
+    return said
+
+
+@pytest.mark.parametrize("seeds", ["one", "none"])
+def test_one_number_is_no_row(seeds: str, partitions: PartitionStore) -> None:
+    """The rank with one seed raised alone, and the others waited for it."""
+    for said in run_ranks(3, draw_beside_one_row, partitions.get("power_law", power_law(), 3), seeds):
+        assert [said["one number"], said["one row"], said["like one row"]] == [""] * 3
+        assert "draws from each rank's own generator" in said["rows"]
+        assert "draws from each rank's own generator" in said["a size of one rank"], "on all ranks alike"

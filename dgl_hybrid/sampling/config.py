@@ -9,20 +9,23 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Strategy = Literal["hybrid", "depcache", "depcomm"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
-"""Set for every process of a job in which the plugin is on; holds a `HaloConfig`, `1` for the defaults, or `0`: off."""
+"""Set for every process of a job in which the plugin is on; holds a `HaloConfig` as JSON or as
+`strategy:budget`, `1` for what the script says, or `0`: off."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
-    """Bytes that one trainer may hold of other machines' rows and in-edge lists; at most one field is set."""
+    """Bytes that one process may hold of other machines' rows and in-edge lists, with what finds them: a trainer, with
+    what it shares with its sampler processes, and each of these, with what it got. At most one field is set.
+    """
 
     num_bytes: int | None = None
     share: float | None = None
@@ -46,8 +49,9 @@ class HaloConfig:
     strategy: Strategy = "hybrid"
     """`hybrid` decides per vertex, `depcache` holds all that the loaders reach, `depcomm` reads as DistDGL does."""
     budget: str | int = "auto"
-    """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each trainer. Counts
-    with `hybrid` alone: `depcache` holds what it reaches, `depcomm` holds nothing."""
+    """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each process, trainers
+    and their sampler processes. Counts with `hybrid` alone: `depcache` holds what it reaches, `depcomm` holds nothing.
+    With sampler processes no more than half of what is free in `/dev/shm`, for all trainers of a host together."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -65,22 +69,37 @@ class HaloConfig:
 
     @classmethod
     def from_environment(cls, value: str) -> HaloConfig:
-        """Reads the value of `ENABLE_VARIABLE`; `1` stands for the defaults.
+        """Reads the value of `ENABLE_VARIABLE`; what it does not say has its default.
 
         Raises:
-            ValueError: It is not one that `to_environment` writes.
+            ValueError: It is none that `read_environment` reads, or names no known strategy or budget.
         """
-        try:
-            fields = json.loads(value)
-        except json.JSONDecodeError:
-            fields = None
-        if fields == 1:
-            return cls()
-        if not isinstance(fields, dict) or not set(fields) <= {"strategy", "budget"}:
-            raise ValueError(
-                f"{ENABLE_VARIABLE} must be 1, 0 or a JSON object with strategy and budget (got {value!r})"
-            )
-        return cls(**fields)
+        return cls(**read_environment(value))
+
+
+def read_environment(value: str) -> dict[str, Any]:
+    """Returns what a value of `ENABLE_VARIABLE` other than off says: `strategy`, `budget`, both or, for `1`, nothing.
+
+    Besides JSON there is `hybrid:10%`, for launchers that take no quotes and blanks.
+
+    Raises:
+        ValueError: It is none of these.
+    """
+    if value == "1":
+        return {}
+    strategy, colon, budget = value.strip().partition(":")
+    if strategy in STRATEGIES:
+        return {"strategy": strategy, "budget": budget} if colon else {"strategy": strategy}
+    try:
+        fields = json.loads(value)
+    except json.JSONDecodeError:
+        fields = None
+    if not isinstance(fields, dict) or not set(fields) <= {"strategy", "budget"}:
+        raise ValueError(
+            f"{ENABLE_VARIABLE} must be 1, 0, a strategy ({', '.join(STRATEGIES)}), one with its budget (hybrid:10%), "
+            f"or a JSON object with strategy and budget (got {value!r})"
+        )
+    return fields
 
 
 def parse_budget(text: str | int) -> Budget:

@@ -9,17 +9,21 @@ probability 1 - exp(-lam). The support is exact: what has expectation zero is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dgl_hybrid.sampling.id_sums import IdSums
 from dgl_hybrid.sampling.in_edge_lists import EdgeLists
 
 Fanout = int | tuple[int, ...]
 """Of one layer; for a heterograph one for each edge type. -1: all."""
+
+EDGES_AT_ONCE = 2**20
+"""In-edges of a frontier that are weighed at a time; each takes about 100 bytes meanwhile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +78,8 @@ class Lists(Protocol):
 
     def is_known(self, ids: Tensor) -> Tensor: ...
 
+    def degrees(self, ids: Tensor) -> Tensor: ...
+
     def lookup(self, ids: Tensor) -> EdgeLists: ...
 
 
@@ -102,7 +108,7 @@ def expect_reads(
         frontiers.append((ids, reads))
         make_known(ids, reads)
         known = lists.is_known(ids)
-        drawn_ids, drawn = _draw(lists.lookup(ids[known]), reads[known], fanout, loader.replace, edge_type_of)
+        drawn_ids, drawn = _draw(lists, ids[known], reads[known], fanout, loader.replace, edge_type_of)
         merged = torch.unique(torch.cat([ids, drawn_ids]))
         before = _spread(merged, ids, reads)
         lam = _spread(merged, drawn_ids, drawn) / batches
@@ -123,13 +129,39 @@ def add_reads(first: ExpectedReads, second: ExpectedReads) -> ExpectedReads:
 
 
 def _draw(
-    lists: EdgeLists,
+    lists: Lists,
+    ids: Tensor,
     reads: Tensor,
     fanout: Fanout,
     replace: bool,
     edge_type_of: Callable[[Tensor], Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """Sums over a frontier's in-edges the expected number of times each source is drawn."""
+    sums = IdSums()
+    for some in _few_edges(lists.degrees(ids)):
+        of_some = lists.lookup(ids[some])
+        sums.add(of_some.src_global, _times_drawn(of_some, reads[some], fanout, replace, edge_type_of))
+    return sums.result()
+
+
+def _few_edges(degrees: Tensor) -> Iterator[slice]:
+    """Cuts a frontier into slices of up to `EDGES_AT_ONCE` vertices and in-edges; whoever has more is alone."""
+    ends = torch.cumsum(degrees + 1, 0)
+    start = before = 0
+    while start < len(degrees):
+        stop = max(start + 1, int(torch.searchsorted(ends, before + EDGES_AT_ONCE, right=True)))
+        yield slice(start, stop)
+        start, before = stop, int(ends[stop - 1])
+
+
+def _times_drawn(
+    lists: EdgeLists,
+    reads: Tensor,
+    fanout: Fanout,
+    replace: bool,
+    edge_type_of: Callable[[Tensor], Tensor] | None,
+) -> Tensor:
+    """Expects how often each in-edge is drawn."""
     row = torch.repeat_interleave(torch.arange(len(lists.counts)), lists.counts)
     degree = lists.counts
     limit = torch.full((len(row),), fanout if isinstance(fanout, int) else -1, dtype=torch.int64)
@@ -147,10 +179,7 @@ def _draw(
     probability = torch.minimum(torch.ones_like(of_edge), limit / of_edge)
     if replace:
         probability = -torch.expm1(limit * torch.log1p(-1.0 / of_edge.clamp(min=1.0 + 1e-12)))
-    probability = torch.where(limit < 0, 1.0, probability)
-    sources, position = torch.unique(lists.src_global, return_inverse=True)
-    sums = torch.zeros(len(sources), dtype=torch.float64).index_add_(0, position, reads[row] * probability)
-    return sources, sums
+    return reads[row] * torch.where(limit < 0, 1.0, probability)
 
 
 def _spread(all_ids: Tensor, ids: Tensor, values: Tensor) -> Tensor:

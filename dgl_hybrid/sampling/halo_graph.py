@@ -7,6 +7,7 @@ the owner's partition: the same function draws from the same lists, so samples h
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,11 +141,17 @@ def _in_few_bytes(ids: Tensor) -> Tensor:
 
 
 class HaloGraph:
-    """Answers sampling requests for the vertices whose lists it holds."""
+    """Answers sampling requests for the vertices whose lists it holds.
 
-    def __init__(self, tensors: HaloTensors, partid: int) -> None:
+    Args:
+        tensors: The lists.
+        partid: Of this machine.
+        room_bytes: For a table of the held vertices; may be infinite.
+    """
+
+    def __init__(self, tensors: HaloTensors, partid: int, *, room_bytes: float = math.inf) -> None:
         self.tensors = tensors
-        self.index = IdIndex(tensors.ids, tensors.bound)
+        self.index = IdIndex(tensors.ids, tensors.bound, room_bytes=room_bytes)
         graph = dgl.graph(
             ("csc", (tensors.indptr, tensors.indices, tensors.edge_order)),
             num_nodes=len(tensors.node_ids),
@@ -154,6 +161,11 @@ class HaloGraph:
         graph.edata[dgl.EID] = tensors.eid_global
         book = _HaloBook(partid, self.index, list(tensors.etype_offset))
         self._state = _ServerState(graph=graph, partition_book=book)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the lists take, with the table by which they are found."""
+        return self.tensors.num_bytes + self.index.table_bytes
 
     @staticmethod
     def can_answer(request: Any) -> bool:
@@ -178,6 +190,11 @@ class HaloGraph:
     def holds(self, ids: Tensor) -> Tensor:
         """Which of these vertices' lists are held."""
         return self.index.find(ids) >= 0
+
+    def degrees_of(self, ids: Tensor) -> Tensor:
+        """Returns the lengths of the held lists of some held vertices."""
+        position, indptr = self.index.find(ids), self.tensors.indptr
+        return (indptr[position + 1] - indptr[position]).to(torch.int64)
 
     def lists_of(self, ids: Tensor) -> EdgeLists:
         """Returns the held lists of some held vertices, in order."""

@@ -28,6 +28,7 @@ from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_
 from dgl_hybrid.sampling.free_memory import free_memory_bytes, free_shared_memory_bytes
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldRows, Pull
+from dgl_hybrid.sampling.id_index import worthwhile_table_bytes
 from dgl_hybrid.sampling.in_edge_lists import LIST_BYTES, LIST_ENTRY_BYTES, SEEDS_PER_REQUEST, InEdgeLists
 from dgl_hybrid.sampling.observed import ObservedReads
 from dgl_hybrid.sampling.remote_costs import measure_remote_costs
@@ -41,6 +42,8 @@ _NARROW_BYTES = 16
 """Rows up to this size (labels, masks) are read for the seeds; a little of the budget is kept for them."""
 _NARROW_SHARE = 0.05
 _AUTO_SHARE = 0.25
+_SHARED_MEMORY_SHARE = 0.5
+"""Of what is free there: batches on their way from sampler processes need room, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +52,8 @@ class SharedHalo:
 
     lists: HaloTensors | None
     rows: dict[str, tuple[Tensor, Tensor]]
+    num_silences: int
+    """As `WrittenFields.num_silences` was when the rows were read."""
 
 
 class HaloStore:
@@ -79,7 +84,10 @@ class HaloStore:
         self._ntypes: list[str] = list(g.ntypes)
         self._etypes: list[tuple[str, str, str]] = list(g.canonical_etypes)
         self._is_holding = config.strategy != "depcomm"
-        self._budget_bytes = _find_budget(config, self._node_bytes(), self._client, share=share)
+        self._is_unlimited = config.parsed_budget().is_unlimited
+        """All that is read is wanted, as far as there is room."""
+        self._num_silences = written.num_silences
+        self._budget_bytes = _find_budget(config, self._node_bytes(), self._client, share=share and self._is_holding)
         # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
@@ -96,9 +104,10 @@ class HaloStore:
         self._observed_seeds = ObservedReads()
         if self._is_holding and not self._written.is_guarded:
             _logger.warning(
-                "the server of machine %d runs without dgl_hybrid, so it cannot tell of writes: in-edge lists will be "
-                "held, rows will not. Call dgl_hybrid.enable() before dgl.distributed.initialize().",
-                self._client.machine_id,
+                "the server of machine %s runs without dgl_hybrid, so nobody can be told of all writes: in-edge lists "
+                "will be held, rows will not. Call dgl_hybrid.enable() before dgl.distributed.initialize(), on every "
+                "machine.",
+                ", ".join(self._written.unserved),
             )
 
     # ---------------------------------------------------------------- deciding
@@ -108,7 +117,7 @@ class HaloStore:
         if self._lists is None or loader.key in self._planned:
             return
         self._planned.add(loader.key)
-        if loader.is_layer_wise and not math.isinf(self._budget_bytes):
+        if loader.is_layer_wise and not self._is_unlimited:
             return  # what is read once is not worth room that the training loader could use
         start_s = time.perf_counter()
         edge_type_of = self._edge_type_of if len(self._etypes) > 1 else None
@@ -130,7 +139,7 @@ class HaloStore:
                 "(decided in %.1f s)",
                 len(ids),
                 int(choice.lists.sum()),
-                0.0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes / 1e6,
+                0.0 if self.halo_graph is None else self.halo_graph.num_bytes / 1e6,
                 int(choice.rows.sum()),
                 time.perf_counter() - start_s,
             )
@@ -153,7 +162,7 @@ class HaloStore:
         assert self._costs is not None
         known = self._lists.is_known(ids)
         degrees = torch.zeros(len(ids), dtype=torch.int64)
-        degrees[known] = self._lists.lookup(ids[known]).counts
+        degrees[known] = self._lists.degrees(ids[known])
         seed_reads = torch.where(known, self._expected.as_frontier[foreign], 0.0)
         is_seed = self._expected.as_seed[foreign] > 0
         narrow_bytes = sum(size for size in self._row_bytes().values() if size <= _NARROW_BYTES)
@@ -171,7 +180,7 @@ class HaloStore:
         )
 
     def _measure(self, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
-        if math.isinf(self._budget_bytes):
+        if self._is_unlimited:
             return RemoteCosts(row_s=1.0, seed_s=1.0, latency_s=0.0)  # everything is held: nothing to weigh
         owner = self._book.nid2partid(ids)
         part = int(torch.mode(owner).values)
@@ -201,7 +210,11 @@ class HaloStore:
         tensors = pack_lists(ids, self._lists.lookup(ids), self._book)
         if self._share:
             tensors.share()
-        return HaloGraph(tensors, self._book.partid)
+        rows = sum(held.num_bytes for held in self._rows.values())
+        room_bytes = self._budget_bytes - self._narrow_reserve - rows
+        if tensors.num_bytes + worthwhile_table_bytes(len(ids), tensors.bound, room_bytes) > room_bytes:
+            room_bytes = 0.0  # no table
+        return HaloGraph(tensors, self._book.partid, room_bytes=room_bytes)
 
     # ---------------------------------------------------------------- reading
 
@@ -222,6 +235,7 @@ class HaloStore:
         """
         original = self._pull_of(name)
         self._written.announce_direct_writes()
+        self._drop_what_may_be_old()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._policy(name).get_size()):
             return original(ids)  # DGL's error
         if not self._is_holding or not self._written.may_hold(name):
@@ -236,6 +250,12 @@ class HaloStore:
         if len(remote):
             self._note_remote_rows(name, held, remote)
         return rows
+
+    def _drop_what_may_be_old(self) -> None:
+        """Gives up all rows if somebody could have written, since they were read, without telling."""
+        if self._num_silences != self._written.num_silences:
+            self._num_silences = self._written.num_silences
+            self._rows.clear()
 
     def _hold_rows(self, name: str, ids: Tensor) -> HeldRows:
         """Fetches what is wanted of a field, once it is known whether it is read for the seeds or for all inputs."""
@@ -305,7 +325,7 @@ class HaloStore:
     @property
     def _min_count(self) -> int:
         """Reads that make an id worth holding: what is read once only costs as much to hold as to read."""
-        return 1 if math.isinf(self._budget_bytes) else 2
+        return 1 if self._is_unlimited else 2
 
     def _pull_of(self, name: str) -> Pull:
         return lambda ids: self._pull_unheld(self._client, name, ids)
@@ -329,7 +349,7 @@ class HaloStore:
             held = torch.empty(0, dtype=torch.int64) if self.halo_graph is None else self.halo_graph.tensors.ids
             often = difference(self._observed_seeds.review(self._min_count), held)
             self._lists.fetch(torch.sort(often).values)
-            num_bytes = LIST_ENTRY_BYTES * self._lists.lookup(often).counts + LIST_BYTES
+            num_bytes = LIST_ENTRY_BYTES * self._lists.degrees(often) + LIST_BYTES
             self._observed_seeds.forget(often)
             often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes()]
             self._hold_lists(torch.sort(torch.cat([held, often])).values)
@@ -338,9 +358,11 @@ class HaloStore:
 
     def shared(self) -> SharedHalo:
         """Returns what sampler processes of this trainer may use."""
+        self._drop_what_may_be_old()
         return SharedHalo(
             lists=None if self.halo_graph is None else self.halo_graph.tensors,
             rows={name: rows for name, held in self._rows.items() if (rows := held.shared()) is not None},
+            num_silences=self._num_silences,
         )
 
     def adopt(self, shared: SharedHalo) -> None:
@@ -348,20 +370,24 @@ class HaloStore:
         if shared.lists is not None and (
             self.halo_graph is None or not bool(self.halo_graph.holds(shared.lists.ids).all())
         ):
-            self.halo_graph = HaloGraph(shared.lists, self._book.partid)
+            room_bytes = self._budget_bytes - sum(held.num_bytes for held in self._rows.values())
+            self.halo_graph = HaloGraph(shared.lists, self._book.partid, room_bytes=room_bytes)
             if self._lists is not None:
                 self._lists.keep_held(self.halo_graph)
+        self._drop_what_may_be_old()
+        if shared.num_silences != self._num_silences:
+            return
         for name, (ids, rows) in shared.rows.items():
             if name not in self._rows or not bool(self._rows[name].holds(ids).all()):
                 self._rows[name] = self._make_rows(name)
-                self._rows[name].adopt(ids, rows)
+                self._rows[name].adopt(ids, rows, self._room_bytes(name))
 
     # ---------------------------------------------------------------- sizes
 
     @property
     def num_bytes(self) -> int:
-        """What is held: rows with their ids, and in-edge lists."""
-        lists = 0 if self.halo_graph is None else self.halo_graph.tensors.num_bytes
+        """What is held: rows with their ids, in-edge lists, and the tables by which both are found."""
+        lists = 0 if self.halo_graph is None else self.halo_graph.num_bytes
         return lists + sum(held.num_bytes for held in self._rows.values())
 
     def _make_rows(self, name: str) -> HeldRows:
@@ -417,15 +443,28 @@ class HaloStore:
 
 def _find_budget(config: HaloConfig, node_bytes: int, client: Any, *, share: bool) -> float:
     budget = config.parsed_budget()
-    if budget.is_unlimited:
-        return math.inf
-    if budget.num_bytes is not None:
-        return float(budget.num_bytes)
+    asked_bytes = math.inf if budget.num_bytes is None else float(budget.num_bytes)
     if budget.share is not None:
-        return budget.share * node_bytes
+        asked_bytes = budget.share * node_bytes
+    if not budget.is_auto and not share:
+        return asked_bytes
     addresses = {server[0]: server[1] for server in client._server_namebook.values()}
     machines_here = sum(address == addresses[client.machine_id] for address in addresses.values())
     trainers_here = machines_here * max(1, role.get_num_trainers() // len(addresses))
     processes = trainers_here * (1 + int(os.environ.get("DGL_NUM_SAMPLER", "0")))
-    free = min(free_memory_bytes(), free_shared_memory_bytes()) if share else free_memory_bytes()
-    return float(_AUTO_SHARE * free / processes)
+    shared_bytes = free_shared_memory_bytes() if share else math.inf
+    if budget.is_auto:
+        return float(_AUTO_SHARE * min(free_memory_bytes(), shared_bytes) / processes)
+    room_bytes = float(_SHARED_MEMORY_SHARE * shared_bytes / trainers_here)
+    if asked_bytes > room_bytes:
+        _logger.log(
+            logging.INFO if math.isinf(asked_bytes) else logging.WARNING,
+            "budget %s asks for %.1f MB, but what sampler processes share lies in /dev/shm, of whose %.1f free MB this "
+            "trainer may take %.1f: it holds no more. Give its container more of it (--shm-size), or take fewer "
+            "sampler processes or none.",
+            config.budget,
+            asked_bytes / 1e6,
+            shared_bytes / 1e6,
+            room_bytes / 1e6,
+        )
+    return min(asked_bytes, room_bytes)

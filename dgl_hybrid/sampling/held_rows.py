@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.sampling.counts import COUNTS
-from dgl_hybrid.sampling.id_index import IdIndex
+from dgl_hybrid.sampling.id_index import IdIndex, worthwhile_table_bytes
 from dgl_hybrid.sampling.narrow import holds_exactly, narrowest_dtype
 
 _BYTES_PER_MESSAGE = 32 * 2**20
@@ -45,11 +45,16 @@ class HeldRows:
 
     @property
     def num_bytes(self) -> int:
-        return self._rows.nbytes + _ID_BYTES * len(self._rows)
+        """Rows, their ids, and the table by which they are found, if there is one."""
+        return self._rows.nbytes + _ID_BYTES * len(self._rows) + self._table_bytes
+
+    @property
+    def _table_bytes(self) -> int:
+        return 0 if self._index is None else self._index.table_bytes
 
     @property
     def row_bytes(self) -> int:
-        """What one more row takes, with its id."""
+        """What one more row takes, with its id and without a table."""
         return self._rows.element_size() * math.prod(self._rows.shape[1:]) + _ID_BYTES
 
     def holds(self, ids: Tensor) -> Tensor:
@@ -62,9 +67,9 @@ class HeldRows:
         """Returns ids and rows as they are kept, for `adopt` in another process."""
         return None if self._index is None else (self._index.ids, self._rows)
 
-    def adopt(self, ids: Tensor, rows: Tensor) -> None:
+    def adopt(self, ids: Tensor, rows: Tensor, room_bytes: float) -> None:
         """Takes rows that another process fetched."""
-        self._index, self._rows, self.is_complete = IdIndex(ids, self._bound), rows, True
+        self._index, self._rows, self.is_complete = IdIndex(ids, self._bound, room_bytes=room_bytes), rows, True
 
     def fetch(self, ids: Tensor, pull: Pull, room_bytes: float) -> None:
         """Fetches rows once and adds them to those that are held, as many as there is room for.
@@ -72,13 +77,20 @@ class HeldRows:
         Args:
             ids: (n,) without duplicates, none of them held, the most wanted first.
             pull: Reads rows by id from their owners.
-            room_bytes: May be infinite.
+            room_bytes: Besides what is held; may be infinite.
         """
+        whole_room_bytes = room_bytes + self.num_bytes
+        room_bytes += self._table_bytes  # made anew
+        most = len(self._rows) + len(self._fitting(ids, room_bytes))
+        table_bytes = worthwhile_table_bytes(most, self._bound, whole_room_bytes)
+        if table_bytes > room_bytes:
+            table_bytes = 0
+        room_bytes -= table_bytes
         full_row_bytes = max(1, self.dtype.itemsize * math.prod(self._rows.shape[1:]))
         fetched_ids: list[Tensor] = [] if self._index is None else [self._index.ids]
         fetched = [self._rows]
         for some in ids.split(max(1, _BYTES_PER_MESSAGE // full_row_bytes)):
-            fitting = some if math.isinf(room_bytes) else some[: max(0, int(room_bytes // self.row_bytes))]
+            fitting = self._fitting(some, room_bytes)
             if len(fitting) == 0:
                 break
             rows = pull(fitting)
@@ -90,18 +102,31 @@ class HeldRows:
                 room_bytes -= held_before * (full_row_bytes + _ID_BYTES - self.row_bytes)
                 fetched = [part.to(self.dtype) for part in fetched]
                 self._rows = self._rows.to(self.dtype)
-                rows = rows[: max(0, int(room_bytes // self.row_bytes))] if not math.isinf(room_bytes) else rows
+                rows = self._fitting(rows, room_bytes)
                 fitting = fitting[: len(rows)]
             fetched.append(rows.to(self._rows.dtype))
             fetched_ids.append(fitting)
             room_bytes -= len(fitting) * self.row_bytes
         if len(fetched) == 1:
             return
-        all_ids, all_rows = torch.cat(fetched_ids), torch.cat(fetched)
+        all_ids = torch.cat(fetched_ids)
+        if room_bytes < 0:  # what was held has become wider than there is room for
+            all_ids = all_ids[: max(0, len(all_ids) - math.ceil(-room_bytes / self.row_bytes))]
+            fetched = [torch.cat(fetched)[: len(all_ids)]]
+        all_ids, order = torch.sort(all_ids)
+        place = torch.empty_like(order)
+        place[order] = torch.arange(len(order))
+        self._rows = torch.empty((len(all_ids), *self._rows.shape[1:]), dtype=self._rows.dtype)
+        for part, places in zip(fetched, place.split([len(part) for part in fetched]), strict=True):
+            self._rows[places] = part
         if self._share:
             all_ids.share_memory_()
-            all_rows.share_memory_()
-        self._index, self._rows = IdIndex(all_ids, self._bound), all_rows
+            self._rows.share_memory_()
+        self._index = IdIndex(all_ids, self._bound, room_bytes=whole_room_bytes if table_bytes else 0.0)
+
+    def _fitting(self, wanted: Tensor, room_bytes: float) -> Tensor:
+        """As many of these, from the front, as there is room for."""
+        return wanted if math.isinf(room_bytes) else wanted[: max(0, int(room_bytes // self.row_bytes))]
 
     def read(self, ids: Tensor, pull: Pull) -> tuple[Tensor, Tensor]:
         """Reads rows, those that are held from here and the others by `pull`.

@@ -84,7 +84,7 @@ class PartitionLists:
         """
         if self._halo_ids is None:
             local = torch.nonzero(self._graph.ndata["inner_node"] == 0).flatten()
-            degrees = torch.as_tensor(self._indptr[local + 1] - self._indptr[local]).to(torch.int64)
+            degrees = self._degrees_at(local)
             local, degrees = local[degrees > 0], degrees[degrees > 0]
             ids, order = torch.sort(self._nid[local])
             whole = degrees[order] == self._true_degrees(ids)
@@ -94,6 +94,17 @@ class PartitionLists:
     def halo(self, ids: Tensor) -> EdgeLists:
         """Returns the lists of vertices that `complete_halo` named."""
         return self._at(self._halo_local[torch.searchsorted(self.complete_halo(), ids)])
+
+    def inner_degrees(self, ids: Tensor) -> Tensor:
+        """Returns the lengths of `inner`'s lists."""
+        return self._degrees_at(self._book.nid2localnid(ids, self._partid))
+
+    def halo_degrees(self, ids: Tensor) -> Tensor:
+        """Returns the lengths of `halo`'s lists."""
+        return self._degrees_at(self._halo_local[torch.searchsorted(self.complete_halo(), ids)])
+
+    def _degrees_at(self, local: Tensor) -> Tensor:
+        return torch.as_tensor(self._indptr[local + 1] - self._indptr[local]).to(torch.int64)
 
     def _at(self, local: Tensor) -> EdgeLists:
         counts, positions = gather_segments(self._indptr, local.to(self._indptr.dtype))
@@ -168,6 +179,8 @@ class HeldLists(Protocol):
 
     def holds(self, ids: Tensor) -> Tensor: ...
 
+    def degrees_of(self, ids: Tensor) -> Tensor: ...
+
     def lists_of(self, ids: Tensor) -> EdgeLists: ...
 
 
@@ -202,10 +215,7 @@ class InEdgeLists:
 
     def lookup(self, ids: Tensor) -> EdgeLists:
         """Returns the lists of known vertices, in order."""
-        inner = self._partition.is_inner(ids)
-        in_halo = ~inner & find_sorted(self._partition.complete_halo(), ids)[0]
-        fetched = ~inner & ~in_halo & find_sorted(self._fetched_ids, ids)[0]
-        held = ~inner & ~in_halo & ~fetched
+        inner, in_halo, fetched, held = self._sources_of(ids)
         parts = [
             self._partition.inner(ids[inner]),
             self._partition.halo(ids[in_halo]),
@@ -218,6 +228,24 @@ class InEdgeLists:
         row = torch.empty_like(order)
         row[order] = torch.arange(len(order))
         return _take(concatenate_lists(parts), row)
+
+    def degrees(self, ids: Tensor) -> Tensor:
+        """Returns the lengths of the lists of known vertices, in order."""
+        inner, in_halo, fetched, held = self._sources_of(ids)
+        degrees = torch.zeros(len(ids), dtype=torch.int64)
+        degrees[inner] = self._partition.inner_degrees(ids[inner])
+        degrees[in_halo] = self._partition.halo_degrees(ids[in_halo])
+        degrees[fetched] = self._fetched.counts[torch.searchsorted(self._fetched_ids, ids[fetched])]
+        if self._held is not None:
+            degrees[held] = self._held.degrees_of(ids[held])
+        return degrees
+
+    def _sources_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Whose list is where: of this machine, whole in its halo, fetched, held."""
+        inner = self._partition.is_inner(ids)
+        in_halo = ~inner & find_sorted(self._partition.complete_halo(), ids)[0]
+        fetched = ~inner & ~in_halo & find_sorted(self._fetched_ids, ids)[0]
+        return inner, in_halo, fetched, ~inner & ~in_halo & ~fetched
 
     def keep_held(self, held: HeldLists | None) -> None:
         """Forgets the lists that were fetched to decide by; from now on those of `held` are known."""

@@ -14,9 +14,8 @@ from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
 from dgl.distributed import DistGraph, graph_services
 from torch import Tensor
 
-from dgl_hybrid.sampling.expected_reads import Fanout, LoaderAccess
-
-_EDGES_AT_ONCE = 2**20
+from dgl_hybrid.sampling.expected_reads import EDGES_AT_ONCE, Fanout, LoaderAccess
+from dgl_hybrid.sampling.id_sums import IdSums
 
 
 def graph_of_loader(collate_fn: Any) -> Any:
@@ -78,7 +77,8 @@ def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fano
             by_type = {g.to_canonical_etype(etype): int(limit) for etype, limit in fanout.items()}
             if set(by_type) != set(g.canonical_etypes):
                 return None
-            known.append(tuple(by_type[etype] for etype in g.canonical_etypes))
+            limits = tuple(by_type[etype] for etype in g.canonical_etypes)
+            known.append(limits if len(limits) > 1 else limits[0])  # one type: nothing to tell apart
         elif isinstance(fanout, Integral) or (isinstance(fanout, Tensor) and fanout.numel() == 1):
             known.append(int(fanout))
         else:
@@ -122,28 +122,24 @@ def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
     """Both ends of the loader's edges, and what a uniform negative sampler adds to every vertex it draws from."""
     book = g.get_partition_book()
     by_type = collator.eids if isinstance(collator.eids, Mapping) else {g.canonical_etypes[0]: collator.eids}
-    ends: list[Tensor] = [torch.empty(0, dtype=torch.int64)]
-    drawn: list[tuple[Tensor, float]] = []
+    sums = IdSums()
     num_negatives = _negatives_per_edge(getattr(collator, "negative_sampler", None))
     for etype, eids in by_type.items():
         edges = eids.to(torch.int64)
         if not book.is_homogeneous:
             edges = _homogeneous(book.map_to_homo_eid, edges, etype)
-        for some in edges.split(_EDGES_AT_ONCE):
-            ends.extend(torch.as_tensor(side).to(torch.int64) for side in graph_services.find_edges(g, some))
+        for some in edges.split(EDGES_AT_ONCE):
+            for side in graph_services.find_edges(g, some):
+                sums.add(torch.as_tensor(side).to(torch.int64), torch.ones(len(some), dtype=torch.float64))
         if num_negatives:
             of_type = g.to_canonical_etype(etype)[2]
             every = torch.arange(g.num_nodes(of_type))
             if not book.is_homogeneous:
                 every = _homogeneous(book.map_to_homo_nid, every, of_type)
-            drawn.append((every, num_negatives * len(eids) / max(len(every), 1)))
-    ids = torch.unique(torch.cat([*ends, *(every for every, _ in drawn)]))
-    occurrences = torch.zeros(len(ids), dtype=torch.float64)
-    together = torch.cat(ends)
-    occurrences.index_add_(0, torch.searchsorted(ids, together), torch.ones(len(together), dtype=torch.float64))
-    for every, times in drawn:
-        occurrences[torch.searchsorted(ids, every)] += times
-    return ids, occurrences
+            times = num_negatives * len(eids) / max(len(every), 1)
+            for some in every.split(EDGES_AT_ONCE):
+                sums.add(some, torch.full((len(some),), times, dtype=torch.float64))
+    return sums.result()
 
 
 def _negatives_per_edge(negative_sampler: Any) -> float:

@@ -20,7 +20,7 @@ from dgl_hybrid.sampling.halo_graph import HaloGraph
 from dgl_hybrid.sampling.halo_store import HaloStore, SharedHalo
 from dgl_hybrid.sampling.hooks import answer_pulls, unhooked_pull, withdraw
 from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
-from dgl_hybrid.sampling.written import WrittenFields, publish_table
+from dgl_hybrid.sampling.written import WrittenFields, answer_deletion, publish_table
 
 _PARTITION_PARAMETERS = (
     "g graph_name num_parts out_path num_hops part_method balance_ntypes balance_edges return_mapping "
@@ -36,12 +36,17 @@ _graphs: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 class HaloPlugin:
-    """The stores of this process, by graph, and what every hooked function of DGL does with them."""
+    """The stores of this process, by graph, and what every hooked function of DGL does with them.
 
-    def __init__(self, config: HaloConfig) -> None:
+    Args:
+        config: What is asked for.
+        written: The table of writes of an earlier one.
+    """
+
+    def __init__(self, config: HaloConfig, written: WrittenFields | None = None) -> None:
         self.config = config
         self._stores: dict[str, HaloStore] = {}
-        self._written: WrittenFields | None = None
+        self.written = written
         self._is_partitioning = False
         self._hooks = HookSet(self._make_hooks())
 
@@ -73,6 +78,7 @@ class HaloPlugin:
             hook(".kvstore", "KVClient.push", "self name id_tensor data_tensor", self._push),
             hook(".kvstore", "KVClient.delete_data", "self name", self._delete),
             hook(".kvstore", "KVClient.barrier", "self", self._barrier),
+            hook(".kvstore", "DeleteDataRequest.process_request", "self server_state", answer_deletion),
             hook(".dist_graph", "DistGraph.__init__", "self graph_name gpb part_config", self._make_graph),
             hook(".dist_graph", "DistGraph.__getstate__", "self", self._get_state),
             hook(".dist_graph", "DistGraph.__setstate__", "self state", self._set_state),
@@ -84,9 +90,9 @@ class HaloPlugin:
 
     def written_fields(self, client: Any) -> WrittenFields:
         """Returns the one table of writes that this client looks at and writes to."""
-        if self._written is None or not self._written.is_of(client):
-            self._written = WrittenFields(client)
-        return self._written
+        if self.written is None or not self.written.is_of(client):
+            self.written = WrittenFields(client)
+        return self.written
 
     def _store_of(self, g: Any, *, share: bool = False) -> HaloStore | None:
         """Returns this process's store of a graph; None where DistDGL itself reads nothing from elsewhere."""
@@ -141,6 +147,7 @@ class HaloPlugin:
         store = self._store_of(g)
         if store is None:
             return original(g, nodes, issue_remote_req, local_access)
+        ids = nodes.to(torch.int64)  # DGL takes smaller types, too, and gets what the script gave
         asked: list[Tensor] = []
         answerable: list[Tensor] = []  # would be, if their lists were held
 
@@ -151,7 +158,7 @@ class HaloPlugin:
                 answerable.append(node_ids)
             return request
 
-        request, is_held = self._held_request(store, g, nodes, issue_remote_req)
+        request, is_held = self._held_request(store, g, ids, issue_remote_req)
         halo = store.halo_graph
         if request is None or halo is None:
             frontier = original(g, nodes, ask, local_access)
@@ -172,7 +179,7 @@ class HaloPlugin:
             COUNTS.remote_sampling_requests += len(asked)
             COUNTS.remote_seeds += sum(len(ids) for ids in asked)
         if answerable:
-            store.note_remote_seeds(torch.cat(answerable))
+            store.note_remote_seeds(torch.cat(answerable).to(torch.int64))
         return frontier
 
     @staticmethod
@@ -219,8 +226,8 @@ class HaloPlugin:
         original(client, name)
 
     def _barrier(self, original: Callable[..., Any], client: Any) -> None:
-        if self._written is not None:
-            self._written.announce_direct_writes()
+        if self.written is not None:
+            self.written.announce_direct_writes()
         original(client)
 
     def _get_state(self, original: Callable[..., Any], g: Any) -> Any:

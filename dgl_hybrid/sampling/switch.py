@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 
 from dgl.distributed import dist_context, kvstore
@@ -11,10 +12,20 @@ from dgl_hybrid.compat import repairs, require_supported_dgl
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange import mailbox
 from dgl_hybrid.sampling import written
-from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig, Strategy
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig, Strategy, read_environment
 from dgl_hybrid.sampling.plugin import HaloPlugin
+from dgl_hybrid.sampling.written import WrittenFields
+
+_logger = logging.getLogger(__name__)
 
 _plugin: HaloPlugin | None = None
+_silent: WrittenFields | None = None
+"""By which this process said that it would announce no writes, as long as that holds."""
+_exported: str | None = None
+"""What this process itself wrote into `ENABLE_VARIABLE`, for its children."""
+_launchers_word = ""
+"""What was in that variable before."""
+_warned: set[str] = set()
 
 
 def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None:
@@ -25,51 +36,106 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
     does not. Results stay those of DistDGL: the same rows, and samples of the same distribution. Calling it again
     with other arguments begins anew with an empty store.
 
+    Whoever starts the job has the last word: under `DGL_HYBRID_ENABLE=0` (`--strategy off`) this does nothing, and a
+    strategy or budget of that variable holds in place of the argument, until `disable`. Either is warned of once.
+
     Args:
         strategy: `hybrid` decides per vertex by expected reads and measured costs within the budget, `depcache` holds
             all that is reached, whatever the budget, `depcomm` holds nothing (it repairs DGL and counts reads).
-        budget: With `hybrid`, of each trainer: `auto` (a quarter of the free memory of host or container at the first
-            read or loader, divided by the host's trainers and their sampler processes), `unlimited`, a share of the
-            bytes of all node features of the graph (`10%`), or bytes (`256MB`, 268435456).
+        budget: With `hybrid`, of each process, trainers and their sampler processes: `auto` (a quarter of the free
+            memory of host or container at the first read or loader, divided by all of these on the host), `unlimited`,
+            a share of the bytes of all node features of the graph (`10%`), or bytes (`256MB`, 268435456).
 
     Raises:
         ValueError: An unknown strategy or budget.
         CompatError: Another DGL than a supported one, or one whose functions were replaced by something else.
         HybridError: DGL's servers of this job run without the plugin, so they cannot tell of writes.
     """
-    global _plugin
-    config = HaloConfig(strategy=strategy, budget=budget)
-    if _plugin is not None and _plugin.config == config:
+    global _plugin, _silent, _exported
+    config = _with_launcher_word(HaloConfig(strategy=strategy, budget=budget))
+    if config is None or (_plugin is not None and _plugin.config == config):
         return
     require_supported_dgl()
     if dist_context.is_initialized() and not written.is_served(kvstore.get_kvstore()):
         raise HybridError(
-            "dgl_hybrid.enable() must come before dgl.distributed.initialize() (got: connected to a server that runs "
-            "without it). Move the line up, or start the script with `dgl-hybrid run` or `dgl-hybrid launch`."
+            "dgl_hybrid.enable() must come before dgl.distributed.initialize(), on every machine (got: connected to a "
+            "server that runs without it). Move the line up, or start the script with `dgl-hybrid run` or `dgl-hybrid "
+            "launch`."
         )
-    disable()
-    plugin = HaloPlugin(config)
+    before = _plugin
+    _remove()  # in silence: no write comes between
+    plugin = HaloPlugin(config, _silent if before is None else before.written)
     repairs.switch_on()
     try:
         plugin.install()
     except BaseException:
         repairs.switch_off()
+        _fall_silent(before)
         raise
     written.register_services()
     mailbox.register_services()
-    os.environ[ENABLE_VARIABLE] = config.to_environment()
+    _exported = os.environ[ENABLE_VARIABLE] = config.to_environment()
     _plugin = plugin
+    if _silent is not None and _silent.is_of(kvstore.get_kvstore()):
+        _silent.speak()
+    _silent = None
+
+
+def _with_launcher_word(asked: HaloConfig) -> HaloConfig | None:
+    """Returns what holds where a script asks for `asked`; None: nothing."""
+    global _launchers_word
+    value = os.environ.get(ENABLE_VARIABLE, "")
+    if value != _exported:
+        _launchers_word = value
+    value = _launchers_word
+    if value == "":
+        return asked
+    if value == "0":
+        _warn_once(
+            f"{ENABLE_VARIABLE}=0 has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. Take the "
+            f"variable (or --strategy off) away to have it on."
+        )
+        return None
+    said = read_environment(value)
+    config = HaloConfig(**{"strategy": asked.strategy, "budget": asked.budget, **said})
+    if config != asked:
+        _warn_once(
+            f"{ENABLE_VARIABLE}={value} holds in place of what dgl_hybrid.enable() was asked for: strategy "
+            f"{config.strategy}, budget {config.budget}, not {asked.strategy}, {asked.budget}"
+        )
+    return config
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        _logger.warning(message)
 
 
 def disable() -> None:
-    """Turns the plugin off: every function of DGL is the original one again, and what was held is dropped."""
-    global _plugin
-    if _plugin is None:
-        return
-    _plugin.remove()
-    repairs.switch_off()
-    os.environ.pop(ENABLE_VARIABLE, None)
-    _plugin = None
+    """Turns the plugin off: every function of DGL is the original one again, and what was held is dropped.
+
+    Writes of this process are no longer announced, so the processes of the job hold no rows until it is on again here.
+    """
+    _fall_silent(_plugin)  # while its hooks still announce
+    _remove()
+
+
+def _fall_silent(plugin: HaloPlugin | None) -> None:
+    global _silent
+    client = kvstore.get_kvstore()
+    if plugin is not None and dist_context.is_initialized() and isinstance(client, kvstore.KVClient):
+        _silent = plugin.written_fields(client)
+        _silent.fall_silent()
+
+
+def _remove() -> None:
+    global _plugin, _exported
+    if _plugin is not None:
+        _plugin.remove()
+        repairs.switch_off()
+        os.environ.pop(ENABLE_VARIABLE, None)
+    _plugin = _exported = None
 
 
 def held_bytes() -> int:

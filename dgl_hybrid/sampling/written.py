@@ -5,13 +5,16 @@ Rows that a partition was loaded with may be held by other machines, as long as 
 is about to push into such a field first tells the main server of every machine, and waits for all answers; each server
 sets the field's flag in memory that its clients look at before every read. From then on the field is read from its
 owners, everywhere, until the job ends. So whoever learns of a write by any means reads what was written.
+
+A process whose plugin is switched off will announce nothing, and says so: nobody holds rows until it is on again. Where
+a machine's server runs without the plugin, its clients are taken to do so, too, and nobody holds rows at all.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from dgl import backend as dgl_backend
@@ -22,6 +25,12 @@ from torch import Tensor
 NUM_FLAGS = 4096
 STATIC_NAMES_SERVICE = 0x48590001
 WRITTEN_SERVICE = 0x48590002
+SILENCE_SERVICE = 0x48590003
+
+_NUM_SILENT, _NUM_SILENCES = NUM_FLAGS, NUM_FLAGS + 1
+"""Entries behind the flags: processes whose plugin is off at the moment, and how often one was switched off."""
+_QUESTION = "dgl_hybrid: which table?"
+"""No field has this name, so that a server without the plugin has nothing to delete, and says that it did."""
 
 
 class StaticNamesRequest(rpc.Request):
@@ -85,6 +94,39 @@ class WrittenResponse(rpc.Response):
         self.name = state
 
 
+class SilenceRequest(rpc.Request):
+    """Tells a server that a process will write without telling (1), or that it tells again (-1)."""
+
+    def __init__(self, change: int) -> None:
+        self.change = change
+
+    def __getstate__(self) -> Any:
+        return self.change
+
+    def __setstate__(self, state: Any) -> None:
+        self.change = state
+
+    def process_request(self, server_state: Any) -> Any:
+        table = getattr(server_state.kv_store, _TABLE_ATTRIBUTE, None)
+        if table is not None:
+            table[_NUM_SILENT] += self.change
+            table[_NUM_SILENCES] += int(self.change > 0)
+        return SilenceResponse(self.change)
+
+
+class SilenceResponse(rpc.Response):
+    """The table says so."""
+
+    def __init__(self, change: int) -> None:
+        self.change = change
+
+    def __getstate__(self) -> Any:
+        return self.change
+
+    def __setstate__(self, state: Any) -> None:
+        self.change = state
+
+
 _TABLE_ATTRIBUTE = "_dgl_hybrid_written"
 
 
@@ -92,11 +134,12 @@ def register_services() -> None:
     """Makes the requests known to DGL, in servers and clients alike."""
     rpc.register_service(STATIC_NAMES_SERVICE, StaticNamesRequest, StaticNamesResponse)
     rpc.register_service(WRITTEN_SERVICE, WrittenRequest, WrittenResponse)
+    rpc.register_service(SILENCE_SERVICE, SilenceRequest, SilenceResponse)
 
 
 def publish_table(server: Any) -> None:
     """Makes the table of this machine; called in its main server, which keeps it for as long as it lives."""
-    shared = empty_shared_mem(_table_name(server._server_namebook[server.server_id]), True, (NUM_FLAGS,), "int64")
+    shared = empty_shared_mem(_table_name(server._server_namebook[server.server_id]), True, (NUM_FLAGS + 2,), "int64")
     table = dgl_backend.zerocopy_from_dlpack(shared.to_dlpack())
     table.zero_()
     setattr(server, _TABLE_ATTRIBUTE, table)
@@ -112,14 +155,47 @@ def _flag_of(name: str) -> int:
     return zlib.crc32(name.encode()) % NUM_FLAGS
 
 
+def answer_deletion(original: Callable[..., Any], request: Any, server_state: Any) -> Any:
+    """Put around what servers do with `DeleteDataRequest`: tells the name of the table to a client that asks for it.
+
+    A request of ours would end a server that does not know it. One of DGL's, to delete what is not there, is answered
+    by every server. That asks who runs now: a table may have been left behind by a server that was killed.
+    """
+    server = server_state.kv_store
+    if request.name != _QUESTION or getattr(server, _TABLE_ATTRIBUTE, None) is None:
+        return original(request, server_state)
+    return kvstore.DeleteDataResponse(_table_name(server._server_namebook[server.server_id]))
+
+
 def is_served(client: Any) -> bool:
-    """Whether the main server of this client's machine runs with the plugin."""
-    return isinstance(client, kvstore.KVClient) and exist_shared_mem_array(_table_name(_main_server_of(client)))
+    """Whether the main servers of all machines run with the plugin; asks them, of which anybody may be the first."""
+    return isinstance(client, kvstore.KVClient) and not _unserved(client, _ask_for_tables(client))
 
 
-def _main_server_of(client: Any) -> Sequence[Any]:
-    entry: Sequence[Any] = client._server_namebook[client.machine_id * rpc.get_num_server_per_machine()]
-    return entry
+def _ask_for_tables(client: Any) -> list[str | None]:
+    """Returns the name of every machine's table; None where the main server runs without the plugin."""
+    names: list[str | None] = []
+    for server in _main_servers(client):
+        # One after the other: stock answers do not say whose they are.
+        rpc.send_request(server, kvstore.DeleteDataRequest(_QUESTION))
+        answer = rpc.recv_response().msg
+        names.append(None if answer == kvstore.DELETE_MSG else answer)
+    own = names[client.machine_id]
+    if own is not None and not exist_shared_mem_array(own):
+        names[client.machine_id] = None  # another user's, or in another container's memory
+    return names
+
+
+def _unserved(client: Any, tables: Sequence[str | None]) -> tuple[str, ...]:
+    return tuple(
+        f"{machine} ({client._server_namebook[server][1]})"
+        for machine, (server, table) in enumerate(zip(_main_servers(client), tables, strict=True))
+        if table is None
+    )
+
+
+def _main_servers(client: Any) -> range:
+    return range(0, client.num_servers, rpc.get_num_server_per_machine())
 
 
 class WrittenFields:
@@ -132,11 +208,17 @@ class WrittenFields:
     def __init__(self, client: Any) -> None:
         self._client = client
         self._told: set[str] = set()
+        self._versions: dict[str, int] = {}
+        """Of the shared-memory parts, when this process spoke again."""
         self._table: Tensor | None = None
         self.static_names: frozenset[str] = frozenset()
-        """Fields that the partition was loaded with; empty when the server runs without the plugin."""
-        if is_served(client):
-            shared = empty_shared_mem(_table_name(_main_server_of(client)), False, (NUM_FLAGS,), "int64")
+        """Fields that the partition was loaded with; empty where not all servers run with the plugin."""
+        tables = _ask_for_tables(client) if isinstance(client, kvstore.KVClient) else []
+        self.unserved = _unserved(client, tables) if tables else ()
+        """The machines whose main server runs without the plugin, by number and address."""
+        own = tables[client.machine_id] if tables and not self.unserved else None
+        if own is not None:
+            shared = empty_shared_mem(own, False, (NUM_FLAGS + 2,), "int64")
             self._table = dgl_backend.zerocopy_from_dlpack(shared.to_dlpack())
             rpc.send_request(client.machine_id * rpc.get_num_server_per_machine(), StaticNamesRequest())
             self.static_names = frozenset(rpc.recv_response().names)
@@ -147,7 +229,7 @@ class WrittenFields:
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the server of this machine tells us of writes; without that no row can be held."""
+        """Whether the servers of all machines run with the plugin; without that no row can be held."""
         return self._table is not None
 
     def may_hold(self, name: str) -> bool:
@@ -156,6 +238,7 @@ class WrittenFields:
             self._table is not None
             and name in self.static_names
             and int(self._table[_flag_of(name)]) == 0
+            and int(self._table[_NUM_SILENT]) == 0
             and self._client._pull_handlers.get(name) is kvstore.default_pull_handler
         )
 
@@ -163,13 +246,31 @@ class WrittenFields:
         """Tells every machine that this field will be written, before it is; returns when all of them know."""
         if self._table is None or name not in self.static_names or name in self._told:
             return
-        per_machine = rpc.get_num_server_per_machine()
-        main_servers = range(0, self._client.num_servers, per_machine)
+        self._tell(WrittenRequest(name))
+        self._told.add(name)
+
+    @property
+    def num_silences(self) -> int:
+        """How often a process of the job switched its plugin off; rows that were read at another number may be old."""
+        return 0 if self._table is None else int(self._table[_NUM_SILENCES])
+
+    def fall_silent(self) -> None:
+        """Tells every machine that this process will announce no more writes; until it speaks, nobody holds rows."""
+        if self._table is not None:
+            self._tell(SilenceRequest(1))
+
+    def speak(self) -> None:
+        """Takes `fall_silent` back. What others hold from now on they read after this process's writes."""
+        if self._table is not None:
+            self._versions = {name: part._version for name, part in self._client._data_store.items()}
+            self._tell(SilenceRequest(-1))
+
+    def _tell(self, request: rpc.Request) -> None:
+        main_servers = _main_servers(self._client)
         for server in main_servers:
-            rpc.send_request(server, WrittenRequest(name))
+            rpc.send_request(server, request)
         for _ in main_servers:
             rpc.recv_response()
-        self._told.add(name)
 
     def announce_direct_writes(self) -> None:
         """Announces fields whose shared-memory part this process wrote into without a push (`local_partition`)."""
@@ -177,5 +278,5 @@ class WrittenFields:
             return
         for name in self.static_names - self._told:
             part = self._client._data_store.get(name)
-            if part is not None and part._version > 0:
+            if part is not None and part._version > self._versions.get(name, 0):
                 self.announce(name)

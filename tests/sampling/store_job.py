@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from dgl.distributed import kvstore
 
 import dgl_hybrid
 from dgl_hybrid.errors import HybridError
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 from tests.helpers.distdgl import Truth
 
 Counts = dict[str, Any]
@@ -51,6 +53,12 @@ class Job:
             counted.append({**dgl_hybrid.read_counts(), "held_bytes": dgl_hybrid.held_bytes(), "wrong": self.wrong})
         dist.barrier()
         return counted
+
+
+def switch_on(**options: Any) -> None:
+    """Nobody holds rows before the plugin is on again everywhere."""
+    dgl_hybrid.enable(**options)
+    dist.barrier()
 
 
 def train_nodes(job: Job) -> torch.Tensor:
@@ -86,26 +94,26 @@ def read_batch(job: Job) -> Callable[[Any], None]:
 
 
 def count_only(job: Job) -> Any:
-    dgl_hybrid.enable(strategy="depcomm")
+    switch_on(strategy="depcomm")
     return job.epochs(node_loader(job, [3, 4]), read_batch(job))
 
 
 def unlimited(job: Job) -> Any:
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     return job.epochs(node_loader(job, [3, 4]), read_batch(job))
 
 
 def budgets(job: Job) -> Any:
     counted = {}
     for budget in ("0", "2KB", "10%", "40%"):
-        dgl_hybrid.enable(budget=budget)
+        switch_on(budget=budget)
         counted[budget] = job.epochs(node_loader(job, [3, 4]), read_batch(job), epochs=2)
     return counted
 
 
 def link_prediction(job: Job) -> Any:
     """Both ends of edges, and vertices drawn uniformly as negatives."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     g = job.g
     eids = dgl.distributed.edge_split(g.edata["train_mask"], g.get_partition_book(), force_even=True)
     sampler = dgl.dataloading.NeighborSampler([2, 3])
@@ -145,7 +153,7 @@ class OldStyleSampler:
 
 
 def old_style(job: Job) -> Any:
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     sampler = OldStyleSampler(job.g, [4, 3])
     loader = dgl.distributed.DistDataLoader(
         dataset=train_nodes(job).numpy(), batch_size=16, collate_fn=sampler.sample_blocks, shuffle=True
@@ -160,7 +168,7 @@ def old_style(job: Job) -> Any:
 
 def says_nothing(job: Job) -> Any:
     """A script without any loader: what comes back is learnt."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     nodes = train_nodes(job)
 
     class Batches:
@@ -178,7 +186,7 @@ def says_nothing(job: Job) -> Any:
 
 def inference(job: Job) -> Any:
     """All neighbours of all owned vertices, one layer: every input is read from its owner once."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     book = job.g.get_partition_book()
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1)
     loader = dgl.dataloading.DistNodeDataLoader(
@@ -193,7 +201,7 @@ def sevens(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 def writes(job: Job) -> Any:
     """A push and a direct write are seen everywhere, by fields that were held a moment ago."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     g, ids = job.g, torch.arange(job.g.num_nodes())
     loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
     outcome: dict[str, Any] = {}
@@ -240,7 +248,7 @@ def writes(job: Job) -> Any:
 
 
 def heterograph(job: Job) -> Any:
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     g, book = job.g, job.g.get_partition_book()
     nids = {
         "paper": dgl.distributed.node_split(g.nodes["paper"].data["train_mask"], book, ntype="paper", force_even=True)
@@ -264,6 +272,50 @@ def heterograph(job: Job) -> Any:
     return job.epochs(loader, read)
 
 
+def switched_off(job: Job) -> Any:
+    """One trainer goes on without the plugin, and announces nothing that it writes."""
+    switch_on(strategy="depcache")
+    g, ids = job.g, torch.arange(job.g.num_nodes())
+    loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
+    outcome: dict[str, Any] = {}
+
+    def read(expected: float) -> tuple[int, int]:
+        dgl_hybrid.reset_read_counts()
+        stale = 0
+        for inputs, _, _ in loader:
+            stale += int((g.ndata["scratch"][inputs] != expected).sum())
+        g.barrier()
+        return dgl_hybrid.read_counts()["held_rows"], stale
+
+    outcome["first"] = read(0.0)
+    for value in (5.0, 0.0):
+        if job.rank == 0:
+            dgl_hybrid.disable()
+            g.ndata["scratch"][ids] = torch.full((len(ids), 4), value)
+        g.barrier()
+        outcome[f"off, {value}"] = read(value)
+    if job.rank == 0:
+        dgl_hybrid.enable(strategy="depcache")
+    g.barrier()
+    outcome["on again"] = read(0.0)
+    return outcome
+
+
+def seeds_of_32_bits(job: Job) -> Any:
+    """DGL samples for them; so must what is held."""
+    seeds = torch.cat([train_nodes(job)[:20], seeds_of_others(job, 20)])
+    drawn = {}
+    for strategy in ("depcomm", "depcache"):
+        switch_on(strategy=strategy)
+        for _ in node_loader(job, [3, 4], seeds=seeds.unique()):
+            pass
+        dgl_hybrid.reset_read_counts()
+        for dtype in (torch.int64, torch.int32):
+            edges = dgl.distributed.sample_neighbors(job.g, seeds.to(dtype), -1).edata[dgl.EID]
+            drawn[f"{strategy}, {dtype}"] = sorted(edges.tolist())
+    return {"drawn": drawn, "held_seeds": dgl_hybrid.read_counts()["held_seeds"], "num_seeds": len(seeds)}
+
+
 class CountingSampler(OldStyleSampler):
     """Says what the process that samples has counted."""
 
@@ -272,7 +324,7 @@ class CountingSampler(OldStyleSampler):
 
 
 def sampler_processes(job: Job) -> Any:
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     sampler = CountingSampler(job.g, [4, 3])
     loader = dgl.distributed.DistDataLoader(
         dataset=train_nodes(job), batch_size=16, collate_fn=sampler.sample_blocks, shuffle=True
@@ -290,7 +342,7 @@ def sampler_processes(job: Job) -> Any:
 
 def sampler_processes_of_two_loaders(job: Job) -> Any:
     """The second loader reaches further than the first, whose lists the sampler processes got at their start."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     nodes = train_nodes(job)
     last: Counts = {}
     for nids, fanouts in ((nodes[:10], [3]), (nodes, [4, 3])):
@@ -308,7 +360,7 @@ def draw_blocks(g: Any, fanouts: list[int], seeds: list[int]) -> Any:
 
 def sampler_processes_say_nothing(job: Job) -> Any:
     """All sampling is done elsewhere, by a function that the trainer cannot look into: it learns from its reads."""
-    dgl_hybrid.enable(strategy="depcache")
+    switch_on(strategy="depcache")
     loader = dgl.distributed.DistDataLoader(
         dataset=train_nodes(job), batch_size=16, collate_fn=functools.partial(draw_blocks, job.g, [4, 3])
     )
@@ -331,6 +383,38 @@ def unserved(job: Job) -> Any:
     return {"epochs": counted, "error": None}
 
 
+class Messages(logging.Handler):
+    """Keeps what is warned of."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def partly_served(job: Job) -> Any:
+    """Server and trainer of the first machine run with the plugin, those of the second do not."""
+    g, ids = job.g, torch.arange(job.g.num_nodes())
+    messages = Messages()
+    logging.getLogger("dgl_hybrid").addHandler(messages)
+    loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
+    outcome: dict[str, Any] = {"is_on": ENABLE_VARIABLE in os.environ, "machine": g.get_partition_book().partid}
+    for _ in range(2):
+        for inputs, _, _ in loader:
+            g.ndata["scratch"][inputs]
+    outcome["counts"] = dgl_hybrid.read_counts()
+    for writer in (1, 0):
+        g.barrier()
+        if job.rank == writer:
+            g.ndata["scratch"][ids] = torch.full((len(ids), 4), 7.0 + writer)
+        g.barrier()
+        outcome[f"stale after {writer}"] = int((g.ndata["scratch"][ids] != 7.0 + writer).sum())
+    outcome["warnings"] = messages.texts
+    return outcome
+
+
 PHASES: dict[str, Callable[[Job], Any]] = {
     phase.__name__: phase
     for phase in (
@@ -346,7 +430,10 @@ PHASES: dict[str, Callable[[Job], Any]] = {
         sampler_processes,
         sampler_processes_of_two_loaders,
         sampler_processes_say_nothing,
+        seeds_of_32_bits,
+        switched_off,
         unserved,
+        partly_served,
     )
 }
 
@@ -359,13 +446,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.phases == "unserved" and os.environ["DGL_ROLE"] == "client":
         dgl_hybrid.enable(strategy="depcache")
+    if args.phases == "partly_served" and os.environ.get("DGL_SERVER_ID", os.environ.get("RANK")) == "0":
+        dgl_hybrid.enable(strategy="depcache")
     torch.manual_seed(0)
     dgl.distributed.initialize(os.environ["DGL_IP_CONFIG"])
     dist.init_process_group("gloo")
     job = Job("case", args.truth)
     results = {}
     for name in args.phases.split(","):
-        if name != "unserved":
+        if name not in ("unserved", "partly_served"):
             dgl_hybrid.disable()  # every phase begins with an empty store
         results[name] = PHASES[name](job)
         dist.barrier()

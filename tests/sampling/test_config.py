@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dgl_hybrid.sampling.config import Budget, HaloConfig, parse_budget
+from dgl_hybrid.sampling.config import Budget, HaloConfig, parse_budget, read_environment
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,32 @@ def test_the_variable_brings_back_the_same(config: HaloConfig) -> None:
 
 def test_one_stands_for_the_defaults_and_the_rest_is_refused() -> None:
     assert HaloConfig.from_environment("1") == HaloConfig()
-    for value in ("yes", "[]", '{"strategy": "hybrid", "more": 1}'):
-        with pytest.raises(ValueError, match="DGL_HYBRID_ENABLE must be 1, 0 or a JSON object"):
+    for value in ("yes", "yes:10%", "[]", '{"strategy": "hybrid", "more": 1}'):
+        with pytest.raises(ValueError, match=r"DGL_HYBRID_ENABLE must be 1, 0, a strategy .* or a JSON object"):
             HaloConfig.from_environment(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "config"),
+    [
+        ("hybrid:10%", HaloConfig(budget="10%")),
+        ("hybrid:256MB", HaloConfig(budget="256MB")),
+        ("hybrid:1000", HaloConfig(budget="1000")),
+        ("depcomm", HaloConfig(strategy="depcomm")),
+        ("depcache:auto", HaloConfig(strategy="depcache")),
+    ],
+)
+def test_launchers_without_quotes_have_a_form_of_their_own(value: str, config: HaloConfig) -> None:
+    assert HaloConfig.from_environment(value) == config
+
+
+def test_a_short_form_with_another_budget_is_refused() -> None:
+    for value in ("hybrid:", "hybrid:much"):
+        with pytest.raises(ValueError, match="budget must be 'auto', "):
+            HaloConfig.from_environment(value)
+
+
+def test_only_what_the_variable_says_is_read() -> None:
+    assert read_environment("1") == {}
+    assert read_environment("depcache") == {"strategy": "depcache"}
+    assert read_environment('{"budget": 7}') == {"budget": 7}

@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgl_hybrid.sampling import expected_reads, id_sums
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, Fanout, LoaderAccess, add_reads, expect_reads
+from dgl_hybrid.sampling.id_sums import IdSums
 from dgl_hybrid.sampling.in_edge_lists import EdgeLists
 from tests.helpers.distdgl import heterograph, homogeneous_graph
 from tests.helpers.graphs import hand_drawn
@@ -25,12 +27,18 @@ class WholeGraph:
 
     graph: dgl.DGLGraph
     unknown: frozenset[int] = frozenset()
+    largest: int = 0
+    """Most in-edges that were asked for at once."""
 
     def is_known(self, ids: Tensor) -> Tensor:
         return torch.tensor([int(i) not in self.unknown for i in ids], dtype=torch.bool)
 
+    def degrees(self, ids: Tensor) -> Tensor:
+        return self.graph.in_degrees(ids)
+
     def lookup(self, ids: Tensor) -> EdgeLists:
         src, _, eid = self.graph.in_edges(ids, form="all")
+        self.largest = max(self.largest, len(src))
         return EdgeLists(counts=self.graph.in_degrees(ids), src_global=src, eid_global=eid)
 
 
@@ -130,6 +138,48 @@ def test_fanouts_by_edge_type() -> None:
     two_of_each = expected(homogeneous, access(papers[:10].tolist(), (2,)), edge_type_of=lambda eids: etype[eids])
     total = float(two_of_each.as_input.sum())
     assert total > float(expected(homogeneous, access(papers[:10].tolist(), (2,))).as_input.sum()), "two of each type"
+
+
+@pytest.mark.parametrize("replace", [False, True])
+@pytest.mark.parametrize("fanouts", [(3, 5), (-1, 2), (4, -1, 3)])
+def test_frontiers_are_gone_through_a_few_edges_at_a_time(
+    fanouts: tuple[int, ...], replace: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = homogeneous_graph(400, 6)
+    loader = access(torch.nonzero(graph.ndata["train_mask"]).flatten().tolist(), fanouts, 5, replace)
+    at_once = expected(graph, loader)
+    monkeypatch.setattr(expected_reads, "EDGES_AT_ONCE", 150)
+    lists = WholeGraph(graph)
+    reads = expect_reads(loader, lists, make_known=lambda ids, reads: None)
+    assert lists.largest <= max(150, int(graph.in_degrees().max()))
+    assert torch.equal(reads.ids, at_once.ids)
+    for name in ("as_seed", "as_frontier", "as_input"):
+        torch.testing.assert_close(getattr(reads, name), getattr(at_once, name), rtol=1e-12, atol=0.0)
+
+
+def test_a_frontier_of_several_edge_types_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = heterograph()
+    homogeneous = dgl.to_homogeneous(graph)
+    etype = homogeneous.edata[dgl.ETYPE]
+    loader = access(list(range(100)), ((1, 2, 3, -1, 0), 2), 4)
+    at_once = expected(homogeneous, loader, edge_type_of=lambda eids: etype[eids])
+    monkeypatch.setattr(expected_reads, "EDGES_AT_ONCE", 20)
+    reads = expected(homogeneous, loader, edge_type_of=lambda eids: etype[eids])
+    assert torch.equal(reads.ids, at_once.ids)
+    torch.testing.assert_close(reads.as_input, at_once.as_input, rtol=1e-12, atol=0.0)
+
+
+def test_sums_come_out_whatever_was_merged_when(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_sums, "_MERGE_AT", 5)
+    generator = torch.Generator().manual_seed(0)
+    ids, values = torch.randint(40, (300,), generator=generator), torch.rand(300, generator=generator).double()
+    sums = IdSums()
+    for some in torch.arange(300).split(11):
+        sums.add(ids[some], values[some])
+    found, total = sums.result()
+    assert torch.equal(found, torch.unique(ids))
+    torch.testing.assert_close(total, torch.zeros(40).double().index_add_(0, ids, values)[found])
+    assert [len(part) for part in IdSums().result()] == [0, 0]
 
 
 def test_reads_of_two_loaders_add_up() -> None:

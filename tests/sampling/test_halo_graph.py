@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dgl_hybrid
@@ -16,8 +17,10 @@ from dgl.distributed import graph_services
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_graph import HaloGraph, pack_lists
 from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, PartitionLists, fetch_lists
+from dgl_hybrid.sampling.plugin import HaloPlugin
 from tests.helpers.distdgl import heterograph, homogeneous_graph
 from tests.sampling.offline import Machines, start_machines
 
@@ -90,6 +93,7 @@ def test_lookup_keeps_the_order_asked_for(tmp_path: Path, monkeypatch: pytest.Mo
     whole = torch.isin(neither, PartitionLists(machines.view(0)).complete_halo())
     assert torch.equal(lists.is_known(neither), whole), "a list may be whole in this partition's halo"
     found = lists.lookup(ids)
+    assert torch.equal(lists.degrees(ids), found.counts)
     for vertex, sources in zip(ids.tolist(), found.src_global.split(found.counts.tolist()), strict=True):
         true_sources, _ = machines.graph.in_edges(machines.orig_nodes[vertex])
         assert sorted(machines.orig_nodes[sources].tolist()) == sorted(true_sources.tolist())
@@ -182,6 +186,47 @@ def test_limited_draws_are_of_the_right_lists_and_sizes(
 )
 def test_what_lists_alone_cannot_answer_goes_to_the_owner(request_made: Any) -> None:
     assert not HaloGraph.can_answer(request_made)
+
+
+def test_what_finds_the_lists_is_counted_and_may_be_too_much(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = hold(machines := start(tmp_path, monkeypatch), 0, foreign(machines, 0)).tensors
+    assert HaloGraph(tensors, 0).num_bytes == tensors.num_bytes + 4 * 200
+    halo = HaloGraph(tensors, 0, room_bytes=1000.0)
+    assert halo.num_bytes == tensors.num_bytes
+    assert halo.holds(torch.arange(200)).sum() == len(tensors.ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("room_bytes", [0.0, float("inf")], ids=["search", "table"])
+def test_seeds_of_any_integer_type(
+    dtype: torch.dtype, room_bytes: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DGL takes 32 bits, too, and gets what the script gave."""
+    machines = start(tmp_path, monkeypatch)
+    view, others = machines.view(0), foreign(machines, 0)
+    halo = HaloGraph(hold(machines, 0, others[::2].contiguous()).tensors, 0, room_bytes=room_bytes)
+    noted: list[Tensor] = []
+    store = SimpleNamespace(halo_graph=halo, note_remote_seeds=noted.append)
+    plugin = HaloPlugin(HaloConfig())
+    monkeypatch.setattr(plugin, "_store_of", lambda g: store)
+
+    def of_dgl(g: Any, nodes: Tensor, issue_remote_req: Any, local_access: Any) -> Any:
+        assert nodes.dtype == dtype
+        issue_remote_req(nodes)
+        empty = torch.empty(0, dtype=torch.int64)
+        local = SimpleNamespace(global_src=empty, global_dst=empty, global_eids=empty)
+        return local_access(None, None, nodes), local
+
+    answer, _ = plugin._draw_neighbours(
+        of_dgl,
+        view,
+        others.to(dtype),
+        lambda nodes: graph_services.SamplingRequest(nodes, -1),
+        lambda *_: graph_services.LocalSampledGraph(*[torch.empty(0, dtype=torch.int64)] * 3),
+    )
+    assert len(answer.global_src) == int(machines.graph.in_degrees(machines.orig_nodes[others[::2]]).sum())
+    assert [ids.dtype for ids in noted] == [torch.int64]
+    assert torch.equal(noted[0], others[1::2])
 
 
 def test_an_owner_that_answers_about_others_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,9 +63,10 @@ def test_a_nan_with_a_payload_is_not_rounded_away() -> None:
 
 @pytest.mark.parametrize("bound", [40, 2**40], ids=["table", "search"])
 def test_an_index_finds_ids_in_any_order(bound: int) -> None:
-    ids = torch.tensor([7, 3, 39, 0])
+    ids = torch.tensor([0, 3, 7, 39])
     index = IdIndex(ids, bound)
-    assert index.find(torch.tensor([0, 39, 5, 7, 7, 38])).tolist() == [3, 2, -1, 0, 0, -1]
+    assert index.table_bytes == (160 if bound == 40 else 0)
+    assert index.find(torch.tensor([0, 39, 5, 7, 7, 38])).tolist() == [0, 3, -1, 2, 2, -1]
     assert index.find(torch.empty(0, dtype=torch.int64)).tolist() == []
     assert IdIndex(ids[:0], bound).find(torch.tensor([1, 2])).tolist() == [-1, -1]
 
@@ -99,7 +100,7 @@ def test_small_values_are_kept_small_and_come_back_as_they_were() -> None:
     owner = Owner(torch.randint(0, 200, (60, 16)).float())
     held = HeldRows(owner.rows[:20], 60)
     held.fetch(torch.arange(20, 60), owner, float("inf"))
-    assert held.num_bytes == 40 * (16 + 8)
+    assert held.num_bytes == 40 * (16 + 8) + 60 * 4, "rows, ids, and a table of all ids"
     rows, _ = held.read(torch.arange(20, 60), owner)
     assert same_bits(rows, owner.rows[20:])
 
@@ -112,7 +113,7 @@ def test_other_machines_may_have_other_values_than_this_one() -> None:
     held = HeldRows(rows[:20], 60)
     held.fetch(torch.arange(20, 50), owner, float("inf"))
     held.fetch(torch.arange(50, 60), owner, float("inf"))
-    assert held.num_bytes == 40 * (4 * 16 + 8)
+    assert held.num_bytes == 40 * (4 * 16 + 8) + 60 * 4
     back, _ = held.read(torch.arange(20, 60), owner)
     assert same_bits(back, rows[20:])
 
@@ -131,6 +132,38 @@ def test_no_more_is_held_than_there_is_room_for(is_odd: bool) -> None:
     assert held.holds(wanted).tolist() == [True] * fits + [False] * (280 - fits), "the most wanted come first"
     back, _ = held.read(wanted, owner)
     assert same_bits(back, rows[wanted])
+
+
+def allocated(held: HeldRows) -> int:
+    """What the tensors of held rows take, whatever they are called."""
+    parts = [*vars(held).values(), *vars(held._index).values()]
+    return sum({t.data_ptr(): t.nbytes for t in parts if isinstance(t, Tensor) and len(t)}.values())
+
+
+@pytest.mark.parametrize("room_bytes", [3000.0, 20_000.0, 200_000.0, float("inf")])
+def test_what_finds_the_rows_is_within_the_room_too(room_bytes: float) -> None:
+    owner = Owner(torch.randn(2000, 16))
+    held = HeldRows(owner.rows[:20], 2000)
+    wanted = torch.randperm(1980) + 20
+    for some in (wanted[:30], wanted[30:]):
+        held.fetch(some, owner, room_bytes - held.num_bytes)
+        assert held.num_bytes == allocated(held) <= room_bytes
+    assert held.num_bytes >= min(room_bytes, 1980 * 72) - held.row_bytes
+    back, _ = held.read(wanted, owner)
+    assert same_bits(back, owner.rows[wanted])
+
+
+def test_rows_that_become_wider_stay_within_the_room() -> None:
+    rows = torch.randint(0, 200, (300, 16)).float()
+    rows[200:] += 0.3
+    owner = Owner(rows)
+    held = HeldRows(rows[:20], 300)
+    held.fetch(torch.arange(20, 90), owner, 2000.0)
+    held.fetch(torch.arange(200, 290), owner, 2000.0 - held.num_bytes)
+    assert held.num_bytes <= 2000
+    ids = torch.arange(20, 300)
+    back, _ = held.read(ids, owner)
+    assert same_bits(back, rows[ids])
 
 
 def test_likely_type_looks_at_rows_from_all_over() -> None:

@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
+from dgl.distributed import graph_services
 
+from dgl_hybrid.sampling import loaders
 from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
 
 ETYPE = ("_N", "_E", "_N")
@@ -74,6 +76,39 @@ def test_fanouts_are_numbers_of_any_kind(fanouts: Any) -> None:
 @pytest.mark.parametrize("fanouts", [None, [], "10,25", [2.5], [None], 5])
 def test_other_fanouts_say_nothing(fanouts: Any) -> None:
     assert read_loader(G, [1], 1, False, OldStyleSampler(fanouts).sample_blocks) is None
+
+
+def test_a_fanout_of_the_only_edge_type_is_a_number() -> None:
+    access = read_loader(G, [1], 1, False, OldStyleSampler([{"_E": 10}, {ETYPE: 25}, 3]).sample_blocks)
+    assert access is not None
+    assert access.fanouts == (3, 25, 10)
+    assert all(type(fanout) is int for fanout in access.fanouts)
+
+
+def test_ends_of_edges_are_counted_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends of every edge, and three negatives for each, drawn from ten vertices."""
+    generator = torch.Generator().manual_seed(0)
+    src, dst = torch.randint(8, (2, 50), generator=generator)
+    asked: list[int] = []
+
+    def find_edges(g: Any, eids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(len(eids))
+        return src[eids], dst[eids]
+
+    class Collator(EdgeCollator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.g, self.eids = G, torch.arange(50)
+            self.graph_sampler = dgl.dataloading.NeighborSampler([2])
+            self.negative_sampler = dgl.dataloading.negative_sampler.Uniform(3)
+
+    monkeypatch.setattr(graph_services, "find_edges", find_edges)
+    monkeypatch.setattr(loaders, "EDGES_AT_ONCE", 7)
+    access = read_loader(G, torch.arange(50), 10, False, Collator().collate)
+    assert access is not None
+    assert max(asked) == 7
+    expected = torch.bincount(torch.cat([src, dst]), minlength=10) + 3 * 50 / 10
+    assert access.seeds.tolist() == list(range(10))
+    assert torch.allclose(access.occurrences, expected.double())
 
 
 @pytest.mark.parametrize("base", [NodeCollator, EdgeCollator])

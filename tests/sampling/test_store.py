@@ -57,6 +57,8 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "old_style",
         "says_nothing",
         "inference",
+        "seeds_of_32_bits",
+        "switched_off",
         "writes",
     )
     return run_phases(tmp_path_factory.mktemp("store"), homogeneous_graph(400, 6), 3, *phases)
@@ -129,6 +131,23 @@ def test_writes_are_seen_on_every_machine(trainers: list[dict[str, Any]]) -> Non
         assert results["writes"]["remote_rows_of_the_unwritten"] == 0, "other fields stay held"
 
 
+def test_who_is_switched_off_writes_into_nobodys_held_rows(trainers: list[dict[str, Any]]) -> None:
+    for rank, results in enumerate(trainers):
+        seen = results["switched_off"]
+        assert seen["first"][0] > 0, "rows were held"
+        assert [stale for _, stale in seen.values()] == [0, 0, 0, 0]
+        assert [held for held, _ in (seen["off, 5.0"], seen["off, 0.0"])] == [0, 0], "by nobody"
+        assert rank == 0 or seen["on again"][0] > 0, "rank 0 began anew, with nothing planned"
+
+
+def test_seeds_of_32_bits_are_drawn_for(trainers: list[dict[str, Any]]) -> None:
+    for results in trainers:
+        first, *others = results["seeds_of_32_bits"]["drawn"].values()
+        assert len(first) > 0
+        assert all(drawn == first for drawn in others)
+        assert results["seeds_of_32_bits"]["held_seeds"] >= 20
+
+
 def test_a_field_that_takes_the_name_of_a_deleted_one_is_read_from_its_owners(trainers: list[dict[str, Any]]) -> None:
     for results in trainers:
         assert results["writes"]["held_before_it_was_deleted"] > 0
@@ -190,3 +209,17 @@ def test_servers_without_the_plugin_cannot_tell_of_writes(tmp_path: Path) -> Non
         assert last["held_seeds"] > 0, "the structure does not change, so lists are"
         assert last["wrong"] == 0
         assert "dgl_hybrid.enable() must come before dgl.distributed.initialize()" in results["unserved"]["error"]
+
+
+def test_where_one_machine_has_no_plugin_nobody_holds_rows(tmp_path: Path) -> None:
+    """Its trainer announces nothing, and its server would end at what ours announce."""
+    on, off = run_phases(tmp_path, homogeneous_graph(400, 6), 2, "partly_served", plugin=None)
+    on, off = on["partly_served"], off["partly_served"]
+    assert (on["is_on"], on["machine"], off["is_on"], off["machine"]) == (True, 0, False, 1)
+    assert on["counts"]["held_rows"] == on["counts"]["fill_rows"] == 0
+    assert on["counts"]["held_seeds"] > 0, "the structure does not change, so lists are held"
+    for trainer in (on, off):
+        assert trainer["stale after 0"] == trainer["stale after 1"] == 0
+    (warning,) = on["warnings"]
+    assert "the server of machine 1 (" in warning
+    assert "rows will not" in warning

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes a process may hold, on the host that it finds itself on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
+
+# isort: split
+import pytest
+from dgl.distributed import role
+
+from dgl_hybrid.sampling import halo_store
+from dgl_hybrid.sampling.config import HaloConfig
+
+TWO_MACHINES_ON_ONE_HOST = SimpleNamespace(
+    machine_id=0, _server_namebook={0: (0, "10.0.0.1", 1, 1), 1: (1, "10.0.0.1", 2, 1)}
+)
+
+
+@pytest.fixture(autouse=True)
+def host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(halo_store, "free_memory_bytes", lambda: 48e9)
+    monkeypatch.setattr(halo_store, "free_shared_memory_bytes", lambda: 64e6)
+    monkeypatch.setattr(role, "get_num_trainers", lambda: 4)
+    monkeypatch.setenv("DGL_NUM_SAMPLER", "1")
+
+
+def find(config: HaloConfig, *, share: bool) -> float:
+    client: Any = TWO_MACHINES_ON_ONE_HOST
+    return halo_store._find_budget(config, 10**9, client, share=share)
+
+
+@pytest.mark.parametrize(("budget", "asked_bytes"), [("10%", 1e8), ("256MB", 256e6), (10**7, 1e7)])
+def test_what_is_shared_has_room_in_shared_memory(
+    budget: str | int, asked_bytes: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """64 MB are free, half of which four trainers may take; whoever takes more is killed by a bus error."""
+    assert find(HaloConfig(budget=budget), share=False) == asked_bytes
+    assert not caplog.records
+    assert find(HaloConfig(budget=budget), share=True) == 8e6
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"asks for {asked_bytes / 1e6:.1f} MB" in record.getMessage()
+    assert "of whose 64.0 free MB this trainer may take 8.0" in record.getMessage()
+
+
+def test_a_budget_that_fits_is_as_asked(caplog: pytest.LogCaptureFixture) -> None:
+    assert find(HaloConfig(budget="8MB"), share=True) == 8e6
+    assert not caplog.records
+
+
+def test_all_that_is_reached_is_bounded_by_shared_memory_alone(caplog: pytest.LogCaptureFixture) -> None:
+    assert find(HaloConfig(strategy="depcache"), share=False) == math.inf
+    assert find(HaloConfig(strategy="depcache"), share=True) == 8e6
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+def test_auto_is_a_quarter_divided_by_all_processes() -> None:
+    assert find(HaloConfig(), share=False) == 48e9 / 4 / 8
+    assert find(HaloConfig(), share=True) == 64e6 / 4 / 8

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whoever starts a job has the last word on what its scripts enable."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import dgl_hybrid
+
+# isort: split
+import pytest
+
+from dgl_hybrid.sampling import switch
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig
+
+
+@pytest.fixture(autouse=True)
+def nothing_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(switch, "_warned", set())
+    yield
+    dgl_hybrid.disable()
+
+
+def held() -> HaloConfig | None:
+    return None if switch._plugin is None else switch._plugin.config
+
+
+def test_off_stays_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Else a comparison of a script with and without the plugin compares it with itself."""
+    monkeypatch.setenv(ENABLE_VARIABLE, "0")
+    for _ in range(2):
+        dgl_hybrid.enable(strategy="depcache")
+        dgl_hybrid.disable()
+        assert held() is None
+    assert os.environ[ENABLE_VARIABLE] == "0", "children inherit it"
+    assert [record.getMessage() for record in caplog.records] == [
+        "DGL_HYBRID_ENABLE=0 has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. Take the "
+        "variable (or --strategy off) away to have it on."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "config"),
+    [
+        ("depcomm", HaloConfig(strategy="depcomm", budget="10%")),
+        ("hybrid:1MB", HaloConfig(budget="1MB")),
+        ('{"budget": "20%"}', HaloConfig(strategy="depcache", budget="20%")),
+        (HaloConfig(strategy="depcomm").to_environment(), HaloConfig(strategy="depcomm")),
+    ],
+)
+@pytest.mark.parametrize("is_on_already", [False, True])
+def test_what_the_launcher_says_holds(
+    value: str,
+    config: HaloConfig,
+    is_on_already: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, value)
+    if is_on_already:
+        switch.enable_from_environment()
+        assert not caplog.records
+    for _ in range(2):
+        dgl_hybrid.enable(strategy="depcache", budget="10%")
+        assert held() == config
+    (record,) = caplog.records
+    assert "holds in place of what dgl_hybrid.enable() was asked for" in record.getMessage()
+    assert "not depcache, 10%" in record.getMessage()
+
+
+@pytest.mark.parametrize("value", ["1", "", None])
+def test_what_it_leaves_open_the_script_says(
+    value: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if value is None:
+        monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
+    else:
+        monkeypatch.setenv(ENABLE_VARIABLE, value)
+    switch.enable_from_environment()
+    for budget in ("10%", "20%"):
+        dgl_hybrid.enable(budget=budget)
+        assert held() == HaloConfig(budget=budget)
+    assert not caplog.records
+
+
+def test_a_script_may_say_otherwise_after_disable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENABLE_VARIABLE, "depcomm")
+    switch.enable_from_environment()
+    dgl_hybrid.disable()
+    dgl_hybrid.enable(budget="10%")
+    assert held() == HaloConfig(budget="10%")

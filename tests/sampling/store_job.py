@@ -292,6 +292,7 @@ def switched_off(job: Job) -> Any:
         if job.rank == 0:
             dgl_hybrid.disable()
             g.ndata["scratch"][ids] = torch.full((len(ids), 4), value)
+            g.ndata["scratch"][ids]  # DGL's own barrier does not wait for pushes, an answer does
         g.barrier()
         outcome[f"off, {value}"] = read(value)
     if job.rank == 0:
@@ -400,7 +401,7 @@ def partly_served(job: Job) -> Any:
     messages = Messages()
     logging.getLogger("dgl_hybrid").addHandler(messages)
     loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
-    outcome: dict[str, Any] = {"is_on": ENABLE_VARIABLE in os.environ, "machine": g.get_partition_book().partid}
+    outcome: dict[str, Any] = {"is_on": ENABLE_VARIABLE in os.environ, "machine": int(g.get_partition_book().partid)}
     for _ in range(2):
         for inputs, _, _ in loader:
             g.ndata["scratch"][inputs]
@@ -409,6 +410,7 @@ def partly_served(job: Job) -> Any:
         g.barrier()
         if job.rank == writer:
             g.ndata["scratch"][ids] = torch.full((len(ids), 4), 7.0 + writer)
+            g.ndata["scratch"][ids]  # DGL's own barrier does not wait for pushes, an answer does
         g.barrier()
         outcome[f"stale after {writer}"] = int((g.ndata["scratch"][ids] != 7.0 + writer).sum())
     outcome["warnings"] = messages.texts

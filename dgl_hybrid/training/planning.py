@@ -207,7 +207,8 @@ class PlanMaker:
 
     def _share_of_width(self, width: int, dtype_name: str) -> float:
         """Returns how many of the bytes of a row travel in training."""
-        codec, dtype = self._approximation and self._approximation.codec, getattr(torch, dtype_name)
+        codec = None if self._approximation is None else self._approximation.codec
+        dtype: torch.dtype = getattr(torch, dtype_name)
         if codec is None or not is_encoded(codec, width, dtype):
             return 1.0
         return codec.row_bytes(width) / (width * dtype.itemsize)
@@ -416,7 +417,7 @@ class _Rounds:
         if not rounds:
             return 1.0
         slowest_rank = max(statistics.median(of_rank) for of_rank in zip(*rounds, strict=True))
-        return statistics.median(max(took) for took in rounds) / slowest_rank
+        return float(statistics.median(max(took) for took in rounds) / slowest_rank)
 
 
 _BACKGROUND_BACKENDS = ("gloo", "nccl", "mixed")

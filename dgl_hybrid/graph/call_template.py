@@ -8,6 +8,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -219,9 +220,10 @@ def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[i
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Applies `function` to what nested tuples, lists, dictionaries and dataclasses hold, keeping their kinds.
+    """Applies `function` to what nested tuples, lists, dictionaries, dataclasses and `SimpleNamespace`s hold, keeping
+    their kinds.
 
-    A dataclass that is met again inside of itself, or again at all, is mapped once.
+    A dataclass or namespace that is met again inside of itself, or again at all, is mapped once.
     """
     return _map_leaves(value, function, {})
 
@@ -248,7 +250,7 @@ def _map_leaves(value: Any, function: Callable[[Any], Any], done: dict[int, Any]
 
 
 def flatten(value: Any) -> list[Any]:
-    """Lists what nested tuples, lists, dictionaries and dataclasses hold, these once."""
+    """Lists what nested tuples, lists, dictionaries, dataclasses and namespaces hold, the last two once."""
     leaves: list[Any] = []
     _flatten(value, leaves, {})
     return leaves
@@ -271,12 +273,15 @@ def _flatten(value: Any, leaves: list[Any], done: dict[int, Any]) -> None:
 
 
 def _is_record(value: Any) -> bool:
-    """Whether it is an instance of a dataclass; those that are dictionaries as well are taken for such."""
-    return dataclasses.is_dataclass(value) and not isinstance(value, (type, dict, _BlockAt, _RowsOf))
+    """Whether it is an instance of a dataclass, or a namespace; dictionaries that are one, too, are dictionaries."""
+    is_kind = dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace)
+    return is_kind and not isinstance(value, (type, dict, _BlockAt, _RowsOf))
 
 
 def _fields_of(record: Any) -> list[tuple[str, Any]]:
     """Those that are there: a field may be set later than by its constructor, or never."""
+    if isinstance(record, SimpleNamespace) and not dataclasses.is_dataclass(record):
+        return list(vars(record).items())
     names = [entry.name for entry in dataclasses.fields(record)]
     return [(name, getattr(record, name)) for name in names if hasattr(record, name)]
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -31,6 +32,15 @@ RowFunction = Callable[[Tensor], Tensor]
 
 _logger = logging.getLogger(__name__)
 
+_COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional"})
+"""Namespaces of what torch.distributed does between ranks."""
+
+_MOST_DRAWS = 32
+"""How often a model is run until each layer has been used, which it may skip now and then."""
+
+_warned_of: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
+"""What was said of a model, which is traced again for every order of its products, and as epochs drift."""
+
 
 @dataclass
 class _Record:
@@ -54,7 +64,8 @@ class _Record:
     unsplit: set[int] = field(default_factory=set)
     """Layers that do something along edges which cannot."""
     batch_norm_levels: set[int] = field(default_factory=set)
-    output_batch_norm: bool = False
+    output_rows: set[int] = field(default_factory=set)
+    """How many rows the outputs have that need a gradient."""
     blocks: list[LayerBlock] = field(default_factory=list)
     """What the model runs on."""
 
@@ -62,6 +73,20 @@ class _Record:
         """Multiplies all costs."""
         for costs in (self.level_flops, self.level_bytes, self.edge_flops, self.edge_bytes):
             costs[:] = [cost * factor for cost in costs]
+
+    def unused(self) -> list[int]:
+        """The layers whose blocks were not used."""
+        return [index + 1 for index, fields in enumerate(self.fields) if not fields]
+
+    def add_unused(self, other: _Record) -> None:
+        """Takes what another draw of the model did in layers that were not used here, and what it did besides."""
+        for index in range(len(self.fields)):
+            self.fields[index] = self.fields[index] or other.fields[index]
+        for name in ("level_flops", "level_bytes", "level_held", "edge_flops", "edge_bytes", "edge_held"):
+            ours, theirs = getattr(self, name), getattr(other, name)
+            ours[:] = [max(pair) for pair in zip(ours, theirs, strict=True)]
+        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "batch_norm_levels"):
+            getattr(self, name).update(getattr(other, name))
 
     @staticmethod
     def empty(num_layers: int) -> _Record:
@@ -200,6 +225,20 @@ def _is_message_passing(func: Any) -> bool:
     return func.namespace == "dgl_hybrid" and not is_of_rows
 
 
+class _NoCollectives(TorchDispatchMode):
+    """Raises where a model talks to other ranks, which do not run it: it would wait for them for ever."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace in _COLLECTIVES:
+            raise RuntimeError(
+                f"its forward calls torch.distributed ({func}), which would wait for the other ranks, where only one "
+                f"runs it"
+            )
+        return func(*args, **(kwargs or {}))
+
+
 class _QuietMode(TorchFunctionMode):
     """Notes batch norm and puts a row-local affine map in its place; dropout becomes a product that costs as much."""
 
@@ -289,49 +328,38 @@ def trace_model(
     # The caller may be evaluating; the trace needs a backward.
     with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
         pristine = copy_of(inner).cpu().train()
-        copied = copy_of(pristine)
         blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
-        record = _Record.empty(num_layers)
-        record.blocks = blocks
-        observer = _Observer(record, num_edges, device)
         for block in blocks:
             block.sums_first = bool(sums_first) and sums_first[block.layer - 1]
             # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
             block.on_edge_dropout = lambda block, p: None
-        generator = torch.Generator().manual_seed(0)
-        args, kwargs, static = template.bind(blocks, generator)
+        args, kwargs, static = template.bind(blocks, torch.Generator().manual_seed(0))
         if keep_static:
             for block in blocks:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
-        # The first epoch makes what is kept, results and structures; what the others cost is of interest.
-        with template.casting("cpu"), _QuietMode(record, sizes), _SplitMode(record, num_edges):
-            copied(*args, **kwargs)
-        for block in blocks:
-            block.observer = observer
-        costs = _CostMode(record, sizes, num_edges)
-        with _QuietMode(record, sizes, costs, row_slowdown(dropout, device)), costs:
-            with template.casting("cpu"):
-                outputs = _differentiable(copied(*args, **kwargs))
-            costs.forward = False
-            try:
-                if outputs:
-                    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
-            except CheckpointError:
-                # A forward that is run again in backward is out of reach of the modes here and does not match the
-                # first. It costs a forward, and the backward two.
-                record.scale(4.0)
-            for block in blocks:
-                block.observer = None
-        del copied, outputs
-        observer.charge()
+
+        copied = copy_of(pristine)  # the same in all draws: it may draw from a generator of its own
+        slowdown = row_slowdown(dropout, device)
+
+        def measure(draw: int) -> _Record:
+            record = _Record.empty(num_layers)
+            record.blocks = blocks
+            _measure(copied, template, args, kwargs, record, sizes, num_edges, device, slowdown, draw)
+            return record
+
+        record = _measure_all_layers(measure)
         _check_all_used(record, num_layers)
         if num_layers in record.batch_norm_levels:
             raise BlockError(
                 "the model normalises the output of its last layer over rows (batch norm): only the seeds are computed "
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
-        with template.casting("cpu"):
-            _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+        with template.casting("cpu"), _NoCollectives():
+            outputs = _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+        for kind, text in _notes_on(outputs, record.output_rows, sizes, num_edges):
+            if kind not in _warned_of.setdefault(inner, set()):
+                _warned_of[inner].add(kind)
+                _logger.warning("%s", text)
         if template.autocast is not None:  # whatever the dtypes of their operands; as `LayerBlock.split_of` has it
             record.unsplit |= record.summed
     parameters = sum(parameter.numel() for parameter in inner.parameters())
@@ -340,6 +368,90 @@ def trace_model(
         trace=_summarise(record, sizes, num_edges, parameters, dtype, sums_first or [False] * num_layers),
         dense_below=1 + max(record.batch_norm_levels, default=-1),
     )
+
+
+def check_rows_apart(model: nn.Module, template: CallTemplate, num_layers: int) -> None:
+    """Runs copies of a model that evaluates on tiny blocks, and looks whether it mixes rows. Not collective.
+
+    Args:
+        model: In evaluation mode, called with blocks; not changed.
+        template: How it is called.
+        num_layers: Number of blocks.
+
+    Raises:
+        BlockError: If it mixes rows of different vertices.
+    """
+    taken = {dimension for parameter in model.parameters() for dimension in parameter.shape}
+    taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
+    with with_own_randomness(), torch.inference_mode(False):
+        pristine = copy_of(model).cpu()
+        blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
+        args, kwargs, _ = template.bind(blocks, torch.Generator().manual_seed(0))
+        record = _Record.empty(num_layers)
+        with template.casting("cpu"), _NoCollectives():
+            _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+
+
+def _measure(
+    copied: nn.Module,
+    template: CallTemplate,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    record: _Record,
+    sizes: list[int],
+    num_edges: list[int],
+    device: torch.device,
+    slowdown: float,
+    draw: int,
+) -> None:
+    """Runs a copy twice, the second time backward, too, and adds what that costs to the record.
+
+    Args:
+        slowdown: Of dropout.
+        draw: What the model draws in both runs.
+    """
+    blocks = record.blocks
+    observer = _Observer(record, num_edges, device)
+    # The first epoch makes what is kept, results and structures; what the others cost is of interest.
+    seed_generators(draw)
+    with _NoCollectives(), template.casting("cpu"), _QuietMode(record, sizes), _SplitMode(record, num_edges):
+        copied(*args, **kwargs)
+    for block in blocks:
+        block.observer = observer
+    costs = _CostMode(record, sizes, num_edges)
+    try:
+        with _NoCollectives(), _QuietMode(record, sizes, costs, slowdown), costs:
+            seed_generators(draw)
+            with template.casting("cpu"):
+                outputs = _differentiable(copied(*args, **kwargs))
+            record.output_rows = {len(x) for x in outputs if x.dim()}
+            costs.forward = False
+            try:
+                if outputs:
+                    torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+            except CheckpointError:
+                # A forward that is run again in backward is out of reach of the modes here and does not match the
+                # first. It costs a forward, and the backward two.
+                record.scale(4.0)
+    finally:
+        for block in blocks:
+            block.observer = None
+    del outputs
+    observer.charge()
+
+
+def _measure_all_layers(measure: Callable[[int], _Record]) -> _Record:
+    """Measures a model, and again by other draws while there are layers that it has skipped.
+
+    With stochastic depth it skips some at random: one forward says nothing of which blocks it uses, and those that it
+    skips would cost nothing.
+    """
+    record = measure(0)
+    for draw in range(1, _MOST_DRAWS):
+        if not record.unused():
+            break
+        record.add_unused(measure(draw))
+    return record
 
 
 def _summarise(
@@ -379,7 +491,7 @@ def _summarise(
 
 
 def _check_all_used(record: _Record, num_layers: int) -> None:
-    unused = [index + 1 for index in range(num_layers) if not record.fields[index]]
+    unused = record.unused()
     if unused:
         raise BlockError(
             f"the model does not use the blocks of layers {unused}: the loader was made for {num_layers} layers (the "
@@ -395,7 +507,7 @@ def _check_rows_apart(
     record: _Record,
     sizes: list[int],
     num_edges: list[int],
-) -> None:
+) -> list[tuple[Tensor, Tensor]]:
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
 
     Row 0 of what the model is given, of the fields it finds in the blocks, and of what it first exchanges, which may
@@ -406,6 +518,9 @@ def _check_rows_apart(
 
     Args:
         make_model: Makes a copy.
+
+    Returns:
+        The tensors of the output without that change and with it; none, where that cannot be compared.
     """
 
     def copied(value: Any) -> Any:
@@ -444,7 +559,7 @@ def _check_rows_apart(
                 "two forwards of the model from the same state differ, so it was not checked that rows of different "
                 "vertices are only mixed by message passing and batch norm; anything else would not be exact"
             )
-            return
+            return []
         try:
             disturbed = run(disturb, _Disturber())
         except (IndexError, RuntimeError):  # of a table with one row
@@ -457,13 +572,40 @@ def _check_rows_apart(
                 "which cannot be exact on a partition. Use BatchNorm1d, which is supported, or a norm over features "
                 "such as LayerNorm."
             )
-        is_of_edges = before.dim() and len(before) in num_edges
-        if not (rows_of_level or is_of_edges) and not torch.allclose(before, after, equal_nan=True):
-            _logger.warning(
-                "the model returns a tensor of shape %s that is made of rows. On each rank it is made of the rows held "
-                "there: right for a mean over the seeds (a loss), wrong for one over the rows of a lower level. Return "
-                "rows and reduce them outside.",
-                tuple(before.shape),
+    return list(zip(plain, disturbed, strict=True))
+
+
+def _notes_on(
+    outputs: list[tuple[Tensor, Tensor]], differentiable: set[int], sizes: list[int], num_edges: list[int]
+) -> Iterator[tuple[str, str]]:
+    """Yields what is to be said of outputs over which a loss may not be exact, each with a name of its kind.
+
+    Args:
+        outputs: From `_check_rows_apart`.
+        differentiable: How many rows those have that need a gradient.
+    """
+    advice = (
+        "Take losses over rows of the seeds, which are the first ones at every level: h[:len(seeds)], and reduce those "
+        "outside of the model."
+    )
+    for before, after in outputs:
+        rows = len(before) if before.dim() else 0
+        of_lower_level, of_edges = rows in sizes[:-1], rows in num_edges
+        if (of_lower_level or of_edges) and rows in differentiable:
+            what = f"the vertices of level {sizes.index(rows)}" if of_lower_level else "the edges of a layer"
+            yield (
+                what,
+                f"the model returns a tensor with a row for each of {what}, through which gradients may come. Each "
+                f"rank holds those that its seeds need, some of them for several ranks, and weighs its loss by its "
+                f"number of seeds: a loss over all of these rows would not be that of the full graph. {advice}",
+            )
+        is_of_rows = of_lower_level or of_edges or rows == sizes[-1]
+        if not is_of_rows and not torch.allclose(before, after, equal_nan=True):
+            yield (
+                "scalar",
+                f"the model returns a tensor of shape {tuple(before.shape)} that is made of rows. On each rank it is "
+                f"made of the rows held there: right for a mean over the seeds (a loss), wrong for one over the rows "
+                f"of a lower level, also where those are returned and reduced outside. {advice}",
             )
 
 

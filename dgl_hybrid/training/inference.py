@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,9 +13,17 @@ import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.trace import check_rows_apart
+from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
+from dgl_hybrid.training.prefetch import Prefetch
+
+_logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -55,6 +65,10 @@ def infer(
 
     Returns:
         `(nids, output)`: the ids this rank owns among all those asked for, ascending, and their output rows.
+
+    Raises:
+        BlockError: On all ranks, if the model mixes rows of different vertices outside message passing. This is looked
+            for once a model, on small blocks; of one that cannot be run on them it is only said.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if loader is None:
@@ -65,6 +79,39 @@ def infer(
         loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)
     with evaluating(inner), torch.no_grad():
         input_nodes, seeds, blocks = next(iter(loader))
-        output = inner(blocks, loader.graph.ndata[feature][input_nodes])
+        x = loader.graph.ndata[feature][input_nodes]
+        output = inner(blocks, x)
+        _check_once(inner, loader, sampler, blocks, x)
     ids, order = seeds[: loader.num_seeds].sort()
     return ids, output[: loader.num_seeds][order]
+
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that were found to keep rows apart, or could not be looked at."""
+
+
+def _check_once(model: nn.Module, loader: FullGraphLoader, sampler: Any, blocks: list[LayerBlock], x: Tensor) -> None:
+    """Checks on rank 0 that a model keeps rows apart, as training does with the model that it plans for. Collective.
+
+    After the pass: what is wrong with the model in any other way was said by the model itself.
+    """
+    communicator = loader.communicator
+    # Ranks may have models that were made at different times: rank 0 looks at its own, so it decides.
+    if communicator.broadcast_json(model in _checked):
+        return
+    with communicator.agreed(), session.paused():
+        if communicator.rank == 0:
+            try:
+                fields = Prefetch.from_sampler(sampler).shapes(loader.graph)
+                template = CallTemplate.of_call((blocks, x), {}, blocks, fields)
+                check_rows_apart(model, template, loader.num_layers)
+            except BlockError:
+                raise
+            except Exception as error:
+                _logger.warning(
+                    "%s could not be run on the small blocks by which it would be checked (%s: %s), so it is not known "
+                    "whether rows of different vertices are only mixed by message passing; anything else would not be "
+                    "exact",
+                    *(type(model).__name__, type(error).__name__, error),
+                )
+    _checked.add(model)

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import dgl.function as fn
@@ -249,8 +251,54 @@ class _WithScalar(nn.Module):
 
 @pytest.mark.parametrize("of_rows", [True, False])
 def test_a_scalar_made_of_rows_is_warned_of(of_rows: bool, caplog: pytest.LogCaptureFixture) -> None:
-    trace(_WithScalar(of_rows=of_rows))
-    assert ("made of the rows held" in caplog.text) == of_rows
+    model = _WithScalar(of_rows=of_rows)
+    trace(model)
+    trace(model)  # as for every order of its products
+    assert caplog.text.count("made of the rows held") == of_rows
+    assert caplog.text.count("also where those are returned and reduced outside") == of_rows
+
+
+class _WithRows(nn.Module):
+    """Returns rows beside those of the seeds."""
+
+    def __init__(self, which: str) -> None:
+        super().__init__()
+        self.first, self.second = dglnn.GraphConv(IN, HIDDEN), dglnn.GATConv(HIDDEN, OUT, 1)
+        self.which = which
+
+    def forward(self, blocks: list[Any], x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.first(blocks[0], x)
+        out, weights = self.second(blocks[1], h, get_attention=True)
+        out = out.flatten(1)
+        return out, {
+            "level": h,
+            "edges": weights,
+            "seeds": h[: len(out)],
+            "without gradient": h.detach(),
+        }[self.which]
+
+
+@pytest.mark.parametrize(
+    ("which", "what"),
+    [
+        ("level", "a row for each of the vertices of level 1,"),
+        ("edges", "a row for each of the edges of a layer,"),
+        ("seeds", ""),
+        ("without gradient", ""),
+    ],
+)
+def test_rows_that_are_not_those_of_the_seeds_are_warned_of(
+    which: str, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss over them went by, silently: over replicas, too, and over nothing that no seed demands."""
+    model = _WithRows(which)
+    trace(model)
+    trace(model)
+    if what:
+        assert caplog.text.count(what) == 1
+        assert "h[:len(seeds)]" in caplog.text
+    else:
+        assert not caplog.records
 
 
 class OwnInput(nn.Module):
@@ -414,6 +462,50 @@ def test_a_model_that_draws_and_mixes_rows_is_refused() -> None:
         trace(Mixing("noise of weights"), value=1.0)
 
 
+class _Skipping(nn.Module):
+    """Skips its middle layers at random when it trains, as with stochastic depth, and maybe one of them always."""
+
+    def __init__(self, p: float, draw: Callable[[_Skipping], float], num_left_out: int = 0) -> None:
+        super().__init__()
+        layers = [dglnn.GraphConv(IN, HIDDEN), *(dglnn.GraphConv(HIDDEN, HIDDEN) for _ in range(2))]
+        self.layers = nn.ModuleList([*layers, dglnn.GraphConv(HIDDEN, OUT)])
+        self.p, self.draw, self.num_left_out, self.own = p, draw, num_left_out, random.Random(1)
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], x)
+        for index in (1, 2):
+            is_skipped = self.training and self.draw(self) < self.p
+            if is_skipped or index <= self.num_left_out:
+                h = h[: blocks[index].num_dst_nodes()]
+            else:
+                h = self.layers[index](blocks[index], h)
+        return self.layers[3](blocks[3], h)
+
+
+DRAWS: dict[str, Callable[[_Skipping], float]] = {
+    "torch": lambda model: float(torch.rand(())),
+    "random": lambda model: random.random(),
+    "numpy": lambda model: float(np.random.rand()),
+    "a generator of its own": lambda model: model.own.random(),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize("seed", range(4))
+def test_layers_that_are_skipped_at_random_are_used(draw: str, seed: int) -> None:
+    """One forward was looked at, by whatever the script's generators would give next."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    layers = trace(_Skipping(0.7, DRAWS[draw]), num_layers=4, value=1.0).trace.layers
+    assert [layer.operand_width for layer in layers[1:]] == [HIDDEN, HIDDEN, OUT]
+
+
+def test_a_layer_that_is_skipped_in_every_draw_is_not_used() -> None:
+    with pytest.raises(BlockError, match=r"does not use the blocks of layers \[2\]"):
+        trace(_Skipping(0.5, DRAWS["torch"], num_left_out=1), num_layers=4)
+
+
 def test_generators_of_gpus_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """They were seeded anew on the rank that traces alone, and not put back."""
     seeded: list[int] = []
@@ -438,4 +530,14 @@ def test_records_may_lack_fields_and_hold_themselves() -> None:
     (mapped, again) = map_leaves((node, node), lambda leaf: leaf + 1)
     assert mapped is again is mapped.parent
     assert mapped is not node
+
+
+def test_namespaces_are_looked_into() -> None:
+    inner = SimpleNamespace(value=torch.ones(2), rest=[torch.zeros(1)])
+    inner.itself = inner
+    assert [leaf.tolist() for leaf in flatten({"inner": inner})] == [[1.0, 1.0], [0.0]]
+    mapped = map_leaves(inner, lambda leaf: leaf + 1)
+    assert (mapped.value.tolist(), mapped.rest[0].tolist()) == ([2.0, 2.0], [1.0])
+    assert mapped.itself is mapped is not inner
+    assert inner.value.tolist() == [1.0, 1.0]
     assert mapped.value.tolist() == [2.0, 2.0]

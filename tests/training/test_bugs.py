@@ -14,7 +14,8 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import dgl
 import dgl.nn as dglnn
@@ -184,6 +185,8 @@ FORMS: dict[str, Callable[[Tensor, dict[str, Tensor]], Any]] = {
     "frozen dataclass": lambda logits, extra: FrozenAnswer(logits, extra),
     "named tuple": lambda logits, extra: NamedAnswer(logits, extra),
     "dict subclass": lambda logits, extra: DictAnswer(logits=logits, extra=extra),
+    "namespace": lambda logits, extra: SimpleNamespace(logits=logits, extra=extra),
+    "namespace beside a tensor": lambda logits, extra: Answer(logits, cast(Any, SimpleNamespace(**extra))),
 }
 
 
@@ -200,7 +203,8 @@ class Answering(nn.Module):
 
 
 def loss_of_answer(answer: Any, labels: Tensor) -> Tensor:
-    return F.cross_entropy(answer.logits, labels) + 0.3 * answer.extra["score"].square().mean()
+    extra = answer.extra if isinstance(answer.extra, dict) else vars(answer.extra)
+    return F.cross_entropy(answer.logits, labels) + 0.3 * extra["score"].square().mean()
 
 
 def train_with_outputs(rank: int, world_size: int, part_config: str) -> dict[str, list[list[Tensor]]]:
@@ -214,7 +218,7 @@ def train_with_outputs(rank: int, world_size: int, part_config: str) -> dict[str
         for _ in range(EPOCHS):
             for input_nodes, seeds, blocks in loader:
                 answer = model(blocks, g.ndata["feat"][input_nodes])
-                assert type(answer) is type(FORMS[form](answer.logits, answer.extra)), type(answer)
+                assert type(answer) is type(FORMS[form](answer.logits, {})), type(answer)
                 optimizer.zero_grad()
                 loss_of_answer(answer, g.ndata["label"][seeds]).backward()
                 grads[form].append(average_gradients(model))

@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from dgl_hybrid import PartitionedGraph, infer
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.training import inference
 from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
-from tests.helpers.graphs import NUM_FEATURES, power_law
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
 
@@ -85,3 +90,68 @@ def test_each_module_is_in_its_own_mode_again(way: str, partitions: PartitionSto
         assert modes.after == modes.before
         assert modes.error == "a broken model"
         assert modes.after_error == modes.before
+
+
+class Mixing(nn.Module):
+    """Does something with all the rows between two layers."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both", dropout=0.5).build(NUM_FEATURES)
+        self.norm = nn.BatchNorm1d(NUM_FEATURES).double()
+        self.last_norm = nn.BatchNorm1d(NUM_CLASSES).double()
+        self.way = way
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        if self.way == "mean":
+            x = x - x.mean(0)
+        elif self.way == "softmax":
+            x = x.softmax(0)
+        elif self.way == "evaluated batch norms":
+            x = self.norm(x)
+        elif self.way == "mean when it trains" and self.training:
+            x = x - x.mean(0)
+        elif self.way == "the data at hand":
+            assert (x.shape[0] < 61) or torch.is_grad_enabled(), "no made-up rows"
+        out: Tensor = self.model(blocks, x)
+        return self.last_norm(out) if self.way == "evaluated batch norms" else out
+
+
+def infer_with(rank: int, world_size: int, part_config: str, way: str) -> tuple[str, int, list[str]]:
+    """Returns what an error says, how often the model was looked at in three calls, and what was logged."""
+    g = PartitionedGraph.open(part_config)
+    model, messages = Mixing(way), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(inference.__name__).addHandler(handler)
+    error = ""
+    with mock.patch.object(inference, "check_rows_apart", wraps=inference.check_rows_apart) as looks:
+        for _ in range(3):
+            try:
+                infer(model, g, 2)
+            except BlockError as caught:
+                error = str(caught)
+    return error, looks.call_count, messages
+
+
+@pytest.mark.parametrize("way", ["mean", "softmax"])
+def test_a_model_that_mixes_rows_is_refused_by_inference(way: str, partitions: PartitionStore) -> None:
+    """It was looked at only by training, in its second epoch."""
+    for error, _, messages in run_ranks(2, infer_with, partitions.get("power_law", power_law(), 2), way):
+        assert "mixes rows of different vertices outside message passing" in error
+        assert not messages
+
+
+@pytest.mark.parametrize("way", ["", "evaluated batch norms", "mean when it trains"])
+def test_a_model_that_keeps_rows_apart_is_looked_at_once(way: str, partitions: PartitionStore) -> None:
+    """As it evaluates: what it does in training is none of inference's concern."""
+    outcomes = run_ranks(2, infer_with, partitions.get("power_law", power_law(), 2), way)
+    assert [outcome[:2] for outcome in outcomes] == [("", 1), ("", 0)]
+    assert not outcomes[0][2]
+
+
+def test_a_model_that_cannot_be_looked_at_is_warned_of(partitions: PartitionStore) -> None:
+    outcomes = run_ranks(2, infer_with, partitions.get("power_law", power_law(), 2), "the data at hand")
+    assert [outcome[:2] for outcome in outcomes] == [("", 1), ("", 0)]
+    (message,) = outcomes[0][2]
+    assert "could not be run on the small blocks" in message

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 from collections.abc import Sequence
@@ -12,9 +13,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as functional
 from torch import Tensor, nn
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.planner import ModelTimes, PlannerConfig, Topology, uniform_topology
 from dgl_hybrid.training import planning
@@ -185,3 +188,57 @@ def test_a_rank_that_cannot_time_its_model_does_not_stop_the_others(num_calls: i
 def test_ranks_that_can_time_their_models_plan_by_that(partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
     assert run_ranks(3, plan_with_one_that_fails, folder, -1, 0) == [[True]] * 3
+
+
+class Talking(nn.Module):
+    """Adds up something of its own over the ranks in its forward, by torch.distributed."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both").build(NUM_FEATURES)
+        self.way = way
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.model(blocks, x)
+        count = torch.ones((), dtype=x.dtype)
+        if self.way == "all_reduce":
+            dist.all_reduce(count)
+        elif self.way == "barrier":
+            dist.barrier()
+        elif self.way == "all_gather_object":
+            counts = [0] * dist.get_world_size()
+            dist.all_gather_object(counts, 1)
+            count = torch.tensor(sum(counts))
+        elif self.way == "functional":
+            count = functional.all_reduce(count)
+        return out / count
+
+
+def plan_for_one_that_talks(rank: int, world_size: int, part_config: str, way: str) -> tuple[list[float], list[str]]:
+    """Returns the sums of three epochs' outputs, and what was said."""
+    g = PartitionedGraph.open(part_config)
+    model, messages = Talking(way), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgl_hybrid.training").addHandler(handler)
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, topology=uniform_topology(world_size))
+    sums = []
+    for _ in range(3):
+        for input_nodes, _, blocks in loader:
+            out = model(blocks, g.ndata["feat"][input_nodes])
+            out.square().mean().backward()
+            sums.append(float(out.detach().square().sum()))
+    assert loader.outcome is None
+    infer(model, g, 2)
+    return sums, messages
+
+
+@pytest.mark.parametrize("way", ["all_reduce", "barrier", "all_gather_object", "functional"])
+def test_a_model_that_talks_to_other_ranks_is_not_run_on_one(way: str, partitions: PartitionStore) -> None:
+    """The rank that traced alone waited for the others, which waited for its trace."""
+    for sums, messages in run_ranks(
+        2, plan_for_one_that_talks, partitions.get("power_law", power_law(), 2), way, timeout=60.0
+    ):
+        assert sums == [sums[0]] * 3
+        assert "calls torch.distributed" in messages[0]
+        assert "no plan is made and nothing checked, everything stays as it is" in messages[0]

@@ -361,23 +361,46 @@ def test_dropout_of_torch_is_the_same_as_the_functional_one(partitions: Partitio
 class Training(nn.Module):
     """Takes its loss and backs it inside its forward, as a step of a trainer that wraps the model does."""
 
-    def __init__(self, model: nn.Module, checkpoints: bool) -> None:
+    def __init__(self, model: nn.Module, checkpoints: bool, back: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.model, self.checkpoints = model, checkpoints
+        self.model, self.checkpoints, self.back = model, checkpoints, back
 
     def forward(self, blocks: Sequence[Any], x: Tensor, labels: Tensor) -> float:
         out = checkpoint(self.model, blocks, x, use_reentrant=False) if self.checkpoints else self.model(blocks, x)
         loss = F.cross_entropy(out, labels)
-        loss.backward()
+        self.back(loss)
         return loss.item()
 
 
-def back_inside(rank: int, world_size: int, part_config: str, inside: bool, checkpoints: bool) -> list[Tensor]:
+def back_by_grad(loss: Tensor) -> None:
+    """`torch.autograd.grad` takes gradients for other ends than a step: they stay what they are."""
+    h = torch.ones((), dtype=loss.dtype, requires_grad=True)
+    (gradient,) = torch.autograd.grad(loss * h, h, retain_graph=True)
+    assert torch.equal(gradient, loss.detach())
+    loss.backward()
+
+
+BACKWARDS: dict[str, Callable[[Tensor], None]] = {
+    "of the tensor": Tensor.backward,
+    "after torch.autograd.grad": back_by_grad,
+    "torch.autograd.backward": torch.autograd.backward,
+    "of a list": lambda loss: torch.autograd.backward([loss]),
+    "of two": lambda loss: torch.autograd.backward([0.25 * loss, 0.75 * loss]),
+    "with a gradient": lambda loss: torch.autograd.backward(2.0 * loss, torch.full_like(loss, 0.5)),
+    "with two gradients": lambda loss: torch.autograd.backward(
+        (loss, loss), grad_tensors=[torch.full_like(loss, 0.25), torch.full_like(loss, 0.75)]
+    ),
+}
+
+
+def back_inside(
+    rank: int, world_size: int, part_config: str, inside: bool, checkpoints: bool, way: str = "of the tensor"
+) -> list[Tensor]:
     g = PartitionedGraph.open(part_config)
     seeds = g.owned_nodes()
     loader = FullGraphLoader(g, seeds[: len(seeds) - 7 * rank], 2, plan=[torch.arange(0)] * 2, seed=3)
     model = Drawing(lambda h: F.dropout(h, 0.5))
-    step = Training(model, checkpoints)
+    step = Training(model, checkpoints, BACKWARDS[way])
     for input_nodes, seeds, blocks in loader:
         x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][seeds]
         if inside:
@@ -392,10 +415,10 @@ def test_a_loss_that_is_backed_inside_of_the_forward_is_weighted(partitions: Par
     """Ranks have different numbers of seeds, so the mean over them is none of their means."""
     folder = partitions.get("power_law", power_law(), 3)
     outsides = run_ranks(3, back_inside, folder, False, False)
-    for inside, outside in [
-        *zip(run_ranks(3, back_inside, folder, True, False), outsides, strict=True),
-        *zip(run_ranks(3, back_inside, folder, True, True), outsides, strict=True),
-    ]:
-        assert len(inside) == len(outside) > 0
-        for gradient, expected in zip(inside, outside, strict=True):
-            assert_close(gradient, expected, "gradient")
+    for way in BACKWARDS:
+        for checkpoints in (False, True) if way in ("of the tensor", "torch.autograd.backward") else (False,):
+            insides = run_ranks(3, back_inside, folder, True, checkpoints, way)
+            for inside, outside in zip(insides, outsides, strict=True):
+                assert len(inside) == len(outside) > 0
+                for gradient, expected in zip(inside, outside, strict=True):
+                    assert_close(gradient, expected, f"gradient, {way}, checkpoints: {checkpoints}")

@@ -7,7 +7,6 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import dgl
@@ -15,7 +14,6 @@ import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
-from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.approximate import agree_on_approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
@@ -43,10 +41,11 @@ from dgl_hybrid.training.loader_arguments import (
 from dgl_hybrid.training.loss import REDUCTIONS, Reduction, check_reduction, find_loss_weight
 from dgl_hybrid.training.memory import FreeMemory, give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
-from dgl_hybrid.training.plan_trials import SHARE, PlanTrials
-from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
+from dgl_hybrid.training.plan_choice import PlanChoice
+from dgl_hybrid.training.plan_trials import SHARE
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
 from dgl_hybrid.training.prefetch import Prefetch
-from dgl_hybrid.training.seen_calls import Call, SeenCalls
+from dgl_hybrid.training.seen_calls import SeenCalls
 from dgl_hybrid.training.step import Step
 
 _logger = logging.getLogger(__name__)
@@ -216,7 +215,7 @@ class FullGraphLoader:
         g.num_loaders += 1
         # Shares that differ by less than is told apart above would still begin turns at different epochs.
         self.seed, self._trial_share = self.communicator.broadcast_json([int(given_seed), self._trial_share])
-        self._maker = PlanMaker(
+        maker = PlanMaker(
             g,
             seeds,
             self.num_layers,
@@ -232,21 +231,21 @@ class FullGraphLoader:
             and chunk_rows is None
             and not (self.approximation is not None and self.approximation.is_stale),
         )
-        self._calls = SeenCalls(model)
+        self._choice = PlanChoice(
+            self.communicator,
+            maker,
+            SeenCalls(model),
+            num_layers=self.num_layers,
+            share=self._trial_share,
+            is_fixed=forced is not None,
+        )
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
-        self._planned_for: CallTemplate | None = None
-        self._is_checked = forced is None
         self._steps_done = 0
         self._is_cast_otherwise = False
-        self._is_warned = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
-        self._trials: PlanTrials | None = None
-        self.outcome: PlanOutcome | None = None
-        """The plan that runs, and why; None until there is one."""
-        self.forced = forced is not None
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
@@ -258,7 +257,8 @@ class FullGraphLoader:
                 owners_aggregate=keep_static and keeps_first_layer(plan),
             )
         elif model is not None:
-            self._plan(model, CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g), self.device.type))
+            template = CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g), self.device.type)
+            self._follow(self._choice.plan(model, template))
         else:
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, self.num_layers)
@@ -277,39 +277,10 @@ class FullGraphLoader:
 
     # ---------------------------------------------------------------- plan and build
 
-    def _plan(self, model: nn.Module, template: CallTemplate) -> None:
-        outcome, planning_s = self._make_plan(model, template)
-        self._follow(outcome)
-        count, share = len(outcome.candidates), self._trial_share
-        has_choice = share > 0.0 and count > 1
-        if has_choice:
-            self._trials = PlanTrials(
-                count, self._favourites(outcome), share, predicted_s=outcome.predicted_s, planning_s=planning_s
-            )
-        else:
-            self._trials = None
-
-    def _favourites(self, outcome: PlanOutcome) -> list[int]:
-        """Returns the positions of the plans that one would choose without measuring: the pure ones and NeutronStar's.
-
-        Those of rank 0: where NeutronStar's greedy takes too long for a rank's halo, another plan has its place there,
-        and ranks that do not favour the same positions would end trials with different plans. Collective.
-        """
-        pure = ("depcache", "depcomm", "neutronstar")
-        own = [position for position, plan in enumerate(outcome.candidates) if plan.strategy in pure]
-        favourites: list[int] = self.communicator.broadcast_json(own)
-        return favourites
-
-    def _make_plan(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
-        """Returns a plan and the seconds it took the slowest rank to find it. Collective."""
-        start_ns = time.perf_counter_ns()
-        self._planned_for = template
-        outcome = self._maker.make(model, template)
-        took = self.communicator.gather_ints([time.perf_counter_ns() - start_ns])
-        return outcome, max(ns for (ns,) in took) / 1e9
-
-    def _follow(self, outcome: PlanOutcome) -> None:
-        self.outcome = outcome
+    def _follow(self, outcome: PlanOutcome | None) -> None:
+        """Builds what was decided for; None: what there is stays. Collective."""
+        if outcome is None:
+            return
         plan = outcome.plan
         start_ns = time.perf_counter_ns()
         self._build(
@@ -322,14 +293,19 @@ class FullGraphLoader:
         self._change_ns = time.perf_counter_ns() - start_ns
 
     @property
+    def outcome(self) -> PlanOutcome | None:
+        """The plan that runs, and why; None until there is one."""
+        return self._choice.outcome
+
+    @property
     def is_settled(self) -> bool:
         """Whether the plan stays from now on: it is made, and trials are over."""
-        return (self.outcome is not None or self.forced) and (self._trials is None or self._trials.is_settled)
+        return self._choice.is_settled
 
     @property
     def is_trying(self) -> bool:
         """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
-        return (self.outcome is None and not self.forced) or (self._trials is not None and self._trials.is_trying)
+        return self._choice.is_trying
 
     def _build(
         self,
@@ -506,8 +482,8 @@ class FullGraphLoader:
             raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
         self._agree_on_last_epoch()
         self._prefetch.fill(self.graph, self.blocks)
-        if self._is_cast_otherwise or (self.outcome is None and not (self.forced and self._is_checked)):
-            self._use_first_call()
+        if self._is_cast_otherwise or self._choice.needs_call:
+            self._follow(self._choice.plan_for_call())
         if self.is_settled:
             self._forget_how_it_was_planned()
         self._free_memory.give_back_if_cheap()
@@ -546,15 +522,14 @@ class FullGraphLoader:
 
     def _forget_how_it_was_planned(self) -> None:
         """Drops the structure of the halo, of which only plans ask, and none is made before epochs slow down."""
-        if self.outcome is not None and self.outcome.basis is not None:
-            self.outcome = replace(self.outcome, basis=None)
+        self._choice.forget_basis()
         if self.graph.in_edges.num_fetched_edges:
             self.graph.in_edges.forget_fetched()
             self._leave_memory(thoroughly=True)
 
     def _now_ns(self) -> int:
         # The time of the work, not of its launches; also of epochs that are only watched, for drift.
-        if self.device.type == "cuda" and (self._trials is not None or not self.is_settled):
+        if self.device.type == "cuda" and (self._choice.trials is not None or not self.is_settled):
             torch.cuda.synchronize(self.device)
         return time.perf_counter_ns()
 
@@ -575,14 +550,13 @@ class FullGraphLoader:
         step: Step | None = self.__dict__.get("_step")
         has_drawn = step is not None and step.num_random_calls > 0
         if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
-            self._say_untimed()
-        # Under autocast nothing is kept, overlaps or comes in chunks: plans for the model without it are wrong then.
-        seen, planned_for = self._calls.template, self._planned_for
-        is_otherwise = seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
+            self._choice.say_untimed()
+        choice = self._choice
         told = self.communicator.gather_ints(
             [
-                *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns, int(is_otherwise), len(written)),
-                *(self._steps_done, self.seed % 2**63, int(self._calls.has_other)),  # any integer is a seed
+                *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns),
+                *(int(choice.is_called_otherwise), len(written)),
+                *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
@@ -599,8 +573,10 @@ class FullGraphLoader:
                 results.clear()
         del step, kept  # a change of plan drops what they hold
         if all(row[8] for row in told):
-            self._check_other_model()
-        self._continue_trials([row[0] for row in told], max(row[3] for row in told))
+            choice.check_other_model()
+        if choice.trials is not None and all(row[0] for row in told):
+            self._change_ns = 0
+            self._follow(choice.after_epoch(max(row[0] for row in told) / 1e9, max(row[3] for row in told) / 1e9))
 
     def _check_same_masks(self, states: list[tuple[int, int]]) -> None:
         """Raises on all ranks if they would draw different masks for one row."""
@@ -611,99 +587,6 @@ class FullGraphLoader:
                     f"its replicas: rank 0 is at step {states[0][0]} of seed {states[0][1]}, rank {rank} at step "
                     f"{steps} of seed {seed}. Read the checkpoint on every rank."
                 )
-
-    def _check_other_model(self) -> None:
-        """Checks a model that trains on this loader besides the one that plans were made for. Collective."""
-        other = self._calls.take_other()
-        told = self.communicator.gather_ints([int(other is not None)])
-        if other is None or not all(is_there for (is_there,) in told):
-            return
-        try:
-            self._maker.trace(*other)
-        except TraceError as error:
-            _logger.warning("%s; nothing of it is checked", error)
-
-    def _say_untimed(self) -> None:
-        if self._trials is not None and not self._is_warned and self.communicator.rank == 0:
-            self._is_warned = True
-            _logger.warning(
-                "plans are to take turns in real epochs, but epochs cannot be timed where the batch is taken by "
-                "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
-            )
-
-    def _continue_trials(self, elapsed_ns: list[int], change_ns: int) -> None:
-        """Takes the last epoch's times to the trials, and changes the plan if another one has its turn. Collective."""
-        trials, outcome = self._trials, self.outcome
-        if trials is None or outcome is None or min(elapsed_ns) == 0:
-            return
-        before, was_settled = trials.current, trials.is_settled
-        trials.record(max(elapsed_ns) / 1e9, change_ns / 1e9)
-        self._change_ns = 0
-        if trials.is_settled and not was_settled and self.communicator.rank == 0:
-            measured = ", ".join(
-                f"{plan.strategy} {1e3 * (epoch_s or 0.0):.3g} ms"
-                for plan, epoch_s in zip(outcome.candidates, trials.measured_s, strict=True)
-            )
-            _logger.info("measured %s: staying with %s", measured, outcome.candidates[trials.current].strategy)
-        if trials.has_drifted:
-            self._plan_anew(trials, outcome)
-        elif trials.current != before:
-            self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
-
-    def _plan_anew(self, trials: PlanTrials, outcome: PlanOutcome) -> None:
-        """Costs have drifted: measures rates and the model again and tries what is best now. Collective.
-
-        Where rates were given, and where the model is gone, the candidates of before have another turn.
-        """
-        if self.communicator.rank == 0:
-            _logger.info(
-                "epochs no longer take what plans were chosen by: candidates are tried anew (where epochs only get "
-                "longer as training goes on, gradients may have become subnormal: torch.set_flush_denormal)"
-            )
-        planning_s, seen = 0.0, self._seen_call() if self._maker.measures_rates else None
-        if seen is not None:
-            self.graph.topology = None
-            try:
-                outcome, planning_s = self._make_plan(*seen)
-            except PlanError as error:  # also if none fits the memory budget by now
-                _logger.warning("%s; the plans of before are tried again", error)
-        trials.begin_anew(
-            len(outcome.candidates), self._favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
-        )
-        self._follow(replace(outcome, plan=outcome.candidates[trials.current]))
-
-    def _seen_call(self) -> Call | None:
-        """Returns the model and how it was called, if all ranks have seen it and it is still there. Collective."""
-        seen = self._calls.first()
-        told = self.communicator.gather_ints([int(seen is not None), int(self._calls.is_in_pieces and seen is None)])
-        if all(row[1] for row in told):
-            self.forced = self._is_checked = True
-            if self.communicator.rank == 0:
-                _logger.warning(
-                    "no module is given the blocks of all %d layers, and uses them, so no plan is made and everything "
-                    "stays as it is, which is exact: where several modules use them in turn, put these in one "
-                    "nn.Module and call that; pass blocks as arguments, in lists, tuples, dicts or dataclasses; where "
-                    "the model has fewer layers, make the loader for as many",
-                    self.num_layers,
-                )
-        return seen if all(row[0] for row in told) else None
-
-    def _use_first_call(self) -> None:
-        """Plans from the call seen in the last epoch; with a given plan, checks the model alone. Collective."""
-        seen = self._seen_call()
-        if seen is None:
-            return
-        model, template = seen
-        try:
-            if self.forced:
-                self._is_checked = True
-                self._maker.trace(model, template)
-            else:
-                self._plan(model, template)
-        except TraceError as error:
-            # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
-            self.forced = self._is_checked = True
-            _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
 
     def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         """What a step tells of calls. The loader holds its step, so that does not hold the loader, which the script may
@@ -725,4 +608,4 @@ class FullGraphLoader:
         def template() -> CallTemplate:
             return CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
 
-        self._calls.note(module, self.num_layers, template if step is None or step.all_blocks_used else None)
+        self._choice.calls.note(module, self.num_layers, template if step is None or step.all_blocks_used else None)

@@ -135,6 +135,10 @@ class PlanMaker:
         """Whether plans are made from rates measured here, which may change, and not from given ones."""
         return self._given_topology is None
 
+    def forget_rates(self) -> None:
+        """Has the ranks probed again for the next plan: they are no longer what they were."""
+        self._graph.topology = None
+
     def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
         """Traces the model on rank 0 and plans on every rank. Collective.
 

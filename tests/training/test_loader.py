@@ -868,11 +868,11 @@ def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: st
 
     outcome = loader.outcome
     assert outcome is not None
-    assert loader._trials is not None
-    loader._maker.make = nothing_fits  # type: ignore[method-assign, assignment]
-    loader._maker._given_topology = None  # rates are measured again
+    assert loader._choice.trials is not None
+    loader._choice.maker.make = nothing_fits  # type: ignore[method-assign, assignment]
+    loader._choice.maker._given_topology = None  # rates are measured again
     before = outcome.plan.strategy
-    loader._plan_anew(loader._trials, outcome)
+    loader._follow(loader._choice.plan_anew())
     for input_nodes, seeds, blocks in loader:
         F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
     assert loader.outcome is not None

@@ -456,7 +456,7 @@ def train_tuned(
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         tuned = Tuned([], [], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
         tuned.candidates_s = loader.outcome.predicted_s
-        tuned.favourites = {tuned.candidates[index] for index in loader._favourites(loader.outcome)}
+        tuned.favourites = {tuned.candidates[index] for index in loader._choice.favourites(loader.outcome)}
         for epoch in range(epochs):
             for input_nodes, ids, blocks in loader:
                 strategy = loader.outcome.plan.strategy
@@ -520,7 +520,7 @@ def favourites_where_a_rank_is_slow(rank: int, world_size: int, part_config: str
         )
     finally:
         neutronstar.QUICK_VERTICES = before
-    return [plan.strategy for plan in loader.outcome.candidates], loader._favourites(loader.outcome)
+    return [plan.strategy for plan in loader.outcome.candidates], loader._choice.favourites(loader.outcome)
 
 
 def test_all_ranks_favour_the_same_plans_though_some_are_other_ones(partitions: PartitionStore) -> None:
@@ -721,8 +721,8 @@ def train_and_leave(rank: int, world_size: int, part_config: str, way: str, epoc
                 break
     finally:
         logging.getLogger("dgl_hybrid").removeHandler(warnings)
-    assert loader._trials is not None
-    return Left(is_settled=loader.is_settled, measured_s=loader._trials.measured_s, warnings=warnings.messages)
+    assert loader._choice.trials is not None
+    return Left(is_settled=loader.is_settled, measured_s=loader._choice.trials.measured_s, warnings=warnings.messages)
 
 
 class _Records(logging.Handler):

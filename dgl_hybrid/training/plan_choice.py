@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""By which plan a loader's epochs run: made for its model, tried beside others in turns, made anew when costs drift."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from torch import nn
+
+from dgl_hybrid.errors import PlanError
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.training.plan_trials import PlanTrials
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
+from dgl_hybrid.training.seen_calls import Call, SeenCalls
+
+_logger = logging.getLogger(__name__)
+
+
+class PlanChoice:
+    """Decides; what is decided for is built by the loader, which tells how long epochs and changes of plans took.
+
+    Every method is collective, with the same arguments on all ranks but for models and calls; properties are not.
+
+    Args:
+        communicator: Of the ranks.
+        maker: Makes plans.
+        calls: Which models were called, and how.
+        num_layers: Of the loader's blocks.
+        share: Of the time trained that trials of plans may take; 0: none.
+        is_fixed: The script gives a plan, which stays.
+
+    Attributes:
+        outcome: The plan that runs, and why; None until there is one.
+        trials: Of its candidates, if there are any and they may be tried.
+        is_fixed: What runs stays, whatever the model: a plan was given, or none can be made.
+    """
+
+    def __init__(
+        self,
+        communicator: Communicator,
+        maker: PlanMaker,
+        calls: SeenCalls,
+        *,
+        num_layers: int,
+        share: float,
+        is_fixed: bool,
+    ) -> None:
+        self._communicator, self._num_layers, self._share = communicator, num_layers, share
+        self.maker, self.calls = maker, calls
+        self.is_fixed, self._is_checked = is_fixed, not is_fixed
+        self.outcome: PlanOutcome | None = None
+        self.trials: PlanTrials | None = None
+        self._planned_for: CallTemplate | None = None
+        self._is_warned = False
+
+    # ---------------------------------------------------------------- where it stands
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the plan stays from now on: it is made, and trials are over."""
+        return (self.outcome is not None or self.is_fixed) and (self.trials is None or self.trials.is_settled)
+
+    @property
+    def is_trying(self) -> bool:
+        """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
+        return (self.outcome is None and not self.is_fixed) or (self.trials is not None and self.trials.is_trying)
+
+    @property
+    def needs_call(self) -> bool:
+        """Whether a plan is made, or a given one checked, once it is known how the model is called."""
+        return self.outcome is None and not (self.is_fixed and self._is_checked)
+
+    @property
+    def is_called_otherwise(self) -> bool:
+        """Whether the model is called with another autocast than it was planned for: nothing is kept, overlaps or comes
+        in chunks under it, so that plans for the model without it are wrong then.
+        """
+        seen, planned_for = self.calls.template, self._planned_for
+        return seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
+
+    # ---------------------------------------------------------------- planning
+
+    def plan(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
+        """Makes a plan, and begins to try its candidates if there is a choice.
+
+        Raises:
+            BlockError, TraceError, PlanError: On all ranks; see `PlanMaker.make`.
+        """
+        outcome, planning_s = self._make(model, template)
+        self.outcome, self.trials = outcome, None
+        if self._share > 0.0 and len(outcome.candidates) > 1:
+            self.trials = PlanTrials(
+                len(outcome.candidates),
+                self.favourites(outcome),
+                self._share,
+                predicted_s=outcome.predicted_s,
+                planning_s=planning_s,
+            )
+        return outcome
+
+    def plan_for_call(self) -> PlanOutcome | None:
+        """Plans from the call that was seen; with a fixed plan, checks the model alone.
+
+        Returns:
+            What is to be built; None: what there is stays.
+        """
+        seen = self._seen_call()
+        if seen is None:
+            return None
+        model, template = seen
+        try:
+            if not self.is_fixed:
+                return self.plan(model, template)
+            self._is_checked = True
+            self.maker.trace(model, template)
+        except TraceError as error:
+            # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
+            self.is_fixed = self._is_checked = True
+            _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
+        return None
+
+    def check_other_model(self) -> None:
+        """Checks a model that trains on this loader besides the one that plans were made for."""
+        other = self.calls.take_other()
+        told = self._communicator.gather_ints([int(other is not None)])
+        if other is None or not all(is_there for (is_there,) in told):
+            return
+        try:
+            self.maker.trace(*other)
+        except TraceError as error:
+            _logger.warning("%s; nothing of it is checked", error)
+
+    def forget_basis(self) -> None:
+        """Drops what the plan was made from: nobody asks before epochs slow down, and then it is made anew."""
+        if self.outcome is not None and self.outcome.basis is not None:
+            self.outcome = replace(self.outcome, basis=None)
+
+    def favourites(self, outcome: PlanOutcome) -> list[int]:
+        """Returns the positions of the plans that one would choose without measuring: the pure ones and NeutronStar's.
+
+        Those of rank 0: where NeutronStar's greedy takes too long for a rank's halo, another plan has its place there,
+        and ranks that do not favour the same positions would end trials with different plans.
+        """
+        pure = ("depcache", "depcomm", "neutronstar")
+        own = [position for position, plan in enumerate(outcome.candidates) if plan.strategy in pure]
+        favourites: list[int] = self._communicator.broadcast_json(own)
+        return favourites
+
+    def _make(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
+        """Returns a plan and the seconds it took the slowest rank to find it."""
+        start_ns = time.perf_counter_ns()
+        self._planned_for = template
+        outcome = self.maker.make(model, template)
+        took = self._communicator.gather_ints([time.perf_counter_ns() - start_ns])
+        return outcome, max(ns for (ns,) in took) / 1e9
+
+    def _seen_call(self) -> Call | None:
+        """Returns the model and how it was called, if all ranks have seen it and it is still there."""
+        seen = self.calls.first()
+        told = self._communicator.gather_ints([int(seen is not None), int(self.calls.is_in_pieces and seen is None)])
+        if all(row[1] for row in told):
+            self.is_fixed = self._is_checked = True
+            if self._communicator.rank == 0:
+                _logger.warning(
+                    "no module is given the blocks of all %d layers, and uses them, so no plan is made and everything "
+                    "stays as it is, which is exact: where several modules use them in turn, put these in one "
+                    "nn.Module and call that; pass blocks as arguments, in lists, tuples, dicts or dataclasses; where "
+                    "the model has fewer layers, make the loader for as many",
+                    self._num_layers,
+                )
+        return seen if all(row[0] for row in told) else None
+
+    # ---------------------------------------------------------------- trials
+
+    def after_epoch(self, epoch_s: float, change_s: float) -> PlanOutcome | None:
+        """Takes the last epoch's time to the trials.
+
+        Args:
+            epoch_s: Of the slowest rank.
+            change_s: What it took before that epoch to change to its plan, of the slowest rank.
+
+        Returns:
+            What is to be built, if another plan has its turn; None: what there is stays.
+        """
+        trials, outcome = self.trials, self.outcome
+        if trials is None or outcome is None:
+            return None
+        before, was_settled = trials.current, trials.is_settled
+        trials.record(epoch_s, change_s)
+        if trials.is_settled and not was_settled and self._communicator.rank == 0:
+            measured = ", ".join(
+                f"{plan.strategy} {1e3 * (time_s or 0.0):.3g} ms"
+                for plan, time_s in zip(outcome.candidates, trials.measured_s, strict=True)
+            )
+            _logger.info("measured %s: staying with %s", measured, outcome.candidates[trials.current].strategy)
+        if trials.has_drifted:
+            return self.plan_anew()
+        if trials.current == before:
+            return None
+        self.outcome = replace(outcome, plan=outcome.candidates[trials.current])
+        return self.outcome
+
+    def plan_anew(self) -> PlanOutcome:
+        """Costs have drifted: measures rates and the model again and tries what is best now.
+
+        Where rates were given, and where the model is gone, the candidates of before have another turn.
+        """
+        trials, outcome = self.trials, self.outcome
+        assert trials is not None
+        assert outcome is not None
+        if self._communicator.rank == 0:
+            _logger.info(
+                "epochs no longer take what plans were chosen by: candidates are tried anew (where epochs only get "
+                "longer as training goes on, gradients may have become subnormal: torch.set_flush_denormal)"
+            )
+        planning_s, seen = 0.0, self._seen_call() if self.maker.measures_rates else None
+        if seen is not None:
+            self.maker.forget_rates()
+            try:
+                outcome, planning_s = self._make(*seen)
+            except PlanError as error:  # also if none fits the memory budget by now
+                _logger.warning("%s; the plans of before are tried again", error)
+        trials.begin_anew(
+            len(outcome.candidates), self.favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
+        )
+        self.outcome = replace(outcome, plan=outcome.candidates[trials.current])
+        return self.outcome
+
+    def say_untimed(self) -> None:
+        """Says once that an epoch has trained whose time nobody knows. Of this rank alone."""
+        if self.trials is not None and not self._is_warned and self._communicator.rank == 0:
+            self._is_warned = True
+            _logger.warning(
+                "plans are to take turns in real epochs, but epochs cannot be timed where the batch is taken by "
+                "next(iter(loader)): write `for input_nodes, seeds, blocks in loader`, or give autotune=False"
+            )

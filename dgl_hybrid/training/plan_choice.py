@@ -165,10 +165,13 @@ class PlanChoice:
             self.is_fixed = self._is_checked = True
             if self._communicator.rank == 0:
                 _logger.warning(
-                    "no module is given the blocks of all %d layers, and uses them, so no plan is made and everything "
-                    "stays as it is, which is exact: where several modules use them in turn, put these in one "
-                    "nn.Module and call that; pass blocks as arguments, in lists, tuples, dicts or dataclasses; where "
-                    "the model has fewer layers, make the loader for as many",
+                    "no module is given the blocks of all %d layers, and uses them, so no plan is made, nothing is "
+                    "checked and everything stays as it is. The loss weight of each rank is applied to what the module "
+                    "returns that uses the last block: gradients are exact if the loss depends on parameters through "
+                    "that alone, and not where a script adds something to it (a skip connection around it) that "
+                    "trains, too. Where several modules use the blocks in turn, put these in one nn.Module and call "
+                    "that; pass blocks as arguments, in lists, tuples, dicts, dataclasses or namespaces; where the "
+                    "model has fewer layers, make the loader for as many",
                     self._num_layers,
                 )
         return seen if all(row[0] for row in told) else None

@@ -131,6 +131,7 @@ def infer_with(rank: int, world_size: int, part_config: str, way: str) -> tuple[
                 infer(model, g, 2)
             except BlockError as caught:
                 error = str(caught)
+    logging.getLogger(inference.__name__).removeHandler(handler)
     return error, looks.call_count, messages
 
 

@@ -230,6 +230,7 @@ def plan_for_one_that_talks(rank: int, world_size: int, part_config: str, way: s
             sums.append(float(out.detach().square().sum()))
     assert loader.outcome is None
     infer(model, g, 2)
+    logging.getLogger("dgl_hybrid.training").removeHandler(handler)
     return sums, messages
 
 

@@ -6,6 +6,7 @@ their own rank, left alone where it has nothing to do with rows.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -297,6 +298,10 @@ def test_an_interrupted_forward_is_over_in_the_next_epoch(partitions: PartitionS
 def train_in_pieces(rank: int, world_size: int, part_config: str, in_pieces: bool) -> list[float]:
     """Trains without a model given, so that one is to be found."""
     g = PartitionedGraph.open(part_config)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgl_hybrid.training").addHandler(handler)
     model = Drawing(lambda h: h)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
@@ -312,6 +317,9 @@ def train_in_pieces(rank: int, world_size: int, part_config: str, in_pieces: boo
             optimizer.step()
             losses.append(loss.item() * loader.loss_weight)
     assert loader.is_settled == in_pieces, "without a model given, trials have only begun; of pieces there are none"
+    logging.getLogger("dgl_hybrid.training").removeHandler(handler)
+    of_weight = [message for message in messages if "not where a script adds something to it" in message]
+    assert len(of_weight) == (in_pieces and rank == 0), "said once"
     return losses
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 
 from dgl_hybrid.errors import LaunchError
@@ -18,34 +19,36 @@ def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = Fa
     group.add_argument(
         "--strategy",
         choices=(*STRATEGIES, OFF) if can_be_off else STRATEGIES,
-        default=HaloConfig().strategy,
         help="how sampled training reads halo vertices: hybrid decides per vertex within the budget, depcache holds "
         "all that is reached, whatever the budget, depcomm reads them from their owners, as sampled DistDGL does"
         + (", off leaves the plugin out" if can_be_off else "")
-        + " [hybrid]",
+        + " [what the script enables, or hybrid]",
     )
     group.add_argument(
         "--budget",
-        default=HaloConfig().budget,
         metavar="BYTES",
         help="with hybrid, what each trainer may hold of other machines' data: auto (its part of a quarter of the "
         "free memory of host or container), unlimited, a share of the bytes of all node features of the graph (10%%) "
-        "or bytes (256MB) [auto]",
+        "or bytes (256MB) [what the script enables, or auto]",
     )
 
 
 def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     """Returns the variables under which processes switch the plugin on by themselves, or leave it off.
 
+    They have the last word where a script calls `enable()` itself, so they say only what the user said.
+
     Raises:
         ValueError: The budget cannot be read.
         LaunchError: They would not: pip has not installed the file that does it.
     """
-    config = HaloConfig(strategy=HaloConfig().strategy if args.strategy == OFF else args.strategy, budget=args.budget)
+    said = {"strategy": args.strategy, "budget": args.budget}
+    said = {name: value for name, value in said.items() if value is not None and value != OFF}
+    HaloConfig(**said)
     if args.strategy == OFF:
         return {ENABLE_VARIABLE: "0"}  # not left out: parts inherit what we have, and scripts may call enable()
     require_startup_hook()
-    return {ENABLE_VARIABLE: config.to_environment()}
+    return {ENABLE_VARIABLE: json.dumps(said) if said else "1"}
 
 
 def require_startup_hook() -> None:

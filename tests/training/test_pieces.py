@@ -171,6 +171,38 @@ def test_dropout_is_that_of_one_rank_in_every_part(way: str, partitions: Partiti
     assert_alike(run_ranks(3, train, partitions.get("power_law", graph, 3), way, 0.4), alone, way)
 
 
+def drop_in_pieces(rank: int, world_size: int, part_config: str) -> dict[str, str]:
+    """Calls modules that drop out inside of themselves on the rows of a level, and on others."""
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2)
+    first = dglnn.SAGEConv(NUM_FEATURES, WIDTH, "mean").double()
+    recurrence = nn.GRU(WIDTH, WIDTH, 2, dropout=0.1).double()
+    heads = nn.MultiheadAttention(WIDTH, 2, dropout=0.1, batch_first=True).double()
+    said = {}
+    for input_nodes, _, blocks in loader:
+        h = first(blocks[0], g.ndata["feat"][input_nodes]).detach()
+        calls = {
+            "recurrence": (recurrence, [h]),
+            "recurrence of one row": (recurrence, [h[:1]]),
+            "heads": (heads, [h[:, None]] * 3),
+        }
+        for name, (module, arguments) in calls.items():
+            try:
+                module(*arguments)
+                said[name] = ""
+            except BlockError as error:
+                said[name] = str(error)
+    return said
+
+
+def test_pieces_that_drop_out_inside_of_themselves_are_refused(partitions: PartitionStore) -> None:
+    """They drew from each rank's own generator, silently, unless they were parts of a module that is given blocks."""
+    for said in run_ranks(2, drop_in_pieces, partitions.get("power_law", power_law(), 2)):
+        for name in ("recurrence", "heads"):
+            assert "draws from each rank's own generator" in said[name], name
+        assert not said["recurrence of one row"]
+
+
 # -------------------------------------------------------------------------------- what has nothing to do with the graph
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.sampling.config import ENABLE_VARIABLE, STRATEGIES, HaloConfig
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, STRATEGIES, HaloConfig, read_environment
 
 OFF = "off"
 
@@ -36,7 +37,8 @@ def add_plugin_options(parser: argparse.ArgumentParser, *, can_be_off: bool = Fa
 def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     """Returns the variables under which processes switch the plugin on by themselves, or leave it off.
 
-    They have the last word where a script calls `enable()` itself, so they say only what the user said.
+    They have the last word where a script calls `enable()` itself, so they say only what the user said: by these
+    options, or in the variable itself, which holds where neither is given.
 
     Raises:
         ValueError: The budget cannot be read.
@@ -48,7 +50,12 @@ def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     if args.strategy == OFF:
         return {ENABLE_VARIABLE: "0"}  # not left out: parts inherit what we have, and scripts may call enable()
     require_startup_hook()
-    return {ENABLE_VARIABLE: json.dumps(said) if said else "1"}
+    before = os.environ.get(ENABLE_VARIABLE, "")
+    if not said:
+        return {ENABLE_VARIABLE: before or "1"}
+    if before not in ("", "0"):
+        said = {**read_environment(before), **said}
+    return {ENABLE_VARIABLE: json.dumps(said)}
 
 
 def require_startup_hook() -> None:

@@ -466,7 +466,8 @@ class LayerBlock:
             self._block.update_all(message_func, reduce_func if has_edges else _of_nothing(reduce_func), look)
         if not has_edges and _is_extremum(reduce_func):
             infinity = float("-inf") if reduce_func.name == "max" else float("inf")
-            seen[reduce_func.out_field] = seen[reduce_func.out_field] + infinity
+            rows = seen[reduce_func.out_field]
+            seen[reduce_func.out_field] = rows + infinity if rows.is_floating_point() else rows
         return seen
 
     def _with_rows_of_owners(self, rows: Tensor, replicas: ReplicaRows) -> Tensor:

@@ -42,7 +42,7 @@ _NARROW_BYTES = 16
 """Rows up to this size (labels, masks) are read for the seeds; a little of the budget is kept for them."""
 _NARROW_SHARE = 0.05
 _AUTO_SHARE = 0.25
-_SHARED_MEMORY_SHARE = 0.5
+_SHARED_MEMORY_SHARE = 0.25
 """Of what is free there: batches on their way from sampler processes need room, too."""
 
 
@@ -358,10 +358,11 @@ class HaloStore:
 
     def shared(self) -> SharedHalo:
         """Returns what sampler processes of this trainer may use."""
-        self._drop_what_may_be_old()
+        # A queue calls this in a thread of its own: what may be old is left out here, and dropped elsewhere.
+        rows = {} if self._num_silences != self._written.num_silences else dict(self._rows)
         return SharedHalo(
             lists=None if self.halo_graph is None else self.halo_graph.tensors,
-            rows={name: rows for name, held in self._rows.items() if (rows := held.shared()) is not None},
+            rows={name: shared for name, held in rows.items() if (shared := held.shared()) is not None},
             num_silences=self._num_silences,
         )
 

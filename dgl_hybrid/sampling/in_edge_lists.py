@@ -193,6 +193,7 @@ class InEdgeLists:
         self._held: HeldLists | None = None
         self._fetched_ids = torch.empty(0, dtype=torch.int64)
         self._fetched = concatenate_lists([])
+        self._fetched_indptr = indptr_of(self._fetched.counts)
 
     @property
     def fetched_bytes(self) -> int:
@@ -212,6 +213,7 @@ class InEdgeLists:
         together = concatenate_lists([self._fetched, fetch_lists(self._book, ids)])
         self._fetched_ids, order = torch.sort(torch.cat([self._fetched_ids, ids]))
         self._fetched = _take(together, order)
+        self._fetched_indptr = indptr_of(self._fetched.counts)
 
     def lookup(self, ids: Tensor) -> EdgeLists:
         """Returns the lists of known vertices, in order."""
@@ -219,9 +221,9 @@ class InEdgeLists:
         parts = [
             self._partition.inner(ids[inner]),
             self._partition.halo(ids[in_halo]),
-            _take(self._fetched, torch.searchsorted(self._fetched_ids, ids[fetched])),
+            _take(self._fetched, torch.searchsorted(self._fetched_ids, ids[fetched]), self._fetched_indptr),
         ]
-        if self._held is not None:
+        if self._held is not None and bool(held.any()):
             parts.append(self._held.lists_of(ids[held]))
         # Row k of them together belongs to vertex order[k]; bring the rows back into the order asked for.
         order = torch.cat([torch.nonzero(mask).flatten() for mask in (inner, in_halo, fetched, held)])
@@ -252,10 +254,11 @@ class InEdgeLists:
         self._held = held
         self._fetched_ids = torch.empty(0, dtype=torch.int64)
         self._fetched = concatenate_lists([])
+        self._fetched_indptr = indptr_of(self._fetched.counts)
 
 
-def _take(lists: EdgeLists, rows: Tensor) -> EdgeLists:
-    _, positions = gather_segments(indptr_of(lists.counts), rows)
+def _take(lists: EdgeLists, rows: Tensor, indptr: Tensor | None = None) -> EdgeLists:
+    _, positions = gather_segments(indptr_of(lists.counts) if indptr is None else indptr, rows)
     return EdgeLists(
         counts=lists.counts[rows], src_global=lists.src_global[positions], eid_global=lists.eid_global[positions]
     )

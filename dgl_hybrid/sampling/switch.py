@@ -6,10 +6,11 @@ from __future__ import annotations
 import logging
 import os
 
+from dgl import DGLError
 from dgl.distributed import dist_context, kvstore
 
 from dgl_hybrid.compat import repairs, require_supported_dgl
-from dgl_hybrid.errors import HybridError
+from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange import mailbox
 from dgl_hybrid.sampling import written
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig, Strategy, read_environment
@@ -63,10 +64,12 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
             "launch`."
         )
     before = _plugin
+    if before is None and _silent is None:
+        _silent = _silent_since_connecting()
     _remove()  # in silence: no write comes between
     plugin = HaloPlugin(config, _silent if before is None else before.written)
-    repairs.switch_on()
     try:
+        repairs.switch_on()
         plugin.install()
     except BaseException:
         repairs.switch_off()
@@ -124,9 +127,26 @@ def disable() -> None:
 def _fall_silent(plugin: HaloPlugin | None) -> None:
     global _silent
     client = kvstore.get_kvstore()
-    if plugin is not None and dist_context.is_initialized() and isinstance(client, kvstore.KVClient):
-        _silent = plugin.written_fields(client)
-        _silent.fall_silent()
+    if plugin is None or not dist_context.is_initialized() or not isinstance(client, kvstore.KVClient):
+        return
+    try:
+        silent = plugin.written_fields(client)
+        silent.fall_silent()
+    except (OSError, DGLError, ExchangeError) as error:
+        # Where servers are gone the job is at its end, and what ended it is to be seen.
+        _logger.warning("servers could not be told that dgl_hybrid is off in this process (%s)", error)
+    else:
+        _silent = silent
+
+
+def _silent_since_connecting() -> WrittenFields | None:
+    """Says what nobody could say before: this process has been connected with the plugin off, and may have written."""
+    client = kvstore.get_kvstore()
+    if not dist_context.is_initialized() or not isinstance(client, kvstore.KVClient):
+        return None
+    silent = WrittenFields(client)
+    silent.fall_silent()
+    return silent
 
 
 def _remove() -> None:

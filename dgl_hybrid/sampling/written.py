@@ -22,6 +22,8 @@ from dgl.distributed import kvstore, rpc
 from dgl.ndarray import empty_shared_mem, exist_shared_mem_array
 from torch import Tensor
 
+from dgl_hybrid.errors import ExchangeError
+
 NUM_FLAGS = 4096
 STATIC_NAMES_SERVICE = 0x48590001
 WRITTEN_SERVICE = 0x48590002
@@ -29,6 +31,7 @@ SILENCE_SERVICE = 0x48590003
 
 _NUM_SILENT, _NUM_SILENCES = NUM_FLAGS, NUM_FLAGS + 1
 """Entries behind the flags: processes whose plugin is off at the moment, and how often one was switched off."""
+_ANSWER_MS = 300_000
 _QUESTION = "dgl_hybrid: which table?"
 """No field has this name, so that a server without the plugin has nothing to delete, and says that it did."""
 
@@ -260,17 +263,35 @@ class WrittenFields:
             self._tell(SilenceRequest(1))
 
     def speak(self) -> None:
-        """Takes `fall_silent` back. What others hold from now on they read after this process's writes."""
-        if self._table is not None:
-            self._versions = {name: part._version for name, part in self._client._data_store.items()}
-            self._tell(SilenceRequest(-1))
+        """Takes `fall_silent` back. What others hold from now on they read after this process's writes.
+
+        A push is not answered, and goes to any server of a machine: each of them answers a question first, which it
+        does after all that this process has sent it.
+        """
+        if self._table is None:
+            return
+        self._versions = {name: part._version for name, part in self._client._data_store.items()}
+        self._ask(range(self._client.num_servers), kvstore.DeleteDataRequest(_QUESTION))
+        self._tell(SilenceRequest(-1))
 
     def _tell(self, request: rpc.Request) -> None:
-        main_servers = _main_servers(self._client)
-        for server in main_servers:
+        self._ask(_main_servers(self._client), request)
+
+    @staticmethod
+    def _ask(servers: range, request: rpc.Request) -> None:
+        """Sends a request to servers, and waits for the answers of all.
+
+        Raises:
+            ExchangeError: One does not answer.
+        """
+        for server in servers:
             rpc.send_request(server, request)
-        for _ in main_servers:
-            rpc.recv_response()
+        for _ in servers:
+            if rpc.recv_response(timeout=_ANSWER_MS) is None:
+                raise ExchangeError(
+                    f"a server of this job did not answer {type(request).__name__} within {_ANSWER_MS // 1000} s: it "
+                    f"has ended, or is busy for longer than that"
+                )
 
     def announce_direct_writes(self) -> None:
         """Announces fields whose shared-memory part this process wrote into without a push (`local_partition`)."""

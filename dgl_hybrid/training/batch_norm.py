@@ -124,7 +124,9 @@ def _statistics(
         raise ValueError(
             f"batch norm over {arrived} of {count} vertices is not that of the whole graph. On the output of the last "
             f"layer only the seeds are computed: put the normalisation before that layer; anywhere else, let the "
-            f"loader see the model (`model=`, or a first epoch without a given plan)."
+            f"loader see the model (`model=`, or a first epoch without a given plan). Where a module of its own "
+            f"normalises rows that the model is given, give neither `model=` nor `plan=`: the first epoch, which "
+            f"computes every vertex, then sees that, and plans leave them there."
         )
     count = arrived
     if count < 2:

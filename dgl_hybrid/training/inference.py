@@ -21,7 +21,6 @@ from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
-from dgl_hybrid.training.prefetch import Prefetch
 
 _logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def infer(
         input_nodes, seeds, blocks = next(iter(loader))
         x = loader.graph.ndata[feature][input_nodes]
         output = inner(blocks, x)
-        _check_once(inner, loader, sampler, blocks, x)
+        _check_once(inner, loader, blocks, x)
     ids, order = seeds[: loader.num_seeds].sort()
     return ids, output[: loader.num_seeds][order]
 
@@ -90,7 +89,7 @@ _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models that were found to keep rows apart, or could not be looked at."""
 
 
-def _check_once(model: nn.Module, loader: FullGraphLoader, sampler: Any, blocks: list[LayerBlock], x: Tensor) -> None:
+def _check_once(model: nn.Module, loader: FullGraphLoader, blocks: list[LayerBlock], x: Tensor) -> None:
     """Checks on rank 0 that a model keeps rows apart, as training does with the model that it plans for. Collective.
 
     After the pass: what is wrong with the model in any other way was said by the model itself.
@@ -102,8 +101,7 @@ def _check_once(model: nn.Module, loader: FullGraphLoader, sampler: Any, blocks:
     with communicator.agreed(), session.paused():
         if communicator.rank == 0:
             try:
-                fields = Prefetch.from_sampler(sampler).shapes(loader.graph)
-                template = CallTemplate.of_call((blocks, x), {}, blocks, fields)
+                template = CallTemplate.of_call((blocks, x), {}, blocks, loader.prefetch.shapes(loader.graph))
                 check_rows_apart(model, template, loader.num_layers)
             except BlockError:
                 raise

@@ -156,7 +156,8 @@ class FullGraphLoader:
         self.communicator = g.communicator
         self.device = torch.device("cpu") if device is None else torch.device(device)
         self.num_layers = num_layers_of(sampler)
-        self._prefetch = Prefetch.from_sampler(sampler)
+        self.prefetch = Prefetch.from_sampler(sampler)
+        """Which fields the blocks come with."""
         with self.communicator.agreed():
             config = config_of(strategy, planner)
             forced = None if plan is None else cached_of(plan, self.num_layers, g)
@@ -173,7 +174,7 @@ class FullGraphLoader:
         if self.approximation is not None and self.communicator.rank == 0:
             _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
         self._keep_static, self._overlap = keep_static, overlap
-        self._trial_share = (SHARE if autotune else 0.0) if isinstance(autotune, bool) else autotune
+        self._trial_share = (SHARE if autotune else 0.0) if isinstance(autotune, bool) else float(autotune)
         self._chunk_rows = chunk_rows
         through_memory = self.communicator.backend == "shared_memory"
         self._partial_sums = not through_memory if partial_sums is None else partial_sums
@@ -257,7 +258,7 @@ class FullGraphLoader:
                 owners_aggregate=keep_static and keeps_first_layer(plan),
             )
         elif model is not None:
-            template = CallTemplate.of_convention(g.ndata, self._prefetch.shapes(g), self.device.type)
+            template = CallTemplate.of_convention(g.ndata, self.prefetch.shapes(g), self.device.type)
             self._follow(self._choice.plan(model, template))
         else:
             nothing = [seeds[:0]] * self.num_layers
@@ -385,7 +386,7 @@ class FullGraphLoader:
                 g.row_sets.register_nodes(ids)
         self._node_keys, self._edge_keys = self._find_keys(sets)
         self._has_drawn = False
-        self._prefetch.fill(g, self.blocks)
+        self.prefetch.fill(g, self.blocks)
         self._leave_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
         self._is_built = True
 
@@ -481,7 +482,7 @@ class FullGraphLoader:
         if not self._is_built:
             raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
         self._agree_on_last_epoch()
-        self._prefetch.fill(self.graph, self.blocks)
+        self.prefetch.fill(self.graph, self.blocks)
         if self._is_cast_otherwise or self._choice.needs_call:
             self._follow(self._choice.plan_for_call())
         if self.is_settled:
@@ -499,6 +500,7 @@ class FullGraphLoader:
             seed=self.seed,
             num_vertices=self.graph.num_nodes(),
             number=self._steps_done,
+            with_gradients=torch.is_grad_enabled(),
             on_call=self._watcher(),
         )
         # Costs a small gather at every exchange of the first epoch only.
@@ -513,6 +515,7 @@ class FullGraphLoader:
             # A script that leaves its loop, or takes the batch by `next`, has ended its epoch, too.
             self._note_epoch(step, start_ns)
             raise
+        step.is_over = True  # its blocks may be held for longer
         self.communicator.settle()  # stale rows of this epoch travelled until here
         self._note_epoch(step, start_ns)
         if is_first:
@@ -557,9 +560,11 @@ class FullGraphLoader:
                 *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns),
                 *(int(choice.is_called_otherwise), len(written)),
                 *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
+                0 if step is None else step.dense_below,
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
+        choice.maker.dense_below = max(choice.maker.dense_below, *(row[9] for row in told))
         is_written = any(row[5] for row in told)
         if is_written:
             self.graph.spread_writes(written)
@@ -606,6 +611,6 @@ class FullGraphLoader:
         step: Step | None = self.__dict__.get("_step")
 
         def template() -> CallTemplate:
-            return CallTemplate.of_call(args, kwargs, self.blocks, self._prefetch.shapes(self.graph))
+            return CallTemplate.of_call(args, kwargs, self.blocks, self.prefetch.shapes(self.graph))
 
         self._choice.calls.note(module, self.num_layers, template if step is None or step.all_blocks_used else None)

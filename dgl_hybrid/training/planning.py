@@ -128,6 +128,8 @@ class PlanMaker:
         self._num_borrowed, self._row_order = num_borrowed, row_order
         self._keep_static, self._overlap, self._partial_sums = keep_static, overlap, partial_sums
         self._given_topology, self._approximation = topology, approximation
+        self.dense_below = 0
+        """Levels below this one hold every vertex, whatever the trace of the model says."""
         self._device = torch.device(device)
 
     @property
@@ -184,7 +186,7 @@ class PlanMaker:
         shared = communicator.broadcast_json(
             None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
         )
-        return ModelTrace.from_json(shared["trace"]), int(shared["dense_below"])
+        return ModelTrace.from_json(shared["trace"]), max(int(shared["dense_below"]), self.dense_below)
 
     def _sent_shares(self, trace: ModelTrace, sets: LevelSets) -> list[list[float]]:
         """Finds how many rows travel for each row received, with everything communicated. Collective.

@@ -101,6 +101,7 @@ class RowMode(TorchFunctionMode):
         step: Whose rows they are.
         given_blocks: The call that runs was given blocks of the step as arguments.
         is_repeated: It repeats, inside a backward, part of a call that worked on blocks of the step.
+        may_be_piece: A call that was given no blocks, and uses none, may yet work on rows of the step.
         outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
             of the model again.
     """
@@ -112,10 +113,11 @@ class RowMode(TorchFunctionMode):
         given_blocks: bool,
         outside: Callable[[], contextlib.AbstractContextManager[None]],
         is_repeated: bool = False,
+        may_be_piece: bool = True,
     ) -> None:
         super().__init__()
         self.step = step
-        self.given_blocks, self.is_repeated = given_blocks, is_repeated
+        self.given_blocks, self.is_repeated, self.may_be_piece = given_blocks, is_repeated, may_be_piece
         self._outside = outside
 
     @property
@@ -134,8 +136,12 @@ class RowMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.dropout and _drops(*args, **kwargs) and self._has_rows(args, kwargs):
             return _dropout(self.step, *args, **kwargs)
-        if func is F.batch_norm and _normalises(*args, **kwargs) and self._has_rows(args, kwargs):
-            return _batch_norm(self.step, *args, **kwargs)
+        if func is F.batch_norm and _normalises(*args, **kwargs):
+            if self.is_ours:
+                return _batch_norm(self.step, self.step.num_vertices, *args, **kwargs)
+            level = self._level_of(args, kwargs)
+            if level is not None:
+                return self._batch_norm_of_piece(level, *args, **kwargs)
         if func is torch.dropout:
             named = {("training" if k == "train" else k): v for k, v in kwargs.items()}
             if _drops(*args, **named) and self._has_rows(args, kwargs):
@@ -193,20 +199,31 @@ class RowMode(TorchFunctionMode):
             gradient = torch.ones_like(loss)
         return None if gradient is None else gradient * self.step.loss_weight  # None: PyTorch's error
 
+    def _batch_norm_of_piece(self, level: int, *args: Any, **kwargs: Any) -> Tensor:
+        """Batch norm of a module that is given no blocks: the trace of a model need not have seen it."""
+        if level == len(self.step.level_sizes) - 1:
+            return _batch_norm(self.step, None, *args, **kwargs)  # a head's: what the script gives it are the seeds
+        self.step.dense_below = max(self.step.dense_below, level + 1)
+        return _batch_norm(self.step, self.step.num_vertices, *args, **kwargs)
+
     def _has_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether dropout or batch norm is about rows of the step. Collective, where no block is in use (`are_level`).
+        """Whether dropout is about rows of the step. Collective, where no block is in use (`Step.level_of`)."""
+        return self.is_ours or self._level_of(args, kwargs) is not None
+
+    def _level_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+        """Returns of which level's rows dropout or batch norm is, where no block is in use. Collective.
 
         In such a call as well, all ranks must take part in batch norm, or none.
         """
-        if self.is_ours:
-            return True
         x = args[0] if args else kwargs.get("input")
-        return isinstance(x, Tensor) and x.dim() > 0 and self.step.are_level(len(x))
+        if not self.may_be_piece or not isinstance(x, Tensor) or x.dim() == 0:
+            return None
+        return self.step.level_of(len(x))
 
     def _may_be_of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The same of what drops out inside of itself, where rows need not come first. Not collective."""
-        if self.is_ours:
-            return True
+        if self.is_ours or not self.may_be_piece:
+            return self.is_ours
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         return x is not None and any(self.step.has_rows(count) for count in x.shape[:-1])
 
@@ -242,6 +259,7 @@ def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, i
 
 def _batch_norm(
     step: Step,
+    num_vertices: int | None,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -268,7 +286,7 @@ def _batch_norm(
         momentum=momentum,
         eps=eps,
         communicator=step.communicator,
-        num_vertices=step.num_vertices,
+        num_vertices=num_vertices,
     )
 
 

@@ -65,6 +65,11 @@ class _Session:
         """Returns the step that was yielded last, of those that anybody still holds."""
         return next((step for step in (ref() for ref in reversed(self.followed)) if step is not None), None)
 
+    def _step_of_piece(self) -> Step | None:
+        """Returns the step that a call may be about that is given no blocks: the latest that takes pieces, if any."""
+        steps = (ref() for ref in reversed(self.followed))
+        return next((step for step in steps if step is not None and step.takes_pieces), self.latest())
+
     def _end(self) -> None:
         if self.mode is not None:
             self.mode.__exit__(None, None, None)
@@ -114,7 +119,7 @@ class _Session:
             # was for, and has no need for blocks.
             part = self.parts.get(module) if given is None and _is_in_backward() else None
             repeated = None if part is None else part.step()
-            step = given or repeated or self.latest()
+            step = given or repeated or self._step_of_piece()
             if step is None:
                 return
             _check_not_weighted(module, arguments)
@@ -125,6 +130,7 @@ class _Session:
                 given_blocks=given is not None,
                 outside=self._outside,
                 is_repeated=repeated is not None and part is not None and part.is_ours,
+                may_be_piece=repeated is not None or step.takes_pieces,
             )
             self.mode.__enter__()
         may_be_repeated = (module.training or torch.is_grad_enabled()) and not _is_in_backward()

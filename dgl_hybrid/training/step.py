@@ -82,6 +82,12 @@ class Step:
     """Of the whole graph."""
     number: int
     """Counts the training steps of the loader; masks differ from step to step."""
+    with_gradients: bool = True
+    """It was yielded where gradients are taken."""
+    is_over: bool = False
+    """The loader's epoch has ended."""
+    dense_below: int = 0
+    """Levels below this one must hold every vertex: such a module has normalised their rows."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
     on_use: Callable[[Step], None] | None = None
@@ -191,8 +197,17 @@ class Step:
     def is_level(self, num_rows: int) -> bool:
         return num_rows in self.level_sizes
 
-    def are_level(self, num_rows: int) -> bool:
-        """Whether so many rows are the vertices of a level, on all ranks. Collective, where that is possible.
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether a module that is given none of the blocks may be a piece of a model that works on them: not after the
+        epoch, and if it trains, not of a step that only evaluates. Else whatever the script does besides (sampled
+        training, say) would ask other ranks what its rows are.
+        """
+        return not self.is_over and (self.with_gradients or not torch.is_grad_enabled())
+
+    def level_of(self, num_rows: int) -> int | None:
+        """Returns the (lowest) level whose vertices so many rows are on all ranks; None: of none. Collective, where
+        that is possible.
 
         Not each rank by its own sizes: those of one rank may be a number that means something else, and equals no size
         on other ranks; that rank would wait for the others in batch norm, or count one dropout more. So wherever the
@@ -200,13 +215,14 @@ class Step:
         number that is the same on all. Ranks wait for each other in vain only where they have different numbers of
         something else, some of which are sizes by chance. Nobody asks where blocks are known to be in use.
         """
-        if self.communicator.world_size == 1:
-            return self.is_level(num_rows)
-        assert self._counts is not None, "a step must be followed before its rows are asked for"
-        if num_rows not in self._counts.of_levels:
-            return False
-        told = self.communicator.gather_ints([int(size == num_rows) for size in self.level_sizes])
-        return any(all(of_level) for of_level in zip(*told, strict=True))
+        told = [[int(size == num_rows) for size in self.level_sizes]]
+        if self.communicator.world_size > 1:
+            assert self._counts is not None, "a step must be followed before its rows are asked for"
+            if num_rows not in self._counts.of_levels:
+                return None
+            told = self.communicator.gather_ints(told[0])
+        levels = [level for level, of_level in enumerate(zip(*told, strict=True)) if all(of_level)]
+        return min(levels, default=None)
 
     def has_rows(self, count: int) -> bool:
         """Whether so many rows could be the vertices of a level or the edges of a layer; the same on all ranks, for the

@@ -112,6 +112,13 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     # What the user does not say is the script's to say.
     for words, value in ((), "1"), (("--budget", "10%"), '{"budget": "10%"}'):
         assert parse("--part-config", "p.json", *words, "t.py").environment == {ENABLE_VARIABLE: value}
+    monkeypatch.setenv(ENABLE_VARIABLE, "hybrid:10%")
+    for words, value in ((), "hybrid:10%"), (("--budget", "1MB"), '{"strategy": "hybrid", "budget": "1MB"}'):
+        assert parse("--part-config", "p.json", *words, "t.py").environment == {ENABLE_VARIABLE: value}
+    monkeypatch.setenv(ENABLE_VARIABLE, "0")
+    assert parse("--part-config", "p.json", "t.py").environment == {ENABLE_VARIABLE: "0"}, "the last word"
+    job = parse("--part-config", "p.json", "--strategy", "depcomm", "t.py")
+    assert job.environment == {ENABLE_VARIABLE: '{"strategy": "depcomm"}'}
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     job = parse("--part-config", "p.json", "--strategy", "off", "t.py")
     off = {ENABLE_VARIABLE: "0"}  # parts would inherit what we have, and a script's own enable() is to do nothing

@@ -39,24 +39,24 @@ def find(config: HaloConfig, *, share: bool) -> float:
 def test_what_is_shared_has_room_in_shared_memory(
     budget: str | int, asked_bytes: float, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """64 MB are free, half of which four trainers may take; whoever takes more is killed by a bus error."""
+    """64 MB are free, a quarter of which four trainers may take; whoever takes more is killed by a bus error."""
     assert find(HaloConfig(budget=budget), share=False) == asked_bytes
     assert not caplog.records
-    assert find(HaloConfig(budget=budget), share=True) == 8e6
+    assert find(HaloConfig(budget=budget), share=True) == 4e6
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
     assert f"asks for {asked_bytes / 1e6:.1f} MB" in record.getMessage()
-    assert "of whose 64.0 free MB this trainer may take 8.0" in record.getMessage()
+    assert "of whose 64.0 free MB this trainer may take 4.0" in record.getMessage()
 
 
 def test_a_budget_that_fits_is_as_asked(caplog: pytest.LogCaptureFixture) -> None:
-    assert find(HaloConfig(budget="8MB"), share=True) == 8e6
+    assert find(HaloConfig(budget="4MB"), share=True) == 4e6
     assert not caplog.records
 
 
 def test_all_that_is_reached_is_bounded_by_shared_memory_alone(caplog: pytest.LogCaptureFixture) -> None:
     assert find(HaloConfig(strategy="depcache"), share=False) == math.inf
-    assert find(HaloConfig(strategy="depcache"), share=True) == 8e6
+    assert find(HaloConfig(strategy="depcache"), share=True) == 4e6
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 

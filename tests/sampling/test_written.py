@@ -14,6 +14,7 @@ import pytest
 from dgl.distributed import kvstore, rpc
 from dgl.ndarray import empty_shared_mem
 
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import written
 from dgl_hybrid.sampling.written import WrittenFields, is_served, publish_table
 
@@ -30,7 +31,7 @@ class Servers:
         self.got: list[tuple[int, str]] = []
         monkeypatch.setattr(rpc, "get_num_server_per_machine", lambda: 1)
         monkeypatch.setattr(rpc, "send_request", self._send)
-        monkeypatch.setattr(rpc, "recv_response", lambda: self.answers.pop(0))
+        monkeypatch.setattr(rpc, "recv_response", lambda timeout=0: self.answers.pop(0) if self.answers else None)
 
     def _start(self, number: int, is_on: bool) -> SimpleNamespace:
         server = SimpleNamespace(
@@ -111,3 +112,23 @@ def test_nobody_holds_rows_while_somebody_writes_in_silence(monkeypatch: pytest.
     third.speak()
     assert first.may_hold("node~_N~feat")
     assert first.num_silences == before + 2
+
+
+def test_who_speaks_again_waits_for_its_own_pushes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be on their way to any server, and the first that hears of it lets rows be held again."""
+    servers = Servers((True, True), monkeypatch)
+    fields = WrittenFields(servers.client(0))
+    fields.fall_silent()
+    servers.got.clear()
+    fields.speak()
+    asked, told = servers.got[:2], servers.got[2:]
+    assert asked == [(0, "DeleteDataRequest"), (1, "DeleteDataRequest")]
+    assert told == [(0, "SilenceRequest"), (1, "SilenceRequest")]
+
+
+def test_a_server_that_does_not_answer_is_no_reason_to_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    servers = Servers((True, True), monkeypatch)
+    fields = WrittenFields(servers.client(0))
+    monkeypatch.setattr(rpc, "send_request", lambda *args: None)
+    with pytest.raises(ExchangeError, match="did not answer SilenceRequest within 300 s"):
+        fields.fall_silent()

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -288,3 +289,111 @@ def test_one_number_is_no_row(seeds: str, partitions: PartitionStore) -> None:
         assert [said["one number"], said["one row"], said["like one row"]] == [""] * 3
         assert "draws from each rank's own generator" in said["rows"]
         assert "draws from each rank's own generator" in said["a size of one rank"], "on all ranks alike"
+
+
+class Layers(nn.Module):
+    """A model that is given all blocks, and has no batch norm of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = dglnn.SAGEConv(WIDTH, WIDTH, "mean").double()
+        self.second = dglnn.SAGEConv(WIDTH, NUM_CLASSES, "mean").double()
+
+    def forward(self, blocks: Sequence[Any], h: Tensor) -> Tensor:
+        out: Tensor = self.second(blocks[1], self.first(blocks[0], h).tanh())
+        return out
+
+
+def make_apart() -> nn.ModuleDict:
+    torch.manual_seed(5)
+    encoder = nn.Sequential(nn.Linear(NUM_FEATURES, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh()).double()
+    return nn.ModuleDict({"encoder": encoder, "layers": Layers(), "probe": nn.BatchNorm1d(NUM_CLASSES).double()})
+
+
+def train_apart(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[int], dict[str, Tensor]]:
+    """Batch norm before a model that is planned for, and over what it returns for the seeds."""
+    g = PartitionedGraph.open(part_config)
+    assert g.partition.orig_node_ids is not None
+    parts = make_apart()
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
+    nids = g.owned_nodes()[-2:]
+    loader = FullGraphLoader(g, nids, 2, topology=uniform_topology(world_size), autotune=False)
+    sizes = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            out = parts["layers"](blocks, parts["encoder"](g.ndata["feat"][input_nodes]))
+            parts["probe"](out.detach())
+            optimizer.zero_grad()
+            F.cross_entropy(out, g.ndata["label"][seeds]).backward()
+            average_gradients(parts, loader)
+            optimizer.step()
+        sizes.append(int(loader.sets.owned[: loader.sets.sizes[1]].sum()))
+    assert loader.outcome is not None
+    return g.fetch_nodes(g.partition.orig_node_ids, nids), sizes, parts.state_dict()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_batch_norm_beside_a_model_that_is_planned_for(world_size: int, partitions: PartitionStore) -> None:
+    """Plans computed only what the model needs, so that statistics of the rows it is given were not of all vertices;
+    and what it returns was taken for rows that should have been.
+    """
+    ranks = run_ranks(world_size, train_apart, partitions.get("power_law", power_law(), world_size))
+    graph = power_law()
+    is_seed = torch.cat([ids for ids, _, _ in ranks])
+    parts = make_apart()
+    optimizer = torch.optim.SGD(parts.parameters(), lr=0.5)
+    for _ in range(3):
+        out = parts["layers"]([graph, graph], parts["encoder"](graph.ndata["feat"]))[is_seed]
+        parts["probe"](out.detach())
+        optimizer.zero_grad()
+        F.cross_entropy(out, graph.ndata["label"][is_seed]).backward()
+        optimizer.step()
+    first, second, third = (sum(of_epoch) for of_epoch in zip(*(sizes for _, sizes, _ in ranks), strict=True))
+    assert first == graph.num_nodes() > second == third, "plans compute less of what lies above that batch norm"
+    for _, _, state in ranks:
+        for name, value in state.items():
+            assert_close(value, parts.state_dict()[name], name)
+
+
+def train_something_else(rank: int, world_size: int, part_config: str) -> list[int]:
+    """Returns how often ranks asked each other about rows of a model that has nothing to do with the loaders."""
+    g = PartitionedGraph.open(part_config)
+    loaders = [FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2) for _ in range(2)]
+    layers = Layers()
+    other = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(2))
+    batch = torch.randn(loaders[0].sets.sizes[0], 2)
+    asked = []
+    gather_ints = g.communicator.gather_ints
+
+    def count(values: Sequence[int]) -> list[list[int]]:
+        asked[-1] += 1
+        return gather_ints(values)
+
+    g.communicator.gather_ints = count  # type: ignore[method-assign, assignment]
+    try:
+        with torch.no_grad():
+            asked.append(0)
+            held = next(iter(loaders[0]))
+            layers(held[2], torch.randn(len(held[0]), WIDTH, dtype=torch.float64))
+        asked.append(0)
+        other(batch)
+        asked.append(0)
+        for input_nodes, _, blocks in loaders[1]:
+            asked.append(0)
+            other(batch[:1].expand(len(input_nodes), 2))
+            layers(blocks, torch.randn(len(input_nodes), WIDTH, dtype=torch.float64)).sum().backward()
+        asked.append(0)
+        other(batch)
+    finally:
+        del g.communicator.gather_ints
+    return asked
+
+
+def test_after_an_epoch_or_an_evaluation_other_models_are_their_own(partitions: PartitionStore) -> None:
+    """Numbers of rows of sampled batches differ from rank to rank: one that is a level's on one of them would have that
+    rank ask the others, which wait for it elsewhere.
+    """
+    for asked in run_ranks(2, train_something_else, partitions.get("power_law", power_law(), 2)):
+        _, after_evaluation, _, within, after_epoch = asked
+        assert within > 0
+        assert (after_evaluation, after_epoch) == (0, 0)

@@ -171,27 +171,30 @@ def test_a_script_may_go_on_in_place_with_the_output(partitions: PartitionStore)
                 assert_close(one, other, f"{world_size} ranks")
 
 
-def call_after_another_loader(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
+def call_after_another_loader(rank: int, world_size: int, part_config: str) -> list[str]:
     g = PartitionedGraph.open(part_config)
     model, said = InPlace(), []
     loader, other = (FullGraphLoader(g, g.owned_nodes(), 2, plan=[torch.arange(0)] * 2) for _ in range(2))
-    for is_between in (False, True):
+    for between in ("nothing", "an epoch", "a batch"):
         for input_nodes, _, blocks in loader:
             model.blocks = blocks
-            for _ in other if is_between else ():
+            for _ in other if between == "an epoch" else ():
                 pass
+            held = next(iter(other)) if between == "a batch" else None
             try:
                 model(g.ndata["feat"][input_nodes])
                 said.append("")
             except BlockError as error:
                 said.append(str(error))
-    return said[0], said[1]
+            del held
+    return said
 
 
 def test_blocks_in_an_object_are_not_taken_for_another_loaders(partitions: PartitionStore) -> None:
     """Dropout, batch norm and the loss weight were left out, or were another loader's, silently."""
-    for alone, after in run_ranks(2, call_after_another_loader, partitions.get("power_law", power_law(), 2)):
-        assert alone == ""
+    for said in run_ranks(2, call_after_another_loader, partitions.get("power_law", power_law(), 2)):
+        alone, after_epoch, after = said
+        assert alone == after_epoch == ""
         assert "uses blocks that it was not given as arguments, after another loader has yielded" in after
 
 

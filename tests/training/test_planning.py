@@ -157,9 +157,9 @@ class Told:
 
 
 def test_an_epoch_is_over_when_its_slowest_rank_is() -> None:
-    """Each rank takes 1 s mostly, and in each round another one 1.5 s; the fifth round one of them sat out."""
-    own = [0.0, 1.5, 1.0, 1.0, 1.0, 9.0]
-    others = [[0.0, 1.0, 1.5, 1.0, 1.5, 9.0], [0.0, 1.0, 1.0, 1.5, 1.0, 0.0]]
+    """Each rank takes 1 s mostly, and in each round another one 1.5 s; the last rounds one of them sat out."""
+    own = [0.0, 1.5, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0]
+    others = [[0.0, 1.0, 1.5, 1.0, 1.5, 9.0, 9.0, 9.0, 9.0], [0.0, 1.0, 1.0, 1.5, 1.0, 0.0, 0.0, 0.0, 0.0]]
     rounds = planning._Rounds(Told(others))  # type: ignore[arg-type]
     for number, last_s in enumerate(own):
         assert rounds.any_wants_more(number < len(own) - 1, last_s) == (number < len(own) - 1)

@@ -25,9 +25,10 @@ $(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
 demo: $(ENV)
 	$(BIN)/dgl-hybrid demo $(ARGS)
 
-# Each file in one process of several, since most tests wait for others they start. `JOBS=0` runs all in one.
+# Each file in one process of several, since most tests wait for others they start. `JOBS=0` runs all in one. Hundreds of
+# processes are started: without files of bytecode each would compile our modules anew.
 test: $(ENV)
-	$(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
 
 lint: $(ENV)
 	$(BIN)/ruff check .

@@ -82,6 +82,7 @@ def test_packed_sums_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
         packing.measure_here((100, 4, 64), 1)
 
 
+@pytest.mark.slow
 def test_products_are_measured_in_processes_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands as users start them; each start costs seconds, so one run answers several questions."""
+"""The commands as users start them; each start costs seconds, so one run answers several questions.
+
+The default run plans, trains, is told of damage, and loses a rank; the slow run has the rest.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,7 @@ def test_plan_then_train_by_it(partition: Path, folder: Path) -> None:
     assert json.loads((out / "result.json").read_text())["epochs"] == trained["epochs"]
 
 
+@pytest.mark.slow
 def test_torchrun_gives_the_same_losses(folder: Path) -> None:
     words = ("train", "--data", SMALL, "--workspace", folder / "w", *TRAIN, "--json")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
@@ -136,6 +140,7 @@ def test_a_killed_rank_ends_the_job(partition: Path) -> None:
     assert not any(rank.is_running() for rank in ranks), "a rank was left behind"
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(partition: Path) -> None:
     process = start_endless(partition)
     ranks = rank_processes(process.pid)
@@ -159,6 +164,7 @@ def test_demo(folder: Path) -> None:
             assert (folder / "demo_output" / f"{name}.{suffix}").stat().st_size > 1000
 
 
+@pytest.mark.slow
 def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
     """By options as they are typed, from a folder relative to where the command runs."""
     words = ("train", "--partition", partition, *TRAIN, "--json", "--checkpoint", "runs/one")
@@ -172,7 +178,9 @@ def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
     assert (record["first_epoch"], len(record["epochs"])) == (3, 1)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)]
+)
 def test_signals_end_the_job_and_give_its_exit_code(number: signal.Signals, code: int, partition: Path) -> None:
     process = start_endless(partition)
     ranks = rank_processes(process.pid)
@@ -195,6 +203,7 @@ def listeners_of(processes: list[psutil.Process]) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_jobs_run_where_temporary_folders_have_any_name(
     partition: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,7 +31,11 @@ def leftovers(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "way", ["amid the probe", "between exchanges", "amid an exchange", "with a child", "while it grows its memory"]
+    "way",
+    [
+        *("amid an exchange", "while it grows its memory"),
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("amid the probe", "between exchanges", "with a child")),
+    ],
 )
 def test_peers_of_a_killed_rank_are_told_at_once(way: str, tmp_path: Path) -> None:
     ranks = [

@@ -159,6 +159,7 @@ def test_world_size_is_checked() -> None:
         run_ranks(5, sum_of_ranks)
 
 
+@pytest.mark.slow
 def test_workers_end_when_the_test_session_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "session.py"
     script.write_text(

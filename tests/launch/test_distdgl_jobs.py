@@ -88,7 +88,7 @@ def test_partitions_share_a_host(
     observer.assert_nothing_left(job.ip_config)
 
 
-@pytest.mark.parametrize("argument", ["sys.argv[2]", "None"])
+@pytest.mark.parametrize("argument", ["sys.argv[2]", pytest.param("None", marks=pytest.mark.slow)])
 def test_a_script_may_name_other_addresses(argument: str, parts: Callable[[int], Path], tmp_path: Path) -> None:
     """Those that the launcher has made are used, with the plugin and without it; one line says so."""
     text = (SCRIPTS / "tiny_distdgl.py").read_text()

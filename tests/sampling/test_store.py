@@ -154,6 +154,7 @@ def test_a_field_that_takes_the_name_of_a_deleted_one_is_read_from_its_owners(tr
         assert results["writes"]["stale_after_deletion"] == 0
 
 
+@pytest.mark.slow  # the conformance suite has one by default
 def test_a_heterograph(tmp_path: Path) -> None:
     for results in run_phases(tmp_path, heterograph(), 2, "heterograph"):
         first, *later = results["heterograph"]
@@ -201,6 +202,7 @@ def test_a_trainer_whose_samplers_say_nothing_learns_from_its_reads(with_sampler
         assert last["wrong"] == 0
 
 
+@pytest.mark.slow  # one machine of two without it is the harder case, below
 def test_servers_without_the_plugin_cannot_tell_of_writes(tmp_path: Path) -> None:
     for results in run_phases(tmp_path, homogeneous_graph(400, 6), 2, "unserved", plugin=None):
         first, *_, last = results["unserved"]["epochs"]

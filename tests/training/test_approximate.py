@@ -312,7 +312,11 @@ def reports_of(world_size: int, jobs: list[TrainJob]) -> list[TrainReport]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "model", "names"), [(2, "gat", ["int8", "stale+bf16"]), (3, "gcn", list(APPROXIMATIONS))]
+    ("world_size", "model", "names"),
+    [
+        pytest.param(2, "gat", ["int8", "stale+bf16"], marks=pytest.mark.slow),
+        (3, "gcn", list(APPROXIMATIONS)),
+    ],
 )
 def test_training_converges_with_fewer_bytes(
     world_size: int, model: str, names: list[str], folders: dict[int, str]

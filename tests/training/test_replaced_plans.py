@@ -225,8 +225,16 @@ def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_hel
         gc.enable()
 
 
-@pytest.mark.parametrize("is_held", [False, True])
-@pytest.mark.parametrize("kind", ["sage_mean", "gat", "dotgat"])
+@pytest.mark.parametrize(
+    ("kind", "is_held"),
+    [
+        *(("sage_mean", False), ("gat", True), ("dotgat", False)),
+        *(
+            pytest.param(*slow, marks=pytest.mark.slow)
+            for slow in (("sage_mean", True), ("gat", False), ("dotgat", True))
+        ),
+    ],
+)
 def test_a_loader_that_is_dropped_is_gone_at_once(kind: str, is_held: bool, partitions: PartitionStore) -> None:
     """It held itself by its step, so a script with a loader for each epoch held several plans."""
     folder = partitions.get("power_law", power_law(), 3)

@@ -123,7 +123,7 @@ print(grown, compiler.num_compiled_kernels() - num_before)
 
 def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
     file = tmp_path / "code"
-    file.write_bytes(b"a" * 4 * mmap.PAGESIZE)
+    file.write_bytes(b"a" * memory.MIN_UNMAPPED_BYTES)
     with file.open("r+b") as handle:
         changed = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         read = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
@@ -145,7 +145,7 @@ def test_pages_that_were_written_to_stay(tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what of a file is resident")
 def test_files_that_were_read_leave_and_can_be_read_again(tmp_path: Path) -> None:
     file = tmp_path / "ids"
-    file.write_bytes(b"a" * 4 * mmap.PAGESIZE)
+    file.write_bytes(b"a" * memory.MIN_UNMAPPED_BYTES)
     with file.open("r+b") as handle:
         changed, read = (
             mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -158,6 +158,19 @@ def test_files_that_were_read_leave_and_can_be_read_again(tmp_path: Path) -> Non
     assert unmap_read_files_in(tmp_path) == 0
     assert changed[:2] == b"ba"
     assert read[:] == b"a" * len(read)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="mappings are listed on Linux")
+def test_who_has_mapped_little_does_not_look_how_much_of_all_is_resident(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "ids"
+    file.write_bytes(b"a" * (memory.MIN_UNMAPPED_BYTES - mmap.PAGESIZE))
+    with file.open("rb") as handle:
+        read = mmap.mmap(handle.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+    assert read[:] == b"a" * len(read)
+    monkeypatch.setattr(memory, "_mappings_in", lambda folder: pytest.fail("it takes a while"))
+    assert unmap_read_files_in(tmp_path) == 0
 
 
 def test_kernels_get_no_address_of_another_device() -> None:

@@ -53,6 +53,10 @@ _MIN_EDGES = 50_000
 _MAX_EDGES = 2**30
 """SciPy counts in int32, and the edges are taken both ways."""
 
+_MOST_NEIGHBORS = 2048
+"""Vertices that read or are read by more are left out of the search: no order brings half a window together, and SciPy
+takes time that grows with the square of a row's length (a row of 400,000: 76 s, without it 0.14 s)."""
+
 _GAIN = 0.9
 """The new order is taken if it has at most this share of the given one's distinct reads."""
 
@@ -113,13 +117,21 @@ def order_rows(class_sizes: Sequence[int], indptr: Tensor, indices: Tensor, row_
 def find_local_order(num_rows: int, indptr: Tensor, indices: Tensor) -> Tensor:
     """Returns the (num_rows,) rows in reverse Cuthill-McKee order of the edges among them, taken both ways.
 
+    Edges of vertices with more than `_MOST_NEIGHBORS` in-edges, or read by more rows than that, count as none.
+
     Args:
         indptr: (N + 1,) int64, N <= num_rows.
         indices: (E,) int64 sources; those from num_rows on are left out.
     """
     is_held = indices < num_rows
+    num_read = indptr_of(is_held.to(torch.int64))[indptr].diff()
+    num_readers = torch.bincount(indices[is_held], minlength=num_rows)
+    if max(_largest(num_read), _largest(num_readers)) > _MOST_NEIGHBORS:
+        is_held &= torch.repeat_interleave(num_read <= _MOST_NEIGHBORS, indptr.diff())
+        is_held &= (num_readers <= _MOST_NEIGHBORS)[indices.clamp(max=num_rows - 1)]
+        num_read = indptr_of(is_held.to(torch.int64))[indptr].diff()
     counts = torch.zeros(num_rows, dtype=torch.int64)
-    counts[: len(indptr) - 1] = indptr_of(is_held.to(torch.int64))[indptr].diff()
+    counts[: len(indptr) - 1] = num_read
     held = indices[is_held].to(torch.int32)
     edges = csr_array(
         (np.ones(len(held), dtype=np.bool_), held.numpy(), indptr_of(counts).to(torch.int32).numpy()),
@@ -127,6 +139,10 @@ def find_local_order(num_rows: int, indptr: Tensor, indices: Tensor) -> Tensor:
     )
     both_ways = (edges + edges.T).tocsr()
     return torch.from_numpy(reverse_cuthill_mckee(both_ways, symmetric_mode=True).astype(np.int64))
+
+
+def _largest(counts: Tensor) -> int:
+    return int(counts.max()) if len(counts) else 0
 
 
 def count_reads(sources: Tensor) -> float:

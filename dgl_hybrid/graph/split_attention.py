@@ -18,7 +18,7 @@ purpose: a few sources may be read by nearly all rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -32,12 +32,16 @@ from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
 from dgl_hybrid.graph.split_exchange import SplitExchange
 from dgl_hybrid.ops import EdgeDropout, SparseGraph
 from dgl_hybrid.ops.backend import PositiveSums, choose_backend
+from dgl_hybrid.ops.sparse_graph import Adjacency
 
 AttentionOp = Literal["gat", "gatv2"]
 
 _MINUS_INF = float("-inf")
 _LEAST_READERS = 1024
 """Of a message of few rows so many may read at a time: fewer would cost more in calls than they save."""
+
+_PIECE_NUMBERS = 1 << 22
+"""That are gathered for edges at a time where rows have no finite logit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,29 +375,44 @@ def _settle_rows_of_minus_inf(
 
     Positive sums by 0: none of those logits is positive.
 
-    Kernels divide by a sum of exponentials there that is 0. That a logit is NaN or +inf gives NaN, too, and that stays.
+    Kernels divide by a sum of exponentials there that is 0. That a logit is NaN or +inf gives NaN, too, and that stays:
+    of a training that diverges all rows may be looked through here, a piece of their in-edges at a time.
     """
     rows, out, lse = edges.in_edges, result.out, result.lse
     unsure = (~lse.isfinite()).any(1).nonzero().flatten()
-    counts = rows.indptr.diff()[unsure].long()
-    row = torch.repeat_interleave(counts)
-    first = rows.indptr[unsure].long() - (counts.cumsum(0) - counts)
-    source = rows.indices[first[row] + torch.arange(len(row), device=row.device)].long()
-    x = sources.x[source]
-    read_by = dst[unsure[row]]
-    if attention is not None:
-        logits = (F.leaky_relu(x + read_by, call.slope) * attention).sum(-1)
-    else:
-        assert sources.el is not None
-        logits = F.leaky_relu(sources.el[source] + read_by, call.slope)
-    others = torch.zeros_like(lse[unsure]).index_add_(0, row, (~logits.isneginf()).to(lse.dtype))
-    is_nothing = (others == 0) & (counts > 0).unsqueeze(-1)
-    nothing = torch.zeros_like(out[unsure]).index_add_(0, row, 0.0 * x)  # NaN where x is, or infinite
-    lse[unsure] = lse[unsure].masked_fill(is_nothing, _MINUS_INF)
-    out[unsure] = torch.where(is_nothing.unsqueeze(-1), nothing, out[unsure])
+    num_heads, width = lse.shape[1], out[0].numel()
+    others = torch.zeros_like(lse[unsure])
+    for row, source in _in_pieces(rows, unsure, width if attention is not None else num_heads):
+        read_by = dst[unsure[row]]
+        if attention is not None:
+            logits = (F.leaky_relu(sources.x[source] + read_by, call.slope) * attention).sum(-1)
+        else:
+            assert sources.el is not None
+            logits = F.leaky_relu(sources.el[source] + read_by, call.slope)
+        others.index_add_(0, row, (~logits.isneginf()).to(lse.dtype))
+    is_nothing = (others == 0) & (rows.indptr.diff()[unsure] > 0).unsqueeze(-1)
+    is_settled = is_nothing.any(1)
+    settled, is_nothing = unsure[is_settled], is_nothing[is_settled]
+    nothing = torch.zeros_like(out[settled])
+    for row, source in _in_pieces(rows, settled, width):
+        nothing.index_add_(0, row, 0.0 * sources.x[source])  # NaN where x is, or infinite
+    lse[settled] = lse[settled].masked_fill(is_nothing, _MINUS_INF)
+    out[settled] = torch.where(is_nothing.unsqueeze(-1), nothing, out[settled])
     if result.positive is not None:
         for sums, where in zip(result.positive, (is_nothing.unsqueeze(-1), is_nothing), strict=True):
-            sums[unsure] = sums[unsure].masked_fill(where, 0.0)
+            sums[settled] = sums[settled].masked_fill(where, 0.0)
+
+
+def _in_pieces(rows: Adjacency, chosen: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields in-edges of chosen rows (position in `chosen`, source), so many that `width` numbers of each fit."""
+    counts = rows.indptr.diff()[chosen].long()
+    ends = counts.cumsum(0)
+    shift = rows.indptr[chosen].long() - (ends - counts)
+    num_edges = int(counts.sum())
+    for begin in range(0, num_edges, size := max(1, _PIECE_NUMBERS // width)):
+        place = torch.arange(begin, min(begin + size, num_edges), device=chosen.device)
+        row = torch.searchsorted(ends, place, right=True)
+        yield row, rows.indices[shift[row] + place].long()
 
 
 def _attend_backward(

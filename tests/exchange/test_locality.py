@@ -48,6 +48,22 @@ def test_neighbours_on_a_shuffled_ring_come_near_each_other() -> None:
     assert int((src_position - dst_position).abs().max()) <= 24
 
 
+@pytest.mark.parametrize("reads", [True, False])
+def test_hubs_are_left_out(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All others are a step from one, so nobody was near anybody; and to sort its neighbours took minutes."""
+    monkeypatch.setattr(locality, "_MOST_NEIGHBORS", 100)
+    indptr, indices, _ = ring(3000, torch.Generator().manual_seed(0))
+    src, dst = indices, torch.repeat_interleave(torch.arange(3000), indptr.diff())
+    others, hub = torch.arange(1, 3000), torch.zeros(2999, dtype=torch.int64)
+    ends = (others, hub) if reads else (hub, others)
+    order = find_local_order(3000, *in_edges(3000, torch.cat([src, ends[0]]), torch.cat([dst, ends[1]])))
+    assert torch.equal(order.sort().values, torch.arange(3000))
+    position = torch.argsort(order)
+    is_other = (src != 0) & (dst != 0)
+    # Without the hub the ring is a path: each has all its neighbours within two levels of the search.
+    assert int((position[src] - position[dst])[is_other].abs().max()) <= 24
+
+
 def test_sources_that_are_received_do_not_count() -> None:
     # Row 0 reads row 2 and two received rows (3 and 4), row 2 reads row 0; row 1 is alone.
     order = find_local_order(3, torch.tensor([0, 3, 3, 4]), torch.tensor([3, 2, 4, 0]))

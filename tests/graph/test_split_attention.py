@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from dgl_hybrid.graph import split_attention
 from dgl_hybrid.graph.split_attention import _Attended
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.ops import EdgeDropout, SparseGraph
+from dgl_hybrid.ops.sparse_graph import Adjacency
 from tests.exchange.test_partial_sums import World, random_world
 from tests.helpers.world import run_ranks
 
@@ -73,13 +76,16 @@ def run_split(
     *,
     least_readers: int | None = None,
     drops: bool = False,
+    piece_numbers: int | None = None,
 ) -> list[Tensor]:
-    if least_readers is not None:
-        before, split_attention._LEAST_READERS = split_attention._LEAST_READERS, least_readers
-        try:
-            return run_split(rank, world_size, op, chunk_rows, width, slope, drops=drops)
-        finally:
-            split_attention._LEAST_READERS = before
+    for name, value in (("_LEAST_READERS", least_readers), ("_PIECE_NUMBERS", piece_numbers)):
+        if value is not None:
+            before = getattr(split_attention, name)
+            setattr(split_attention, name, value)
+            try:
+                return run_split(rank, world_size, op, chunk_rows, width, slope, drops=drops)
+            finally:
+                setattr(split_attention, name, before)
     world = random_world(world_size, 21)
     structure, communicator = world.structures[rank], create_communicator()
     plan = structure.exchange
@@ -119,6 +125,35 @@ def test_parts_without_a_finite_logit_weigh_nothing(
     assert bool(is_nan[::5, 0].any()), "no row is -inf in all its parts"
     assert not bool(is_nan[:, 1].any())
     assert_same(op, expected, run_ranks(world_size, run_split, op, chunk_rows, width))
+    if width == 3:
+        assert_same(op, expected, run_ranks(world_size, run_split, op, chunk_rows, width, piece_numbers=7))
+
+
+def test_few_numbers_are_gathered_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(split_attention, "_PIECE_NUMBERS", 12)
+    rows = SparseGraph.from_csc(torch.tensor([0, 0, 5, 6, 13]), torch.arange(13), num_src=13).in_edges
+    pieces = list(split_attention._in_pieces(rows, torch.tensor([3, 0, 1]), 4))
+    assert [row.tolist() for row, _ in pieces] == [[0, 0, 0], [0, 0, 0], [0, 2, 2], [2, 2, 2]]
+    assert torch.cat([source for _, source in pieces]).tolist() == [*range(6, 13), *range(5)]
+    assert list(split_attention._in_pieces(rows, torch.tensor([0]), 4)) == []
+
+
+def test_no_row_is_gathered_where_all_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training that diverges ended for want of memory, where its loss would have told."""
+    graph = SparseGraph.from_csc(torch.tensor([0, 3]), torch.tensor([0, 1, 1]), num_src=2)
+    x, el, er = torch.full((2, 1, 4), float("nan")), torch.full((2, 1), float("nan")), torch.zeros(1, 1)
+    call = split_attention._Call("gat", 0.2, (None,), False)
+    looked_at: list[int] = []
+    in_pieces_of = split_attention._in_pieces
+
+    def in_pieces(rows: Adjacency, chosen: Tensor, width: int) -> Iterator[tuple[Tensor, Tensor]]:
+        looked_at.append(len(chosen) * width)
+        return in_pieces_of(rows, chosen, width)
+
+    monkeypatch.setattr(split_attention, "_in_pieces", in_pieces)
+    result = split_attention._attend(call, None, graph, split_attention._Sources(x, el), er, None)
+    assert bool(result.out.isnan().all())
+    assert looked_at == [1, 0], "logits of one row, and no row of x"
 
 
 @pytest.mark.parametrize("drops", [False, True])

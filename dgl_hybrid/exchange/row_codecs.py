@@ -134,7 +134,7 @@ class Int8Codec:
             target[:, width:].copy_(torch.cat([least, step], 1).view(torch.uint8))
             x.sub_(least.float()).mul_(step.float().reciprocal_())
             # A random number in [0, 1) and truncation: up with the probability of the fraction. 16 bits of each draw.
-            random = draws.random_(-(2**63), None, generator=generator).view(torch.int16)[: x.numel()]
+            random = _draw(draws, generator).view(torch.int16)[: x.numel()]
             x.add_(random.view(x.shape), alpha=2.0**-16).add_(0.5)
             # By way of int32: straight from float to uint8, PyTorch converts one element at a time.
             target[:, :width].copy_(codes[: len(chunk)].copy_(x))
@@ -176,6 +176,14 @@ def _header_of(x: Tensor) -> tuple[Tensor, Tensor]:
 def _generator(key: tuple[int, ...], device: torch.device) -> torch.Generator:
     digest = hashlib.blake2b(repr(tuple(int(part) for part in key)).encode(), digest_size=8).digest()
     return torch.Generator(device=device).manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _draw(out: Tensor, generator: torch.Generator) -> Tensor:
+    """Fills int64 numbers from a generator of ours, unseen by what watches over a model's own draws: rows are encoded
+    inside of its forward, and the length of a buffer may be a number of rows.
+    """
+    with torch._C.DisableTorchFunction():
+        return out.random_(-(2**63), None, generator=generator)
 
 
 def _new_wire(codec: RowCodec, rows: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ import dgl
 import torch
 from torch import Tensor
 
+from dgl_hybrid.ops.device_index import move_graph
+
 
 def reduce_of_nothing(
     message_func: Any,
@@ -36,7 +38,8 @@ def reduce_of_nothing(
         that the functions used.
     """
     device = next((rows.device for fields in (sources, destinations, edges) for rows in fields.values()), None)
-    probe = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1).to(device or "cpu")
+    # Not `.to(device)`, which DGL's build for CPUs refuses where features are on a GPU.
+    probe = move_graph(dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1), device or "cpu")
     results: dict[str, Tensor] = {}
 
     def reduce_and_note(nodes: Any) -> dict[str, Tensor]:

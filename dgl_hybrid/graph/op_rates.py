@@ -93,7 +93,7 @@ class InEdgeSum:
 
 def row_slowdown(function: Callable[[Tensor], Tensor], device: torch.device = _CPU) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
-    x = torch.randn(4 * _num_nodes(device), 64, device=device).requires_grad_()
+    x = _random_rows(4 * _num_nodes(device), 64, device=device)
     return _slowdown(lambda: function(x), lambda: x * 2.0, device)
 
 

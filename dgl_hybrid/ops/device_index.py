@@ -20,6 +20,7 @@ import torch
 from dgl.heterograph_index import HeteroGraphIndex
 from torch import Tensor
 
+from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.ops.index_notes import kept_relation, notes_of
 
 _CPU_CONTEXT = (1, 0)  # device type and id, as DGL counts them
@@ -191,7 +192,7 @@ def move_graph(graph: Any, device: torch.device | str, **kwargs: Any) -> Any:
     Returns:
         The graph itself if it is on `device`; else a graph there, whose features are moved when they are first used.
     """
-    target = torch.empty(0, device=device).device  # "cuda" is the current device
+    target = device_of(device)
     if graph.device == target:
         return graph
     on_cpu = graph._graph.on_cpu if isinstance(graph._graph, DeviceIndex) else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.device_index import DeviceIndex
+from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.ops.index_notes import existing_notes, notes_of
 from dgl_hybrid.ops.sparse_graph import SparseGraph
 
@@ -63,7 +64,7 @@ def _home(index: Any, device: torch.device | str | None) -> tuple[Any, torch.dev
     if isinstance(index, DeviceIndex):
         index, device = index.on_cpu, index.device if device is None else device
     # An empty tensor knows which device "cuda" is.
-    return index, None if device is None else torch.empty(0, device=device).device
+    return index, None if device is None else device_of(device)
 
 
 def claim(index: Any) -> None:

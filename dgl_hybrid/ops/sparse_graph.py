@@ -11,6 +11,8 @@ import scipy.sparse
 import torch
 from torch import Tensor
 
+from dgl_hybrid.ops.devices import device_of
+
 _INT32_LIMIT = 2**31
 
 
@@ -177,7 +179,7 @@ class SparseGraph:
 
     def to(self, device: torch.device | str) -> SparseGraph:
         """A copy on `device`, with the rows by source if they are built; itself if it lies there already."""
-        if torch.empty(0, device=device).device == self.device:
+        if device_of(device) == self.device:
             return self
         out_edges = None if self._out_edges is None else _moved(self._out_edges, device)
         return SparseGraph(_moved(self.in_edges, device), num_src=self.num_src, out_edges=out_edges)

@@ -22,6 +22,7 @@ from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
+from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
@@ -154,7 +155,7 @@ class FullGraphLoader:
         g = as_partitioned(g, transport)
         self.graph = g
         self.communicator = g.communicator
-        self.device = torch.device("cpu") if device is None else torch.device(device)
+        self.device = device_of("cpu" if device is None else device)
         self.num_layers = num_layers_of(sampler)
         self.prefetch = Prefetch.from_sampler(sampler)
         """Which fields the blocks come with."""

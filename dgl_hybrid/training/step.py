@@ -183,6 +183,11 @@ class Step:
             keys = self._keys_on[block.device, id(of_layer)] = of_layer.wide().to(block.device)
         return keys[: block.structure.num_edges]
 
+    def _node_keys_of(self, rows: Tensor) -> Tensor:
+        if self.node_keys.device != rows.device:  # the script has moved its blocks and rows itself: a copy, once
+            self.node_keys = self.node_keys.to(rows.device)
+        return self.node_keys[: len(rows) if rows.dim() else 0]
+
     def learn_counts(self, blocks: Iterable[LayerBlock]) -> None:
         """Learns how many rows other ranks have. Collective in the first step of the blocks of a plan."""
         counts = _counts_of_blocks.get(self.edge_keys)
@@ -239,7 +244,7 @@ class Step:
         """
         block = self._block_of_edges(x, what)
         self.ask_for_edge_keys(wanted=block is not None)
-        return self.node_keys[: len(x) if x.dim() else 0] if block is None else self._edge_keys_of(block)
+        return self._edge_keys_of(block) if block is not None else self._node_keys_of(x)
 
     def _block_of_edges(self, x: Tensor, what: str) -> LayerBlock | None:
         """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""

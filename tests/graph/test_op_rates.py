@@ -57,3 +57,10 @@ def test_slowdowns_on_a_gpu_are_of_its_own_ops(monkeypatch: pytest.MonkeyPatch) 
         assert 1.0 <= attention_slowdown("gatv2", 2, 12, gpu, has_dropout=has_dropout) < float("inf")
     assert 1.0 <= row_slowdown(double, gpu) < float("inf")
     assert seen == {gpu}
+
+
+def test_timing_leaves_the_generators_of_this_process_alone() -> None:
+    """On a GPU it drew rows from that one's, on rank 0 alone."""
+    before = torch.get_rng_state()
+    row_slowdown(lambda x: x * 3.0)
+    assert torch.equal(torch.get_rng_state(), before)

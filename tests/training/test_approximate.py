@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -18,13 +19,19 @@ import dgl_hybrid
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.datasets.powerlaw import PowerLawConfig, generate_powerlaw
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS, ApproximateRows, Approximation
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
+from dgl_hybrid.exchange.row_codecs import CODECS
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
+from dgl_hybrid.training.row_mode import RowMode
+from dgl_hybrid.training.step import Step
 from dgl_hybrid.training.trainer import train
 from tests.exchange.test_rows import NUM_ROWS, make_plans
+from tests.helpers.exactness import Case
 from tests.helpers.graphs import hand_drawn, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
@@ -411,3 +418,40 @@ def test_the_config_knows_the_names() -> None:
     assert TrainConfig(approximate="stale+int8").approximate == "stale+int8"
     with pytest.raises(ValueError, match=r"unknown approximation \(got 'fp4'\); choose one of bf16, int8, stale"):
         TrainConfig(approximate="fp4")
+
+
+def attend_to_all(rank: int, world_size: int, part_config: str) -> bool:
+    """One step of attention where so many numbers are drawn for rounding as a level has vertices."""
+    g = PartitionedGraph.open(part_config)
+    case = Case(kind="gat", num_layers=3)
+    model = case.build(g.ndata["feat"].shape[1])
+    nothing = [torch.empty(0, dtype=torch.int64)] * 3
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, plan=nothing, approximate="int8", seed=7)
+    for input_nodes, _, blocks in loader:
+        logits = model(blocks, g.ndata["feat"][input_nodes].clone().requires_grad_())
+    return bool(torch.isfinite(logits).all())
+
+
+def test_rounding_is_no_draw_of_the_models(partitions: PartitionStore) -> None:
+    """It was refused as one, by as many ranks as draw a number of rows by chance."""
+    assert all(run_ranks(2, attend_to_all, partitions.get("power_law", power_law(), 2)))
+
+
+class AnyNumber(Step):
+    """Takes every number for one of rows."""
+
+    def __init__(self) -> None:
+        self.communicator = Communicator(None)
+        self.communicator.world_size = 2
+
+    def has_rows(self, count: int) -> bool:
+        return True
+
+
+def test_rounding_is_never_taken_for_a_draw_of_the_models() -> None:
+    rows = torch.randn(8, 4)
+    with RowMode(AnyNumber(), given_blocks=True, outside=contextlib.nullcontext):
+        inside = CODECS["int8"].encode(rows, key=(1,))
+        with pytest.raises(BlockError, match="draws from each rank's own generator"):
+            rows.random_()
+    assert torch.equal(inside, CODECS["int8"].encode(rows, key=(1,)))

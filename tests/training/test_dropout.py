@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops import row_mask
 from dgl_hybrid.ops.backend import BackendName, use_backend
 from dgl_hybrid.training.dropout import replicated_dropout
+from dgl_hybrid.training.edge_keys import EdgeKeys
+from dgl_hybrid.training.step import Step
 
 SIGMAS = 5.0
 
@@ -268,3 +272,26 @@ def test_strided_rows(backend: BackendName) -> None:
         assert torch.equal(
             out, replicated_dropout(rows.t().contiguous(), 0.5, ids.clone(), seed=0, step=0, call_index=0)
         )
+
+
+def test_keys_are_where_the_rows_are() -> None:
+    """A script may move the blocks and rows of a loader on the CPU itself: its first dropout of rows raised."""
+    communicator, ids = Communicator(None), torch.tensor([7, 3, 9])
+    step = Step(
+        communicator=communicator,
+        level_sizes=(3, 2),
+        owned=torch.ones(3, dtype=torch.bool),
+        blocks=[],
+        node_keys=ids,
+        edge_keys=EdgeKeys(communicator, Ownership(offsets=torch.tensor([0, 4]), rank=0), (), None),
+        is_first_draw=True,
+        loss_weight=1.0,
+        seed=0,
+        num_vertices=3,
+        number=0,
+    )
+    assert torch.equal(step.keys_of(torch.ones(2, 5), "dropout"), ids[:2])
+    first = step.keys_of(torch.ones(2, 5, device="meta"), "dropout")
+    assert first.shape == (2,)
+    assert first.device.type == "meta"
+    assert step.keys_of(torch.ones(3, 5, device="meta"), "dropout")._base is first._base, "moved once"

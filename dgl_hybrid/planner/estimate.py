@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import PlanError
 from .costs import ItemCosts
-from .items import Bools, Items
+from .items import Bools, Floats, Items
 from .problem import PlanProblem
 
 
@@ -20,7 +20,8 @@ class RankEstimate:
     """Prediction for one rank; tuples are by layer 1..L, seconds per epoch, forward and backward together."""
 
     comm_s: tuple[float, ...]
-    """On the wire, towards this rank and, of gradients, from it."""
+    """On the wire, towards this rank and, of gradients, from it; once all ranks were asked (`with_sending`), as long as
+    this rank's link is taken."""
     held_s: tuple[float, ...]
     """What runs while rows are on the wire: aggregation along edges from rows held here, in layers that can be split by
     source, on links that move rows in the background; 0 elsewhere."""
@@ -34,9 +35,6 @@ class RankEstimate:
     """Held by halo rows of all levels."""
     fits: bool = True
     """Within the memory budget of this rank."""
-    wire_s: tuple[tuple[tuple[float, float], ...], ...] = ()
-    """(L, P, 2) by owner: for how long the owner's link sends what is received here forward, and receives gradients
-    backward; empty where rows take no link."""
 
     @property
     def epoch_s(self) -> float:
@@ -51,8 +49,22 @@ class RankEstimate:
 
     def with_wire(self, factor: float) -> RankEstimate:
         """Returns the estimate if everything on the wire took `factor` times as long."""
-        wire_s = tuple(tuple((factor * f, factor * b) for f, b in row) for row in self.wire_s)
-        return replace(self, comm_s=tuple(factor * seconds for seconds in self.comm_s), wire_s=wire_s)
+        return replace(self, comm_s=tuple(factor * seconds for seconds in self.comm_s))
+
+    def with_sending(self, received_s: Floats, sent_s: Floats) -> RankEstimate:
+        """Returns the estimate with the link as long busy as it sends or receives, whichever takes longer.
+
+        A plan charges who receives. Who owns what everybody reads receives little and sends it to all.
+
+        Args:
+            received_s: (P, L, 2) by owner, `links_s` of this rank's plan.
+            sent_s: (P, L, 2) by receiver, what the links_s of their plans say of this rank.
+        """
+        comm_s = list(self.comm_s)
+        for layer, direction in np.ndindex(received_s.shape[1:]):
+            received, sent = (math.fsum(by_rank[:, layer, direction]) for by_rank in (received_s, sent_s))
+            comm_s[layer] += max(sent - received, 0.0)
+        return replace(self, comm_s=tuple(comm_s))
 
     @property
     def compute_s(self) -> float:
@@ -69,7 +81,7 @@ class EpochEstimate:
     @property
     def epoch_s(self) -> float:
         """The slowest rank of each stretch counts: ranks wait for each other at every exchange and at the end."""
-        ranks = self._with_sending()
+        ranks = self.ranks
         total, since = 0.0, [rank.fixed_s for rank in ranks]
         for layer in range(len(ranks[0].comm_s) - 1, -1, -1):
             since = [seconds + rank.layer_s[layer] for seconds, rank in zip(since, ranks, strict=True)]
@@ -80,28 +92,7 @@ class EpochEstimate:
     @property
     def slowest_rank(self) -> int:
         """Index, within `ranks`, of the rank the others wait for longest."""
-        ranks = self._with_sending()
-        return max(range(len(ranks)), key=lambda i: (ranks[i].epoch_s, -i))
-
-    def _with_sending(self) -> tuple[RankEstimate, ...]:
-        """The ranks, each with its link as long busy as it sends or receives, whichever takes longer.
-
-        A plan charges who receives. Who owns what everybody reads receives little and sends it to all.
-        """
-        count = len(self.ranks)
-        if any(len(row) != count for rank in self.ranks for row in rank.wire_s):
-            return self.ranks  # not all of them were asked
-        if not all(rank.wire_s for rank in self.ranks):
-            return self.ranks
-        busy = []
-        for index, rank in enumerate(self.ranks):
-            comm_s = list(rank.comm_s)
-            for layer, own in enumerate(rank.wire_s):
-                others = [other.wire_s[layer][index] for other in self.ranks]
-                for received, sent in zip(zip(*own, strict=True), zip(*others, strict=True), strict=True):
-                    comm_s[layer] += max(math.fsum(sent) - math.fsum(received), 0.0)
-            busy.append(replace(rank, comm_s=tuple(comm_s)))
-        return tuple(busy)
+        return max(range(len(self.ranks)), key=lambda i: (self.ranks[i].epoch_s, -i))
 
     def to_json(self) -> dict[str, object]:
         """Returns a dictionary that `json.dumps` takes."""
@@ -112,7 +103,8 @@ class EpochEstimate:
         """Reads what `to_json` wrote."""
         ranks = []
         for record in data["ranks"]:  # type: ignore[attr-defined]
-            fields = {key: _as_tuples(value) for key, value in record.items()}
+            # Files once held (L, P, 2) floats for each rank, by which its links were found to be busy for longer.
+            fields = {key: _as_tuples(value) for key, value in record.items() if key != "wire_s"}
             ranks.append(RankEstimate(**fields))  # type: ignore[arg-type]
         return cls(ranks=tuple(ranks))
 
@@ -132,7 +124,7 @@ def estimate_rank(
 ) -> RankEstimate:
     """Predicts one rank's epoch under the choice `computed` (L, H), `present` what follows from it if known. Pure."""
     present = items.present(computed) if present is None else present
-    comm, held_s, rest, wire_s = [], [], [], []
+    comm, held_s, rest = [], [], []
     objective = items.objective(costs, computed, present)
     held = items.held_bytes(costs, computed, present)
     row_s = [*costs.row_s, costs.output_row_s]
@@ -147,9 +139,6 @@ def estimate_rank(
             receive_s = items.receive_prices(costs)[level][received]
             pack = costs.pack_s[level] * num_received + costs.copy_s[level] * rows
             wire = max(float(math.fsum(receive_s)) - costs.pack_s[level] * num_received, 0.0) + costs.latency_s[level]
-        if costs.wire_s:
-            counts = np.bincount(items.owner[received], minlength=costs.world_size).tolist()
-            wire_s.append(tuple((n * f, n * b) for n, (f, b) in zip(counts, costs.wire_s[level], strict=True)))
         edges = int(problem.owned_edges[level])
         if layer < problem.num_layers:
             edges += int(items.in_degree[computed[layer]].sum())
@@ -169,8 +158,19 @@ def estimate_rank(
         objective_s=objective,
         held_bytes=held,
         fits=fits,
-        wire_s=tuple(wire_s),
     )
+
+
+def links_s(items: Items, costs: ItemCosts, computed: Bools, present: Bools) -> Floats:
+    """Returns (P, L, 2) by owner: for how long its link sends what is received here forward, and receives gradients
+    backward, under the choice `computed` (L, H); 0 where rows take no link. Pure.
+    """
+    seconds = np.zeros((costs.world_size, items.num_layers, 2))
+    for level, by_owner in enumerate(costs.wire_s):
+        owners = items.owner[present[level] & ~computed[level]]
+        counts = np.bincount(owners, minlength=costs.world_size)
+        seconds[:, level] = counts[:, None] * np.array(by_owner)
+    return seconds
 
 
 def _waiting_edges(problem: PlanProblem, items: Items, computed: Bools, received: Bools, layer: int) -> int | None:

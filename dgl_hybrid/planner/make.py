@@ -10,10 +10,10 @@ from .bound import lower_bound
 from .config import PlannerConfig
 from .costs import ItemCosts
 from .cut import cut_choice, settle_inputs, settle_most
-from .estimate import EpochEstimate, RankEstimate, estimate_rank
+from .estimate import EpochEstimate, RankEstimate, estimate_rank, links_s
 from .forced import depcache_choice, depcomm_choice, ratio_choice
 from .greedy import Prices, greedy_choice, grow
-from .items import Bools, Items, build_items, require_match
+from .items import Bools, Floats, Items, build_items, require_match
 from .memory import choose_near, choose_within, too_large
 from .neutronstar import neutronstar_choice, quick_neutronstar_choice
 from .plan import DependencyPlan, plan_from_choice
@@ -28,6 +28,8 @@ class Candidate:
 
     plan: DependencyPlan
     estimate: RankEstimate
+    links_s: Floats
+    """(P, L, 2) by owner: for how long its link is taken by what is received here; see `estimate.links_s`."""
 
 
 def make_plan(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig) -> DependencyPlan:
@@ -150,4 +152,4 @@ def _candidate(
     estimate = estimate_rank(problem, items, costs, computed, present=present, memory_budget_bytes=budget)
     epoch = EpochEstimate(ranks=(estimate,))
     plan = plan_from_choice(problem, items, costs, computed, strategy=strategy, estimate=epoch, present=present)
-    return Candidate(plan=plan, estimate=estimate)
+    return Candidate(plan=plan, estimate=estimate, links_s=links_s(items, costs, computed, present))

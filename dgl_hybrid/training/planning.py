@@ -25,6 +25,7 @@ from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.graph.op_rates import InEdgeSum
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.planner import (
+    Candidate,
     DependencyPlan,
     EpochEstimate,
     ItemCosts,
@@ -339,10 +340,7 @@ class PlanMaker:
         with communicator.agreed():
             costs = cost_model(trace, topology, communicator.rank, times, sent_shares)
             candidates = propose_plans(problem, costs, self._config)
-        by_rank = [
-            [_estimate_from_json(record) for record in records]
-            for records in communicator.gather_json([_estimate_to_json(c.estimate) for c in candidates])
-        ]
+        by_rank = self._estimates_by_rank(candidates)
         chunk_rows = self._chunk_rows(trace, by_rank)
         if chunk_rows is not None:
             chosen, worth_trying = len(candidates) - 1, [len(candidates) - 1]  # depcomm
@@ -369,6 +367,25 @@ class PlanMaker:
             basis=PlanBasis(problem=problem, costs=costs),
             dense_below=dense_below,
         )
+
+    def _estimates_by_rank(self, candidates: Sequence[Candidate]) -> list[list[RankEstimate]]:
+        """Returns what every rank predicts for itself, in the order of its candidates. Collective.
+
+        Owners are told for how long they send first, each by every receiver, so that of all pairs of ranks nobody holds
+        more than its own.
+        """
+        communicator = self._graph.communicator
+        one_each = [1] * communicator.world_size
+        received_s = torch.stack([torch.from_numpy(candidate.links_s) for candidate in candidates], dim=1)
+        sent_s = communicator.exchange(received_s, one_each, one_each)
+        own = [
+            candidate.estimate.with_sending(received_s[:, at].numpy(), sent_s[:, at].numpy())
+            for at, candidate in enumerate(candidates)
+        ]
+        return [
+            [_estimate_from_json(record) for record in records]
+            for records in communicator.gather_json([_estimate_to_json(estimate) for estimate in own])
+        ]
 
     def _chunk_rows(self, trace: ModelTrace, by_rank: list[list[RankEstimate]]) -> int | None:
         """Returns in messages of how many rows everything is communicated, if no plan fits otherwise. Collective.

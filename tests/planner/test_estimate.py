@@ -131,29 +131,42 @@ def test_rows_are_copied_together_where_a_layer_cannot_be_split() -> None:
 
 def test_who_owns_what_all_read_sends_for_longer_than_it_receives() -> None:
     """Rank 0 sends 4 s to each of two ranks and receives 1 s from one; gradients take twice as long."""
-
-    def rank(*by_owner: float) -> RankEstimate:
-        wire = tuple((seconds, 2 * seconds) for seconds in by_owner)
-        return dataclasses.replace(estimate(3 * sum(by_owner), 0, 1), wire_s=(wire,))
-
-    ranks = (rank(0, 1, 0), rank(4, 0, 0), rank(4, 0, 0))
-    assert [one.epoch_s for one in ranks] == [4, 13, 13]
+    by_owner = np.array([[0, 1, 0], [4, 0, 0], [4, 0, 0]])
+    links_s = by_owner[:, :, None, None] * np.array([[1.0, 2.0]])  # of each rank
+    plain = [estimate(float(seconds.sum()), 0, 1) for seconds in links_s]
+    assert [one.epoch_s for one in plain] == [4, 13, 13]
+    ranks = tuple(one.with_sending(links_s[rank], links_s[:, rank]) for rank, one in enumerate(plain))
+    assert [one.epoch_s for one in ranks] == [8 + 16 + 1, 13, 13]
     whole = EpochEstimate(ranks=ranks)
     assert (whole.epoch_s, whole.slowest_rank) == (8 + 16 + 1, 0)
     assert EpochEstimate(ranks=tuple(one.with_wire(0.5) for one in ranks)).epoch_s == 12 + 1
     assert EpochEstimate.from_json(json.loads(json.dumps(whole.to_json()))) == whole
-    assert EpochEstimate(ranks=ranks[:1]).epoch_s == 4, "the others were not asked"
-    assert EpochEstimate(ranks=(ranks[0], ranks[1], estimate(12, 0, 1))).epoch_s == 13, "or know of no links"
+    assert EpochEstimate(ranks=tuple(plain[:1])).epoch_s == 4, "the others were not asked"
 
 
 def test_the_wire_is_counted_by_owner() -> None:
     problem = hand_problem([[30, 20, 0], [35, 5, 0]])
     costs = dataclasses.replace(COSTS, wire_s=(((0, 0), (1, 3)), ((0, 0), (4, 5))))
-    plan = make_plan(problem, costs, PlannerConfig(strategy="depcomm"))
-    assert plan.estimate is not None
-    assert plan.estimate.ranks[0].wire_s == (((0, 0), (2, 6)), ((0, 0), (8, 10)))
+    config = PlannerConfig(strategy="depcomm")
+    (candidate,) = propose_plans(problem, costs, config)
+    assert candidate.links_s.tolist() == [[[0, 0], [0, 0]], [[2, 6], [8, 10]]]
+    (candidate,) = propose_plans(problem, COSTS, config)
+    assert candidate.links_s.tolist() == [[[0, 0], [0, 0]], [[0, 0], [0, 0]]], "there are no links"
     with pytest.raises(ValueError, match="wire_s must be"):
         dataclasses.replace(COSTS, wire_s=(((0, 0), (1, 3)),))
+
+
+def test_what_ranks_tell_each_other_does_not_grow_with_their_number() -> None:
+    """Every rank gathers what each says of every candidate, and keeps it in the plan's file."""
+    sizes = []
+    for world_size in (2, 200):
+        problem = random_problem(1, num_layers=2, num_halo=20, world_size=world_size)
+        costs = random_costs(1, num_layers=2, world_size=world_size)
+        costs = dataclasses.replace(costs, wire_s=(((1.0, 2.0),) * world_size,) * 2)
+        plan = make_plan(problem, costs, PlannerConfig(strategy="depcomm"))
+        assert plan.estimate is not None
+        sizes.append(json.dumps(plan.estimate.to_json()).count(","))
+    assert sizes[0] == sizes[1]
 
 
 def test_choice_is_the_fastest_slowest_rank() -> None:

@@ -24,6 +24,7 @@ from dgl_hybrid.planner import (
     synthetic_trace,
     uniform_topology,
 )
+from dgl_hybrid.planner.plan_files import _record_digest
 
 from .problems import make_problem, random_costs, random_problem
 
@@ -55,6 +56,18 @@ def test_saved_plan_loads_equal(tmp_path: Path) -> None:
         f"plan_rank{plan.rank}.json",
         f"plan_rank{plan.rank}.safetensors",
     ]
+
+
+def test_files_of_before_load(tmp_path: Path) -> None:
+    """They held, for each rank, how long every owner's link is taken."""
+    plan = saved_plan(tmp_path)
+    json_path = tmp_path / f"plan_rank{plan.rank}.json"
+    record = json.loads(json_path.read_bytes())
+    record["estimate"]["ranks"][0]["wire_s"] = [[[0.5, 0.5]] * 3] * 3
+    del record["record_sha256"]
+    record["record_sha256"] = _record_digest(record)
+    json_path.write_text(json.dumps(record))
+    assert load_plan(tmp_path, plan.rank).estimate == plan.estimate
 
 
 @pytest.mark.parametrize(

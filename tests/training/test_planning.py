@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -243,3 +244,48 @@ def test_a_model_that_talks_to_other_ranks_is_not_run_on_one(way: str, partition
         assert sums == [sums[0]] * 3
         assert "calls torch.distributed" in messages[0]
         assert "no plan is made and nothing checked, everything stays as it is" in messages[0]
+
+
+def plan_over_links(rank: int, world_size: int, part_config: str) -> dict[str, Any]:
+    """Returns what rank `rank` proposed, what it told the others, and what all predict together."""
+    g = PartitionedGraph.open(part_config)
+    seen: dict[str, Any] = {}
+    inner, gather_json = planning.propose_plans, g.communicator.gather_json
+
+    def propose(*args: Any) -> Any:
+        candidates = inner(*args)
+        seen.update(links_s=candidates[-1].links_s, alone=candidates[-1].estimate)
+        return candidates
+
+    def gather(value: Any) -> Any:
+        if isinstance(value, list) and value and isinstance(value[0], dict) and "comm_s" in value[0]:
+            seen["told"] = len(value), json.dumps(value).count(",")
+        return gather_json(value)
+
+    model = Case(kind="gcn_both").build(NUM_FEATURES)
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=1e6, overlaps=True)
+    with (
+        mock.patch.object(planning, "propose_plans", propose),
+        mock.patch.object(g.communicator, "gather_json", gather),
+    ):
+        loader = FullGraphLoader(g, g.owned_nodes(), 2, model=model, strategy="depcomm", topology=topology, seed=3)
+    assert loader.outcome is not None
+    return {**seen, "together": loader.outcome.plan.estimate}
+
+
+def test_links_that_send_for_longer_than_they_receive_count(partitions: PartitionStore) -> None:
+    """Each owner learns of what it sends, and no rank of what others send each other."""
+    told = set()
+    for num_parts in (2, 4):
+        results = run_ranks(num_parts, plan_over_links, partitions.get("power_law", power_law(), num_parts))
+        links_s = np.stack([result["links_s"] for result in results])
+        assert all(result["together"] == results[0]["together"] for result in results)
+        expected = []
+        for rank, result in enumerate(results):
+            beyond = links_s[:, rank].sum(axis=0) - links_s[rank].sum(axis=0)
+            comm_s = np.array(result["alone"].comm_s) + np.maximum(beyond, 0.0).sum(axis=1)
+            assert results[0]["together"].ranks[rank].comm_s == pytest.approx(comm_s.tolist(), rel=1e-12)
+            expected.append(beyond)
+        assert (np.array(expected) > 0).any()
+        told |= {result["told"] for result in results}
+    assert len(told) == 1, "alike for any number of ranks"

@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import torch
-from torch import Tensor, __future__ as future
+from torch import Tensor
+from torch import __future__ as future
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -70,7 +71,7 @@ class GpuTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
-    def __repr__(self, **options: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"GpuTensor({self.on_cpu!r})"
 
     def data_ptr(self) -> int:
@@ -133,8 +134,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not has_gpu_tensor and not _is_gpu(kwargs.get("device")):
         return func(*args, **kwargs)
     name = func._schema.name
-    if func.namespace == "dgl_hybrid":
-        _refuse_mixed(func, args, kwargs)
+    if func.namespace == "dgl_hybrid":  # some take their few numbers on the CPU; what they run is seen here again
         with _GpuMode():
             return func._op_dk(torch._C.DispatchKey.CUDA, *args, **kwargs)
     if name == "aten::_pin_memory":

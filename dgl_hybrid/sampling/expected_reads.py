@@ -9,15 +9,16 @@ probability 1 - exp(-lam). The support is exact: what has expectation zero is ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dgl_hybrid.exchange.segments import are_many
 from dgl_hybrid.sampling.id_sums import IdSums
-from dgl_hybrid.sampling.in_edge_lists import EdgeLists
+from dgl_hybrid.sampling.in_edge_lists import EdgeLists, cut_by_edges
 
 Fanout = int | tuple[int, ...]
 """Of one layer; for a heterograph one for each edge type. -1: all."""
@@ -138,20 +139,10 @@ def _draw(
 ) -> tuple[Tensor, Tensor]:
     """Sums over a frontier's in-edges the expected number of times each source is drawn."""
     sums = IdSums()
-    for some in _few_edges(lists.degrees(ids)):
+    for some in cut_by_edges(lists.degrees(ids), EDGES_AT_ONCE):
         of_some = lists.lookup(ids[some])
         sums.add(of_some.src_global, _times_drawn(of_some, reads[some], fanout, replace, edge_type_of))
     return sums.result()
-
-
-def _few_edges(degrees: Tensor) -> Iterator[slice]:
-    """Cuts a frontier into slices of up to `EDGES_AT_ONCE` vertices and in-edges; whoever has more is alone."""
-    ends = torch.cumsum(degrees + 1, 0)
-    start = before = 0
-    while start < len(degrees):
-        stop = max(start + 1, int(torch.searchsorted(ends, before + EDGES_AT_ONCE, right=True)))
-        yield slice(start, stop)
-        start, before = stop, int(ends[stop - 1])
 
 
 def _times_drawn(
@@ -172,14 +163,22 @@ def _times_drawn(
         num_types = int(edge_type.max()) + 1 if len(edge_type) else 1
         if per_type is not None:
             limit, num_types = per_type[edge_type], len(per_type)
-        row_and_type = row * num_types + edge_type
-        of_edge = torch.bincount(row_and_type, minlength=len(degree) * num_types)[row_and_type].to(torch.float64)
+        of_edge = _count_alike(row * num_types + edge_type, len(degree) * num_types).to(torch.float64)
     else:
         of_edge = degree[row].to(torch.float64)
     probability = torch.minimum(torch.ones_like(of_edge), limit / of_edge)
     if replace:
         probability = -torch.expm1(limit * torch.log1p(-1.0 / of_edge.clamp(min=1.0 + 1e-12)))
     return reads[row] * torch.where(limit < 0, 1.0, probability)
+
+
+def _count_alike(kinds: Tensor, num_kinds: int) -> Tensor:
+    """Returns for each of (n,) int64 `kinds` in [0, `num_kinds`) how often it is there."""
+    if are_many(kinds, num_kinds):
+        return torch.bincount(kinds, minlength=num_kinds)[kinds]
+    # A table of all vertices and types is 8 GB for 100,000 vertices and 10,000 types.
+    _, kind, counts = torch.unique(kinds, return_inverse=True, return_counts=True)
+    return torch.as_tensor(counts[kind])
 
 
 def _spread(all_ids: Tensor, ids: Tensor, values: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from dgl.distributed import role
 from torch import Tensor
 
 from dgl_hybrid.exchange.segments import difference, find_sorted, gather_segments
-from dgl_hybrid.sampling.choose import HoldChoice, RemoteCosts, choose_held
+from dgl_hybrid.sampling.choose import LIST_SHARE, HoldChoice, RemoteCosts, choose_held
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
@@ -29,7 +29,8 @@ from dgl_hybrid.sampling.free_memory import free_memory_bytes, free_shared_memor
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldRows, Pull
 from dgl_hybrid.sampling.id_index import worthwhile_table_bytes
-from dgl_hybrid.sampling.in_edge_lists import LIST_BYTES, LIST_ENTRY_BYTES, SEEDS_PER_REQUEST, InEdgeLists
+from dgl_hybrid.sampling.in_edge_lists import InEdgeLists
+from dgl_hybrid.sampling.list_sizes import list_sizes
 from dgl_hybrid.sampling.observed import ObservedReads
 from dgl_hybrid.sampling.remote_costs import measure_remote_costs
 from dgl_hybrid.sampling.written import WrittenFields
@@ -88,6 +89,7 @@ class HaloStore:
         """All that is read is wanted, as far as there is room."""
         self._num_silences = written.num_silences
         self._budget_bytes = _find_budget(config, self._node_bytes(), self._client, share=share and self._is_holding)
+        self._list_sizes = list_sizes(self._book, self._budget_bytes)
         # Without in-edges by vertex (a job may keep the graph as edge lists alone) nothing can be foreseen.
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
@@ -150,12 +152,13 @@ class HaloStore:
         unknown = ~self._lists.is_known(ids)
         ids, reads = ids[unknown], reads[unknown]
         ids = ids[torch.argsort(reads, descending=True, stable=True)]
-        limit = max(self._budget_bytes, _EXPLORE_BYTES)
-        for some in ids.split(SEEDS_PER_REQUEST):
-            if self._lists.fetched_bytes >= limit:
-                _logger.info("decides without the in-edge lists of %d vertices: they would not fit", len(ids))
-                break
-            self._lists.fetch(torch.sort(some).values)
+        num_left_out = len(ids) - self._lists.fetch(ids, room_bytes=self._explore_bytes())
+        if num_left_out:
+            _logger.info("decides without the in-edge lists of %d vertices: they would not fit", num_left_out)
+
+    def _explore_bytes(self) -> float:
+        assert self._lists is not None
+        return max(self._budget_bytes, _EXPLORE_BYTES) - self._lists.fetched_bytes
 
     def _choose(self, ids: Tensor, foreign: Tensor) -> HoldChoice:
         assert self._lists is not None
@@ -170,13 +173,18 @@ class HaloStore:
             float(narrow_bytes * int(is_seed.sum())), _NARROW_SHARE * min(self._budget_bytes, 2.0**62)
         )
         can_hold_rows = self._written.is_guarded
+        budget_bytes = self._budget_bytes - self._narrow_reserve
+        # All sources of lists are expected to be read.
+        list_bytes, aside_bytes = self._list_sizes.together(
+            degrees * (seed_reads > 0), len(self._expected.ids), LIST_SHARE * budget_bytes
+        )
         return choose_held(
             seed_reads=seed_reads,
             row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
-            list_bytes=LIST_ENTRY_BYTES * degrees + LIST_BYTES,
+            list_bytes=list_bytes,
             row_bytes=self._widest_row_bytes(ids),
             costs=self._costs,
-            budget_bytes=self._budget_bytes - self._narrow_reserve,
+            budget_bytes=budget_bytes - aside_bytes,
         )
 
     def _measure(self, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
@@ -342,16 +350,17 @@ class HaloStore:
 
     def note_remote_seeds(self, ids: Tensor) -> None:
         """Counts vertices that other machines are asked to draw from; lists that come back often are held."""
-        if self._lists is None or self._room_bytes() < LIST_BYTES:
+        if self._lists is None or self._room_bytes() < self._list_sizes.list_bytes:
             return
         # The others were decided about.
         if self._observed_seeds.add(difference(ids, self._expected.ids)):
             held = torch.empty(0, dtype=torch.int64) if self.halo_graph is None else self.halo_graph.tensors.ids
             often = difference(self._observed_seeds.review(self._min_count), held)
-            self._lists.fetch(torch.sort(often).values)
-            num_bytes = LIST_ENTRY_BYTES * self._lists.degrees(often) + LIST_BYTES
             self._observed_seeds.forget(often)
-            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes()]
+            self._lists.fetch(often[~self._lists.is_known(often)], room_bytes=self._explore_bytes())
+            often = often[self._lists.is_known(often)]
+            num_bytes = self._list_sizes.alone(self._lists.degrees(often))
+            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes() - self._list_sizes.end_bytes]
             self._hold_lists(torch.sort(torch.cat([held, often])).values)
 
     # ---------------------------------------------------------------- sharing with sampler processes

@@ -6,6 +6,8 @@ All ids here are homogeneous ids of the whole graph, which a heterograph's parti
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,13 +20,10 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.segments import find_sorted, gather_segments, indptr_of
 from dgl_hybrid.sampling.counts import COUNTS
 
-SEEDS_PER_REQUEST = 50_000
-"""Vertices asked for in one message; an answer has 24 bytes for each of their in-edges."""
-
-LIST_ENTRY_BYTES = 10
-"""What an in-edge takes in a held list: an index, an edge id, and its share of the ids of sources."""
-LIST_BYTES = 24
-"""What a held list takes besides its entries."""
+IDS_PER_REQUEST = 50_000
+"""Vertices whose in-degrees are asked for in one message."""
+EDGES_PER_REQUEST = 2**20
+"""Vertices and their in-edges that are asked for in one message; an answer has 24 bytes for each in-edge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,11 +37,6 @@ class EdgeLists:
     eid_global: Tensor
     """(E,) int64."""
 
-    @property
-    def num_bytes(self) -> int:
-        """What holding them takes, about."""
-        return LIST_ENTRY_BYTES * len(self.src_global) + LIST_BYTES * len(self.counts)
-
 
 def concatenate_lists(parts: list[EdgeLists]) -> EdgeLists:
     """Puts lists one below the other."""
@@ -52,6 +46,16 @@ def concatenate_lists(parts: list[EdgeLists]) -> EdgeLists:
         src_global=torch.cat([empty, *(part.src_global for part in parts)]),
         eid_global=torch.cat([empty, *(part.eid_global for part in parts)]),
     )
+
+
+def cut_by_edges(degrees: Tensor, at_once: int) -> Iterator[slice]:
+    """Cuts vertices into slices of up to `at_once` vertices and in-edges; whoever has more is alone."""
+    ends = torch.cumsum(degrees + 1, 0)
+    start = before = 0
+    while start < len(degrees):
+        stop = max(start + 1, int(torch.searchsorted(ends, before + at_once, right=True)))
+        yield slice(start, stop)
+        start, before = stop, int(ends[stop - 1])
 
 
 class PartitionLists:
@@ -87,7 +91,7 @@ class PartitionLists:
             degrees = self._degrees_at(local)
             local, degrees = local[degrees > 0], degrees[degrees > 0]
             ids, order = torch.sort(self._nid[local])
-            whole = degrees[order] == self._true_degrees(ids)
+            whole = degrees[order] == fetch_degrees(self._book, ids)
             self._halo_ids, self._halo_local = ids[whole], local[order][whole]
         return self._halo_ids
 
@@ -114,24 +118,24 @@ class PartitionLists:
             eid_global=self._eid[self._eids[positions].to(torch.int64)],
         )
 
-    def _true_degrees(self, ids: Tensor) -> Tensor:
-        degrees = torch.zeros(len(ids), dtype=torch.int64)
-        owner = self._book.nid2partid(ids)
-        for chunk in torch.arange(len(ids)).split(SEEDS_PER_REQUEST):
-            wanted = [chunk[owner[chunk] == part] for part in range(self._book.num_partitions())]
-            requests = [
-                (part, graph_services.InDegreeRequest(ids[which], part))
-                for part, which in enumerate(wanted)
-                if len(which)
-            ]
-            if not requests:  # nothing of other machines is read here: DGL's call fails without any request
-                continue
-            for (part, _), response in zip(requests, rpc.remote_call_to_machine(requests), strict=True):
-                degrees[wanted[part]] = torch.as_tensor(response.val).to(torch.int64)
-        return degrees
+
+def fetch_degrees(partition_book: Any, ids: Tensor) -> Tensor:
+    """Fetches the true in-degrees of vertices of other machines, (n,) int64 in any order, from the owners."""
+    degrees = torch.zeros(len(ids), dtype=torch.int64)
+    owner = partition_book.nid2partid(ids)
+    for chunk in torch.arange(len(ids)).split(IDS_PER_REQUEST):
+        wanted = [chunk[owner[chunk] == part] for part in range(partition_book.num_partitions())]
+        requests = [
+            (part, graph_services.InDegreeRequest(ids[which], part)) for part, which in enumerate(wanted) if len(which)
+        ]
+        if not requests:  # nothing of other machines is read here: DGL's call fails without any request
+            continue
+        for (part, _), response in zip(requests, rpc.remote_call_to_machine(requests), strict=True):
+            degrees[wanted[part]] = torch.as_tensor(response.val).to(torch.int64)
+    return degrees
 
 
-def fetch_lists(partition_book: Any, ids: Tensor) -> EdgeLists:
+def fetch_lists(partition_book: Any, ids: Tensor, degrees: Tensor) -> EdgeLists:
     """Fetches complete in-edge lists from the owners.
 
     The KVStore holds no structure, and `in_subgraph` of another machine ends a server of released DGL; sampling
@@ -140,42 +144,42 @@ def fetch_lists(partition_book: Any, ids: Tensor) -> EdgeLists:
     Args:
         partition_book: Of the graph.
         ids: (n,) int64 ascending, none owned here.
+        degrees: (n,) their in-degrees, as `fetch_degrees` returns them: an answer is as long as they say.
 
     Raises:
-        ExchangeError: An owner sent edges of other vertices than it was asked for.
+        ExchangeError: An owner sent edges of other vertices than it was asked for, or not all of them.
     """
     owner = partition_book.nid2partid(ids)
-    parts: list[EdgeLists] = []
-    for chunk in torch.arange(len(ids)).split(SEEDS_PER_REQUEST):
-        asked = ids[chunk]
-        wanted = [asked[owner[chunk] == part] for part in range(partition_book.num_partitions())]
+    ends = indptr_of(degrees)
+    src_global, eid_global = torch.empty((2, int(ends[-1])), dtype=torch.int64)
+    for some in cut_by_edges(degrees, EDGES_PER_REQUEST):
+        asked = ids[some]
+        wanted = [asked[owner[some] == part] for part in range(partition_book.num_partitions())]
         requests = [
             (part, graph_services.SamplingRequest(which, -1)) for part, which in enumerate(wanted) if len(which)
         ]
-        answers = rpc.remote_call_to_machine(requests) if requests else []
+        answers = rpc.remote_call_to_machine(requests)
         COUNTS.fill_seeds += len(asked)
-        empty = torch.empty(0, dtype=torch.int64)
-        src = torch.cat([empty, *(answer.global_src for answer in answers)])
-        dst = torch.cat([empty, *(answer.global_dst for answer in answers)])
-        eid = torch.cat([empty, *(answer.global_eids for answer in answers)])
+        src = torch.cat([answer.global_src for answer in answers])
+        dst = torch.cat([answer.global_dst for answer in answers])
+        eid = torch.cat([answer.global_eids for answer in answers])
         COUNTS.fill_bytes += src.nbytes + dst.nbytes + eid.nbytes
         position = torch.searchsorted(asked, dst).clamp_(max=len(asked) - 1)
-        if not torch.equal(asked[position], dst):
+        is_answered = torch.equal(asked[position], dst)
+        if not is_answered or not torch.equal(torch.bincount(position, minlength=len(asked)), degrees[some]):
             raise ExchangeError(
                 f"machines {[part for part, _ in requests]} were asked for the in-edges of {len(asked)} vertices and "
-                f"sent edges of others. Do all servers serve the partition folder of this job?"
+                f"sent {'fewer or more' if is_answered else 'edges of others'}. Do all servers serve the partition "
+                f"folder of this job?"
             )
         order = torch.argsort(position, stable=True)  # an owner's order inside a list is kept
-        parts.append(
-            EdgeLists(
-                counts=torch.bincount(position, minlength=len(asked)), src_global=src[order], eid_global=eid[order]
-            )
-        )
-    return concatenate_lists(parts)
+        begin, end = int(ends[some.start]), int(ends[some.stop])
+        src_global[begin:end], eid_global[begin:end] = src[order], eid[order]
+    return EdgeLists(counts=degrees, src_global=src_global, eid_global=eid_global)
 
 
-class HeldLists(Protocol):
-    """Lists that were chosen to be held, as `HaloGraph` has them."""
+class ListSource(Protocol):
+    """Some lists, by id."""
 
     def holds(self, ids: Tensor) -> Tensor: ...
 
@@ -184,81 +188,140 @@ class HeldLists(Protocol):
     def lists_of(self, ids: Tensor) -> EdgeLists: ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Inner:
+    """Of the vertices that this machine owns."""
+
+    partition: PartitionLists
+
+    def holds(self, ids: Tensor) -> Tensor:
+        return self.partition.is_inner(ids)
+
+    def degrees_of(self, ids: Tensor) -> Tensor:
+        return self.partition.inner_degrees(ids)
+
+    def lists_of(self, ids: Tensor) -> EdgeLists:
+        return self.partition.inner(ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeInHalo:
+    """Of the halo vertices whose lists are whole in this partition."""
+
+    partition: PartitionLists
+
+    def holds(self, ids: Tensor) -> Tensor:
+        return find_sorted(self.partition.complete_halo(), ids)[0]
+
+    def degrees_of(self, ids: Tensor) -> Tensor:
+        return self.partition.halo_degrees(ids)
+
+    def lists_of(self, ids: Tensor) -> EdgeLists:
+        return self.partition.halo(ids)
+
+
+class _Fetched:
+    """Lists as they came, (n,) `ids` ascending."""
+
+    def __init__(self, ids: Tensor, lists: EdgeLists) -> None:
+        self._ids, self._lists = ids, lists
+        self._indptr = indptr_of(lists.counts)
+
+    ENTRY_BYTES = 16
+    """Source and edge id."""
+    LIST_BYTES = 24
+    """Id, count and offset."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.ENTRY_BYTES * len(self._lists.src_global) + self.LIST_BYTES * len(self._ids)
+
+    def holds(self, ids: Tensor) -> Tensor:
+        return find_sorted(self._ids, ids)[0]
+
+    def degrees_of(self, ids: Tensor) -> Tensor:
+        return self._lists.counts[torch.searchsorted(self._ids, ids)]
+
+    def lists_of(self, ids: Tensor) -> EdgeLists:
+        return _take(self._lists, self._indptr, torch.searchsorted(self._ids, ids))
+
+
 class InEdgeLists:
     """Lists by id, whoever owns the vertex: of this partition, held, or fetched to decide by."""
 
     def __init__(self, g: Any) -> None:
         self._book = g.get_partition_book()
-        self._partition = PartitionLists(g)
-        self._held: HeldLists | None = None
-        self._fetched_ids = torch.empty(0, dtype=torch.int64)
-        self._fetched = concatenate_lists([])
-        self._fetched_indptr = indptr_of(self._fetched.counts)
+        partition = PartitionLists(g)
+        self._local: list[ListSource] = [_Inner(partition=partition), _WholeInHalo(partition=partition)]
+        self._held: list[ListSource] = []
+        self._fetched: list[_Fetched] = []
+        """One for each call of `fetch`, so that what came before is not copied with everything that comes."""
 
     @property
     def fetched_bytes(self) -> int:
         """What the lists take that were fetched and not yet chosen or dropped."""
-        return self._fetched.num_bytes
+        return sum(part.num_bytes for part in self._fetched)
 
     def is_known(self, ids: Tensor) -> Tensor:
         """Which of these lists can be looked up without asking anybody."""
-        known = self._partition.is_inner(ids)
-        known |= find_sorted(self._partition.complete_halo(), ids)[0] | find_sorted(self._fetched_ids, ids)[0]
-        return known if self._held is None else known | self._held.holds(ids)
+        known = torch.ones(len(ids), dtype=torch.bool)
+        known[self._find(ids)[1]] = False
+        return known
 
-    def fetch(self, ids: Tensor) -> None:
-        """Fetches lists that are not known yet, (n,) int64 ascending."""
-        if len(ids) == 0:
-            return
-        together = concatenate_lists([self._fetched, fetch_lists(self._book, ids)])
-        self._fetched_ids, order = torch.sort(torch.cat([self._fetched_ids, ids]))
-        self._fetched = _take(together, order)
-        self._fetched_indptr = indptr_of(self._fetched.counts)
+    def fetch(self, ids: Tensor, *, room_bytes: float = math.inf) -> int:
+        """Fetches lists that are not known yet, as many as there is room for, and returns how many that are.
+
+        It is for a frontier at once: each further call is one more place in which lists are looked for.
+
+        Args:
+            ids: (n,) int64 without duplicates, the most wanted first.
+            room_bytes: What `fetched_bytes` may grow by.
+        """
+        degrees = fetch_degrees(self._book, ids)
+        num_bytes = _Fetched.ENTRY_BYTES * degrees + _Fetched.LIST_BYTES
+        fitting = torch.nonzero(num_bytes <= room_bytes).flatten()  # the list of a hub alone may be too long
+        fitting = fitting[torch.cumsum(num_bytes[fitting], 0) <= room_bytes]
+        if len(fitting):
+            ids, order = torch.sort(ids[fitting])
+            self._fetched.append(_Fetched(ids, fetch_lists(self._book, ids, degrees[fitting[order]])))
+        return len(fitting)
 
     def lookup(self, ids: Tensor) -> EdgeLists:
         """Returns the lists of known vertices, in order."""
-        inner, in_halo, fetched, held = self._sources_of(ids)
-        parts = [
-            self._partition.inner(ids[inner]),
-            self._partition.halo(ids[in_halo]),
-            _take(self._fetched, torch.searchsorted(self._fetched_ids, ids[fetched]), self._fetched_indptr),
-        ]
-        if self._held is not None and bool(held.any()):
-            parts.append(self._held.lists_of(ids[held]))
+        found, unknown = self._find(ids)
+        assert len(unknown) == 0
+        if len(found) == 1:
+            return found[0][0].lists_of(ids)
+        lists = concatenate_lists([source.lists_of(ids[rows]) for source, rows in found])
         # Row k of them together belongs to vertex order[k]; bring the rows back into the order asked for.
-        order = torch.cat([torch.nonzero(mask).flatten() for mask in (inner, in_halo, fetched, held)])
+        order = torch.cat([unknown, *(rows for _, rows in found)])
         row = torch.empty_like(order)
         row[order] = torch.arange(len(order))
-        return _take(concatenate_lists(parts), row)
+        return _take(lists, indptr_of(lists.counts), row)
 
     def degrees(self, ids: Tensor) -> Tensor:
         """Returns the lengths of the lists of known vertices, in order."""
-        inner, in_halo, fetched, held = self._sources_of(ids)
         degrees = torch.zeros(len(ids), dtype=torch.int64)
-        degrees[inner] = self._partition.inner_degrees(ids[inner])
-        degrees[in_halo] = self._partition.halo_degrees(ids[in_halo])
-        degrees[fetched] = self._fetched.counts[torch.searchsorted(self._fetched_ids, ids[fetched])]
-        if self._held is not None:
-            degrees[held] = self._held.degrees_of(ids[held])
+        for source, rows in self._find(ids)[0]:
+            degrees[rows] = source.degrees_of(ids[rows])
         return degrees
 
-    def _sources_of(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Whose list is where: of this machine, whole in its halo, fetched, held."""
-        inner = self._partition.is_inner(ids)
-        in_halo = ~inner & find_sorted(self._partition.complete_halo(), ids)[0]
-        fetched = ~inner & ~in_halo & find_sorted(self._fetched_ids, ids)[0]
-        return inner, in_halo, fetched, ~inner & ~in_halo & ~fetched
+    def _find(self, ids: Tensor) -> tuple[list[tuple[ListSource, Tensor]], Tensor]:
+        """Tells where lists are: positions in `ids` by source, for those that have any, and of unknown lists."""
+        found, rest = [], torch.arange(len(ids))
+        for source in (*self._local, *self._fetched, *self._held):
+            is_here = source.holds(ids[rest])
+            if bool(is_here.any()):
+                found.append((source, rest[is_here]))
+                rest = rest[~is_here]
+        return found, rest
 
-    def keep_held(self, held: HeldLists | None) -> None:
+    def keep_held(self, held: ListSource | None) -> None:
         """Forgets the lists that were fetched to decide by; from now on those of `held` are known."""
-        self._held = held
-        self._fetched_ids = torch.empty(0, dtype=torch.int64)
-        self._fetched = concatenate_lists([])
-        self._fetched_indptr = indptr_of(self._fetched.counts)
+        self._held = [] if held is None else [held]
+        self._fetched = []
 
 
-def _take(lists: EdgeLists, rows: Tensor, indptr: Tensor | None = None) -> EdgeLists:
-    _, positions = gather_segments(indptr_of(lists.counts) if indptr is None else indptr, rows)
-    return EdgeLists(
-        counts=lists.counts[rows], src_global=lists.src_global[positions], eid_global=lists.eid_global[positions]
-    )
+def _take(lists: EdgeLists, indptr: Tensor, rows: Tensor) -> EdgeLists:
+    counts, positions = gather_segments(indptr, rows)
+    return EdgeLists(counts=counts, src_global=lists.src_global[positions], eid_global=lists.eid_global[positions])

@@ -19,7 +19,7 @@ from torch import Tensor
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_graph import HaloGraph, pack_lists
-from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, PartitionLists, fetch_lists
+from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, PartitionLists, fetch_degrees, fetch_lists
 from dgl_hybrid.sampling.plugin import HaloPlugin
 from tests.helpers.distdgl import heterograph, homogeneous_graph
 from tests.sampling.offline import Machines, start_machines
@@ -70,7 +70,8 @@ def hold(machines: Machines, machine: int, ids: Tensor) -> HaloGraph:
 def test_lists_of_other_machines_equal_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = start(tmp_path, monkeypatch)
     ids = foreign(machines, 1)
-    lists = fetch_lists(machines.states[1].partition_book, ids)
+    book = machines.states[1].partition_book
+    lists = fetch_lists(book, ids, fetch_degrees(book, ids))
     assert torch.equal(lists.counts, machines.graph.in_degrees(machines.orig_nodes[ids]))
     src = machines.orig_nodes[lists.src_global].split(lists.counts.tolist())
     for vertex, sources in zip(ids.tolist(), src, strict=True):
@@ -243,4 +244,4 @@ def test_an_owner_that_answers_about_others_is_named(tmp_path: Path, monkeypatch
     first = torch.tensor([int(book._max_node_ids[0])])
     hub = torch.cat([first, foreign(machines, 0, step=7)]).unique()
     with pytest.raises(ExchangeError, match=r"machines .* were asked for the in-edges of .* sent edges of others"):
-        fetch_lists(book, hub[:3])
+        fetch_lists(book, hub[:3], torch.ones(3, dtype=torch.int64))

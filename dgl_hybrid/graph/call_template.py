@@ -41,6 +41,13 @@ class _RowsOf:
     """Rows that are static and mostly zeros, or some of them: products with such go by their entries."""
 
 
+@dataclass(frozen=True)
+class _OnDevice:
+    """A tensor argument that is no rows and lay on the model's device, not in host memory, where this copy of it is."""
+
+    value: Tensor
+
+
 FieldShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
@@ -72,16 +79,20 @@ class CallTemplate:
     ) -> CallTemplate:
         """Remembers a call that is being made, without keeping its tensors (but a few rows of sparse features)."""
         num_seen: dict[int, int] = {}
+        # The script may have moved the blocks itself: then those that the model is given tell where it runs.
+        runs_on = blocks[0].device
 
         def abstract(value: Any) -> Any:
+            nonlocal runs_on
             if isinstance(value, LayerBlock):
+                runs_on = value.device
                 return _BlockAt(value.layer - 1)
-            if isinstance(value, Tensor) and value.dim():
-                return _abstract_rows(value, blocks, num_seen)
+            if isinstance(value, Tensor):
+                return _abstract_tensor(value, blocks, num_seen)
             return value
 
-        cast = _autocast_dtype(blocks[0].device.type)
-        return CallTemplate(map_leaves(args, abstract), map_leaves(kwargs, abstract), fields, cast)
+        abstract_args, abstract_kwargs = map_leaves(args, abstract), map_leaves(kwargs, abstract)
+        return CallTemplate(abstract_args, abstract_kwargs, fields, _autocast_dtype(runs_on.type))
 
     @staticmethod
     def of_convention(node_fields: Mapping[str, Any], fields: StaticFields, device_type: str = "cpu") -> CallTemplate:
@@ -167,7 +178,8 @@ class CallTemplate:
                 if value.is_static:
                     static.append(x)
                 return x
-            return value
+            # What the model was given in host memory stays there: lengths, say, which PyTorch takes nowhere else.
+            return value.value.to(device) if isinstance(value, _OnDevice) else value
 
         return map_leaves(self.args, concrete), map_leaves(self.kwargs, concrete), static
 
@@ -199,9 +211,9 @@ def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:
     return known[positions[torch.arange(count) % len(positions)]]
 
 
-def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
+def _abstract_tensor(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
     """Tells rows by their number; layers with equally many edges take such tensors in the order they come."""
-    rows = len(value)
+    rows = len(value) if value.dim() else -1
     sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
     edges = [block.num_edges() for block in blocks]
     if rows in sizes:
@@ -211,7 +223,7 @@ def _abstract_rows(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[i
         kind, index = "layer", candidates[num_seen.get(rows, 0) % len(candidates)]
         num_seen[rows] = num_seen.get(rows, 0) + 1
     else:
-        return value.detach().cpu()
+        return value.detach() if value.device.type == "cpu" else _OnDevice(value.detach().cpu())
     is_static = blocks[0].static_results.are_static((value,))
     zeros_like = None
     if is_static and (kind, index) == ("level", 0) and _is_sparse(value):
@@ -275,7 +287,7 @@ def _flatten(value: Any, leaves: list[Any], done: dict[int, Any]) -> None:
 def _is_record(value: Any) -> bool:
     """Whether it is an instance of a dataclass, or a namespace; dictionaries that are one, too, are dictionaries."""
     is_kind = dataclasses.is_dataclass(value) or isinstance(value, SimpleNamespace)
-    return is_kind and not isinstance(value, (type, dict, _BlockAt, _RowsOf))
+    return is_kind and not isinstance(value, (type, dict, _BlockAt, _RowsOf, _OnDevice))
 
 
 def _fields_of(record: Any) -> list[tuple[str, Any]]:
@@ -290,4 +302,6 @@ def shape_of(value: Any) -> tuple[int, ...]:
     """Returns the dimensions of a tensor, or of rows that a template stands for."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
+    if isinstance(value, _OnDevice):
+        return tuple(value.value.shape)
     return value.shape if isinstance(value, _RowsOf) else ()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import dgl
 import torch
@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.flop_counter import flop_registry
 
-from dgl_hybrid.errors import BlockError
+from dgl_hybrid.errors import BlockError, HybridError
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import BlockObserver, FusedOp, LayerBlock
 from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness
@@ -29,6 +29,7 @@ from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace
 
 RowFunction = Callable[[Tensor], Tensor]
+ResultT = TypeVar("ResultT")
 
 _logger = logging.getLogger(__name__)
 
@@ -321,14 +322,31 @@ def trace_model(
             something other than batch norm, which could not be exact on partitions.
     """
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+    def trace(where: torch.device) -> TraceResult:
+        return _trace_on(
+            where, inner, template, num_layers, dropout=dropout, keep_static=keep_static, sums_first=sums_first
+        )
+
+    return _in_memory_or_on(_device_of(inner), trace)
+
+
+def _trace_on(
+    where: torch.device,
+    inner: nn.Module,
+    template: CallTemplate,
+    num_layers: int,
+    *,
+    dropout: RowFunction,
+    keep_static: bool,
+    sums_first: Sequence[bool],
+) -> TraceResult:
     # Counts are the same everywhere; how much slower some operations are than others is not.
-    device = next((parameter.device for parameter in inner.parameters()), torch.device("cpu"))
-    taken = {dimension for parameter in inner.parameters() for dimension in parameter.shape}
-    taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
+    device = _device_of(inner)
     # The caller may be evaluating; the trace needs a backward.
-    with with_own_randomness(), torch.inference_mode(False), torch.enable_grad():
-        pristine = copy_of(inner).cpu().train()
-        blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
+    with with_own_randomness(device), torch.inference_mode(False), torch.enable_grad():
+        pristine = _copy_on(where, inner).train()
+        blocks, sizes, num_edges = _tiny_blocks_on(where, inner, template, num_layers)
         for block in blocks:
             block.sums_first = bool(sums_first) and sums_first[block.layer - 1]
             # As `_QuietMode` does with other dropout; what it costs is in the op's own time.
@@ -354,7 +372,7 @@ def trace_model(
                 "the model normalises the output of its last layer over rows (batch norm): only the seeds are computed "
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
-        with template.casting("cpu"), _NoCollectives():
+        with template.casting(where.type), _NoCollectives():
             outputs = _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
         for kind, text in _notes_on(outputs, record.output_rows, sizes, num_edges):
             if kind not in _warned_of.setdefault(inner, set()):
@@ -381,15 +399,51 @@ def check_rows_apart(model: nn.Module, template: CallTemplate, num_layers: int) 
     Raises:
         BlockError: If it mixes rows of different vertices.
     """
+
+    def check(where: torch.device) -> None:
+        with with_own_randomness(where), torch.inference_mode(False):
+            pristine = _copy_on(where, model)
+            blocks, sizes, num_edges = _tiny_blocks_on(where, model, template, num_layers)
+            args, kwargs, _ = template.bind(blocks, torch.Generator().manual_seed(0))
+            record = _Record.empty(num_layers)
+            with template.casting(where.type), _NoCollectives():
+                _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+
+    _in_memory_or_on(_device_of(model), check)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def _in_memory_or_on(device: torch.device, run: Callable[[torch.device], ResultT]) -> ResultT:
+    """Runs a copy of a model in host memory, where its numbers are the same for any GPU and cost no launches; on its
+    device, if it cannot run elsewhere: it may hold tensors that are neither parameters nor buffers, or name the device.
+    """
+    try:
+        return run(torch.device("cpu"))
+    except HybridError:
+        raise
+    except Exception as error:
+        if device.type == "cpu":
+            raise
+        _logger.debug("the model is traced on %s (in host memory: %s: %s)", device, type(error).__name__, error)
+    return run(device)
+
+
+def _copy_on(where: torch.device, model: nn.Module) -> nn.Module:
+    """Returns a copy in host memory, or one that stays where the model is."""
+    return copy_of(model).cpu() if where.type == "cpu" else copy_of(model)
+
+
+def _tiny_blocks_on(
+    where: torch.device, model: nn.Module, template: CallTemplate, num_layers: int
+) -> tuple[list[LayerBlock], list[int], list[int]]:
+    """Returns tiny blocks on a device whose sizes are no dimension of the model or of what it is given."""
     taken = {dimension for parameter in model.parameters() for dimension in parameter.shape}
     taken |= {dimension for value in flatten((template.args, template.kwargs)) for dimension in shape_of(value)}
-    with with_own_randomness(), torch.inference_mode(False):
-        pristine = copy_of(model).cpu()
-        blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
-        args, kwargs, _ = template.bind(blocks, torch.Generator().manual_seed(0))
-        record = _Record.empty(num_layers)
-        with template.casting("cpu"), _NoCollectives():
-            _check_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+    blocks, sizes, num_edges = build_tiny_blocks(num_layers, taken)
+    return [block.to(where) for block in blocks], sizes, num_edges
 
 
 def _measure(
@@ -411,18 +465,21 @@ def _measure(
         draw: What the model draws in both runs.
     """
     blocks = record.blocks
+    where = blocks[0].device
     observer = _Observer(record, num_edges, device)
     # The first epoch makes what is kept, results and structures; what the others cost is of interest.
-    seed_generators(draw)
-    with _NoCollectives(), template.casting("cpu"), _QuietMode(record, sizes), _SplitMode(record, num_edges):
-        copied(*args, **kwargs)
+    # A GPU's generator is not seeded: the second run begins where the first did, and the next draw where that ends.
+    with with_own_randomness(where):
+        seed_generators(draw)
+        with _NoCollectives(), template.casting(where.type), _QuietMode(record, sizes), _SplitMode(record, num_edges):
+            copied(*args, **kwargs)
     for block in blocks:
         block.observer = observer
     costs = _CostMode(record, sizes, num_edges)
     try:
         with _NoCollectives(), _QuietMode(record, sizes, costs, slowdown), costs:
             seed_generators(draw)
-            with template.casting("cpu"):
+            with template.casting(where.type):
                 outputs = _differentiable(copied(*args, **kwargs))
             record.output_rows = {len(x) for x in outputs if x.dim()}
             costs.forward = False
@@ -539,6 +596,8 @@ def _check_rows_apart(
     frames = [blocks[0].srcdata, blocks[-1].dstdata]
     given = [{name: rows for name, rows in frame.items() if name != dgl.NID} for frame in frames]
 
+    where = blocks[0].device
+
     def run(change: Callable[[Any], Any], observer: BlockObserver | None) -> list[Tensor]:
         for frame, fields in zip(frames, given, strict=True):
             for name, rows in fields.items():
@@ -546,7 +605,7 @@ def _check_rows_apart(
         blocks[0].observer = observer
         model = make_model()
         try:
-            with with_own_randomness():
+            with with_own_randomness(where):
                 seed_generators(0)
                 return _tensors(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
         finally:

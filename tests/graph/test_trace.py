@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,10 +17,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import trace as trace_module
-from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, flatten, map_leaves
+from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
@@ -541,3 +542,58 @@ def test_namespaces_are_looked_into() -> None:
     assert mapped.itself is mapped is not inner
     assert inner.value.tolist() == [1.0, 1.0]
     assert mapped.value.tolist() == [2.0, 2.0]
+
+
+def _stand_in_block(device: str) -> Any:
+    """What `CallTemplate` asks of a block of three rows."""
+    return SimpleNamespace(
+        device=torch.device(device),
+        srcdata={},
+        dstdata={},
+        edata={},
+        **dict.fromkeys(("num_src_nodes", "num_dst_nodes", "num_edges"), lambda: 3),
+    )
+
+
+def test_tensors_that_are_no_rows_go_where_they_were() -> None:
+    """Those of a GPU (a temperature, class weights) were given to copies of the model in host memory, and those of host
+    memory alone to one on a GPU, beside blocks there: it could not be traced, or not be timed."""
+    block, lengths = _stand_in_block("cpu"), torch.arange(5)
+    fields = StaticFields(source={}, destination={}, edge={})
+    with FakeTensorMode():  # a GPU that need not be there
+        given = (torch.empty((), device="cuda"), torch.empty(5, device="cuda"))
+        template = CallTemplate.of_call(given, {}, [block], fields)
+    template = replace(template, kwargs=CallTemplate.of_call((), {"lengths": lengths}, [block], fields).kwargs)
+    assert [shape_of(value) for value in template.args] == [(), (5,)], "tiny blocks avoid these sizes"
+    (scale, weights), _, _ = template.bind([block], torch.Generator())
+    assert (scale.device.type, weights.device.type) == ("cpu", "cpu")
+    real = replace(template, args=tuple(replace(value, value=torch.ones(shape_of(value))) for value in template.args))
+    (scale, weights), kwargs, _ = real.bind([_stand_in_block("meta")], torch.Generator())
+    assert (scale.device.type, weights.device.type) == ("meta", "meta")
+    assert kwargs["lengths"].device.type == "cpu"
+    assert torch.equal(kwargs["lengths"], lengths)
+
+
+def test_a_model_that_cannot_run_in_host_memory_runs_where_it_is() -> None:
+    """It may hold a plain tensor, or name its device: it was refused, or trained without a plan."""
+    ran: list[str] = []
+
+    def run(where: torch.device) -> str:
+        ran.append(where.type)
+        if where.type == "cpu":
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return "traced"
+
+    assert trace_module._in_memory_or_on(torch.device("cuda", 0), run) == "traced"
+    assert ran == ["cpu", "cuda"]
+    with pytest.raises(RuntimeError, match="on the same device"):
+        trace_module._in_memory_or_on(torch.device("cpu"), run)
+
+    def refuse(where: torch.device) -> None:
+        ran.append(where.type)
+        raise BlockError("mixes rows")
+
+    ran.clear()
+    with pytest.raises(BlockError):
+        trace_module._in_memory_or_on(torch.device("cuda", 0), refuse)
+    assert ran == ["cpu"], "what is wrong with the model is wrong anywhere"

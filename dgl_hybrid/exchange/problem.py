@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.exchange.segments import count_unique, find_sorted, indptr_of, union, unique
+from dgl_hybrid.exchange.segments import count_unique, difference, find_sorted, indptr_of, union, unique
 from dgl_hybrid.planner import PlanProblem
+
+_logger = logging.getLogger(__name__)
 
 
 def build_plan_problem(
@@ -25,13 +29,17 @@ def build_plan_problem(
     *,
     dense_below: int = 0,
     inputs_are_free: bool = False,
+    max_halo_edges: int = sys.maxsize,
 ) -> PlanProblem:
-    """Builds this rank's problem. Collective: two passes of one id exchange per layer.
+    """Builds this rank's problem. Collective: two passes of a few id exchanges per layer.
 
     The first pass finds D_l, the rows of level l that some seed depends on, each owner learning of its own. The second
     fetches the in-edges of the halo vertices that this rank could compute, level by level. Lists of vertices that could
     be computed at level 1 alone tell which input rows they would bring here; where those cost nothing the number of
     in-edges says all there is to know of them, and they, often most of the halo, are not fetched.
+
+    Of a small world, or for many layers, these are most of the graph on every rank, so they have a limit. Vertices past
+    it are not expandable: above level 0 they can only be received.
 
     Args:
         in_degrees: (N,) full-graph in-degrees of this rank's nodes.
@@ -39,6 +47,8 @@ def build_plan_problem(
         dense_below: Levels below this one hold every owned node.
         inputs_are_free: Rows that are computed here bring no input rows of their in-neighbours: the first layer keeps
             what it aggregates, and owners hand that out. Alike on every rank.
+        max_halo_edges: In-edges of halo vertices to look at: level by level from the top, and within one first of what
+            owned vertices read, then of the vertices with the fewest.
     """
     reached = _find_reach(communicator, ownership, in_edges, seeds, num_layers, dense_below)
     demanded = [level.demanded for level in reached]
@@ -46,21 +56,38 @@ def build_plan_problem(
     # What this rank would read if it computed every halo vertex: level by level downwards from what it demands.
     lowest = 1 if inputs_are_free else 0
     needed: list[Tensor] = [seeds[:0]] * num_layers
+    decided = listed = expanded = seeds[:0]
+    num_left = max_halo_edges
     for level in range(num_layers - 1, -1, -1):
         needed[level] = demanded[level]
-        if level + 1 < num_layers:
-            above = needed[level + 1]
-            needed[level] = union(needed[level], above)
-            if level >= lowest:
-                in_edges.ensure(above)
-                _, src_global, _ = in_edges.lookup(above)
-                sources = unique(src_global, ownership.total)
-                needed[level] = union(needed[level], sources[~ownership.is_owned(sources)])
+        if level + 1 == num_layers:
+            continue
+        # What was decided higher up stays so: its sources are there already, at every level that may need them.
+        new = difference(needed[level + 1], decided, ownership.total)
+        decided = needed[level + 1]
+        needed[level] = union(needed[level], decided)
+        if level >= lowest:
+            degrees = fetch_rows(communicator, ownership, in_degrees, new)
+            is_read, _ = find_sorted(demanded[level + 1], new, ownership.total)
+            fits = _that_fit(degrees, is_read, num_left)
+            new, num_left = new[fits], num_left - int(degrees[fits].sum())
+            in_edges.ensure(new)
+            _, src_global, _ = in_edges.lookup(new)
+            sources = unique(src_global, ownership.total)
+            needed[level] = union(needed[level], sources[~ownership.is_owned(sources)])
+            listed = union(listed, new)
+        expanded = union(expanded, new)
     halo = union(*needed)
     expandable = torch.zeros(len(halo), dtype=torch.bool)
-    expandable[torch.searchsorted(halo, union(seeds[:0], *needed[1:]))] = True
+    expandable[torch.searchsorted(halo, expanded)] = True
+    if max_halo_edges and len(expanded) < len(decided):
+        _logger.warning(
+            "the in-edges of %d of %d halo vertices are past max_halo_edges=%d: above level 0 these are received",
+            len(decided) - len(expanded),
+            len(decided),
+            max_halo_edges,
+        )
 
-    listed = union(seeds[:0], *needed[lowest + 1 :])
     counts, src_global, _ = in_edges.lookup(listed)
     reader = torch.repeat_interleave(torch.searchsorted(halo, listed), counts)
     is_halo, position = find_sorted(halo, src_global, ownership.total)
@@ -86,6 +113,18 @@ def build_plan_problem(
         owned_edges=torch.tensor([level.num_edges for level in reached], dtype=torch.int64),
         owned_reads=owned_reads,
     )
+
+
+def _that_fit(num_edges: Tensor, is_first: Tensor, limit: int) -> Tensor:
+    """Returns which of some vertices have `limit` in-edges together: the first ones, then those with the fewest.
+
+    Each saves one received row, whatever it costs to compute.
+    """
+    order = torch.argsort(num_edges, stable=True)
+    order = order[torch.argsort((~is_first[order]).to(torch.int8), stable=True)]
+    fits = torch.zeros(len(num_edges), dtype=torch.bool)
+    fits[order[num_edges[order].cumsum(0) <= limit]] = True
+    return fits
 
 
 @dataclass(frozen=True, kw_only=True)

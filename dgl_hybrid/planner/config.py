@@ -24,6 +24,10 @@ class PlannerConfig:
     """Factors on the cost of receiving that `propose_plans` sweeps."""
     max_sweep_edges: int = 20_000_000
     """Past this many in-edges between halo vertices only one hybrid plan is proposed, at the measured prices."""
+    max_halo_edges: int = 50_000_000
+    """In-edges of halo vertices that a rank's planning looks at, 130 to 160 bytes each while it lasts. Vertices past
+    these are received above level 0. What owned vertices read comes before what that would read in turn, and vertices
+    with few in-edges before those with many. Strategy depcomm looks at none."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
@@ -39,5 +43,7 @@ class PlannerConfig:
             raise ValueError(f"max_cut_arcs must not be negative (got {self.max_cut_arcs})")
         if self.max_sweep_edges < 0:
             raise ValueError(f"max_sweep_edges must not be negative (got {self.max_sweep_edges})")
+        if self.max_halo_edges < 0:
+            raise ValueError(f"max_halo_edges must not be negative (got {self.max_halo_edges})")
         if not self.prices or not all(0 <= price < float("inf") for price in self.prices):
             raise ValueError(f"prices must be at least one factor, finite and not negative (got {self.prices})")

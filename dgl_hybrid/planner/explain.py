@@ -72,7 +72,8 @@ def _explain_level(items: Items, costs: ItemCosts, computed: Bools, present: Boo
         f"  receive: {_us(receive)} = wire {_us(receive - pack)} + pack {_us(pack)}",
     ]
     if not items.allowed[level, at]:
-        return [*lines, "  compute: not possible, its in-edges are not known here; partition with more halo hops"]
+        reason = "its in-edges were not looked at: strategy depcomm looks at none, others at max_halo_edges"
+        return [*lines, f"  compute: not possible, {reason}"]
     text = f"  compute: {_us(row + edges)} = row {_us(row)}"
     if level:
         text += f" + {degree} in-edges {_us(edges)}"

@@ -336,6 +336,8 @@ class PlanMaker:
             self._num_layers,
             dense_below=dense_below,
             inputs_are_free=trace.layers[0].keeps_result,
+            # Who computes nothing itself need not know what that would take.
+            max_halo_edges=0 if self._config.strategy == "depcomm" else self._config.max_halo_edges,
         )
         with communicator.agreed():
             costs = cost_model(trace, topology, communicator.rank, times, sent_shares)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ import torch
 
 from dgl_hybrid import PartitionedGraph
 from dgl_hybrid.exchange.closure import settle_seeds
-from dgl_hybrid.exchange.problem import build_plan_problem
-from dgl_hybrid.planner import PlannerConfig, make_plan, plan_objective
+from dgl_hybrid.exchange.problem import _that_fit, build_plan_problem
+from dgl_hybrid.planner import PlannerConfig, PlanProblem, make_plan, plan_objective
 from tests.helpers.world import run_ranks
 from tests.planner.problems import random_costs
 
@@ -93,3 +94,51 @@ def test_lists_that_only_tell_of_free_rows_are_not_fetched(folder: str) -> None:
         # The whole problem knows all that the plan brings here: by it, too, the plan is as cheap as can be.
         assert plan_objective(whole, free, short.cached) == pytest.approx(full.objective_s, rel=1e-12)
         assert short.objective_s == pytest.approx(full.objective_s, rel=1e-12)
+
+
+LIMITS = (sys.maxsize, 25, 0)
+
+
+def run_limited(rank: int, world_size: int, part_config: str, inputs_are_free: bool) -> list[tuple[PlanProblem, int]]:
+    """Returns a problem for each of `LIMITS`, and how many in-edges of others it took to know."""
+    results = []
+    for limit in LIMITS:
+        g = PartitionedGraph.open(part_config)
+        problem = build_plan_problem(
+            g.communicator,
+            g.nodes,
+            g.in_edges,
+            g.partition.in_degrees,
+            g.nodes.owned(),
+            NUM_LAYERS,
+            inputs_are_free=inputs_are_free,
+            max_halo_edges=limit,
+        )
+        problem.validate()
+        results.append((problem, g.in_edges.num_fetched_edges))
+    return results
+
+
+@pytest.mark.parametrize("inputs_are_free", [False, True])
+def test_in_edges_past_a_limit_are_not_fetched(inputs_are_free: bool, folder: str) -> None:
+    costs = random_costs(3, num_layers=NUM_LAYERS, world_size=3)
+    for whole, *limited in run_ranks(3, run_limited, folder, inputs_are_free):
+        assert whole[1] > LIMITS[1]
+        for (problem, num_fetched), limit in zip(limited, LIMITS[1:], strict=True):
+            assert num_fetched <= limit
+            # What owned rows read and what it costs to receive it does not depend on what is known of the rest.
+            plans = [make_plan(one, costs, PlannerConfig(strategy="depcomm")) for one in (whole[0], problem)]
+            assert plans[0].communicated == plans[1].communicated
+            assert plans[0].objective_s == plans[1].objective_s
+            assert problem.num_halo <= whole[0].num_halo
+        (some, num_fetched), _ = limited
+        assert num_fetched > 0
+        cached = make_plan(some, costs, PlannerConfig(strategy="depcache")).num_cached
+        assert 0 < cached[2] < make_plan(whole[0], costs, PlannerConfig(strategy="depcache")).num_cached[2]
+
+
+def test_what_is_read_comes_first_and_then_what_has_few_in_edges() -> None:
+    num_edges = torch.tensor([1, 4, 2, 3, 0, 2])
+    is_read = torch.tensor([False, True, True, False, False, True])
+    for limit, expected in ((0, []), (3, [2]), (4, [2, 5]), (8, [1, 2, 4, 5]), (9, [0, 1, 2, 4, 5]), (12, range(6))):
+        assert _that_fit(num_edges, is_read, limit).nonzero().flatten().tolist() == list(expected)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.planner import DependencyPlan, uniform_topology
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig, uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
 
@@ -162,8 +162,9 @@ class Case:
     dropout: float = 0.0
     batch_norm: bool = False
     plan: str = "depcomm"
-    """"depcomm", "depcache", "random:<seed>:<probability>", "planned:<strategy>", or "planned-random:…": random ids in
-    a plan that knows the model, so that owners aggregate for what is cached at level 1."""
+    """"depcomm", "depcache", "random:<seed>:<probability>", "planned:<strategy>[:<max_halo_edges>]", or
+    "planned-random:…": random ids in a plan that knows the model, so that owners aggregate for what is cached at level
+    1."""
     dtype: torch.dtype = torch.float64
     epochs: int = 1
     lr: float = 0.05
@@ -268,7 +269,12 @@ def step_on(
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         case.num_layers, prefetch_node_feats=["feat"], prefetch_edge_feats=["w"]
     )
-    strategy = case.plan.partition(":")[2] if plan is None else "depcomm"
+    planner = PlannerConfig(strategy="depcomm")
+    if plan is None:
+        _, strategy, *limit = case.plan.split(":")
+        planner = PlannerConfig(strategy=strategy)
+        if limit:
+            planner = replace(planner, max_halo_edges=int(limit[0]))
     loader = FullGraphLoader(
         graph,
         g.owned_nodes("train_mask"),
@@ -276,7 +282,7 @@ def step_on(
         case.device,
         plan=plan,
         model=None if plan else model,
-        strategy=strategy,
+        planner=planner,
         topology=uniform_topology(world_size),
         seed=7,
         row_order=case.row_order,

@@ -82,6 +82,18 @@ def test_every_strategy(kind: str, strategy: str, world_size: int, partitions: P
     check("power_law", power_law(), world_size, case, partitions)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_planning_that_looks_at_some_in_edges_only(world_size: int, partitions: PartitionStore) -> None:
+    cached = []
+    for limit in ("", ":60"):
+        case = Case(kind="gat", plan=f"planned:depcache{limit}", num_layers=3)
+        results = run_ranks(world_size, run_step, partitions.get("power_law", power_law(), world_size), case)
+        assert_same_step(results, reference_step(power_law(), case))
+        cached.append([sum(result.cached[level] for result in results) for level in (1, 2)])
+    whole, limited = cached
+    assert world_size == 1 or all(0 < some < every for some, every in zip(limited, whole, strict=True))
+
+
 @pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:6:0.5", "planned:hybrid"])
 @pytest.mark.parametrize("kind", ["gcn_right", "sage_mean", "gatv2"])
 def test_loss_on_all_nodes(kind: str, plan: str, partitions: PartitionStore) -> None:

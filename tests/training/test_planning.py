@@ -289,3 +289,28 @@ def test_links_that_send_for_longer_than_they_receive_count(partitions: Partitio
         assert (np.array(expected) > 0).any()
         told |= {result["told"] for result in results}
     assert len(told) == 1, "alike for any number of ranks"
+
+
+def plan_knowing_less(rank: int, world_size: int, part_config: str, config: PlannerConfig) -> int:
+    """Returns how many in-edges of other ranks' vertices planning fetched."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gat", num_layers=3, dropout=0.5).build(NUM_FEATURES)
+    num_fetched = []
+    inner = planning.propose_plans
+
+    def propose(*args: Any) -> Any:
+        num_fetched.append(g.in_edges.num_fetched_edges)
+        return inner(*args)
+
+    with mock.patch.object(planning, "propose_plans", propose):
+        topology = uniform_topology(world_size)
+        FullGraphLoader(g, g.owned_nodes(), 3, model=model, planner=config, topology=topology, seed=3)
+    return num_fetched[0]
+
+
+def test_planning_fetches_what_its_strategy_can_use(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 4)
+    assert run_ranks(4, plan_knowing_less, folder, PlannerConfig(strategy="depcomm")) == [0] * 4
+    limited = run_ranks(4, plan_knowing_less, folder, PlannerConfig(max_halo_edges=40))
+    every = run_ranks(4, plan_knowing_less, folder, PlannerConfig())
+    assert all(0 < some <= 40 < many for some, many in zip(limited, every, strict=True))

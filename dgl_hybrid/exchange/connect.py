@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from datetime import timedelta
 from typing import Literal
 
@@ -28,7 +29,8 @@ def create_communicator(
 
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others.
-        backend: "gloo" or "nccl"; None takes the default group's.
+        backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the current device of
+            every rank is a GPU that no other rank has.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
             that all ranks run on. "auto" does the latter between ranks of one host, wherever there are two, and the
             former between hosts; not with NCCL, which does so itself, and ranks that were put into several network
@@ -46,11 +48,7 @@ def create_communicator(
         return Communicator(None)
     chosen = backend or str(dist.get_backend())
     if chosen == "undefined" or ("nccl" in chosen and "gloo" in chosen):
-        # No backend was named, or "cpu:gloo,cuda:nccl" was: there is one for each kind of device.
-        # Of CPU tensors, so that ranks can ask each other before they know: all or none take the GPUs.
-        has_gpu = torch.tensor([int(torch.cuda.is_available())])
-        dist.all_reduce(has_gpu, dist.ReduceOp.MIN)
-        chosen = "nccl" if int(has_gpu) else "gloo"
+        chosen = _choose_backend()  # none was named, or "cpu:gloo,cuda:nccl" was: there is one for each kind of device
     if chosen not in ("gloo", "nccl"):
         raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")
     if chosen == "nccl" and transport == "shared_memory":
@@ -71,3 +69,31 @@ def create_communicator(
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
     return Communicator(collective, name=name)
+
+
+def _choose_backend() -> str:
+    """Returns "nccl" if each rank has a GPU of its own, the same on all ranks. Collective over the default group.
+
+    NCCL refuses two ranks on one GPU, and ranks that train on CPUs all see the same ones.
+    """
+    gpus: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(gpus, _current_gpu())  # by way of the group's backend for CPUs, if it has one
+    if None in gpus or not dist.is_nccl_available():
+        return "gloo"
+    if len(set(gpus)) == len(gpus):
+        return "nccl"
+    _logger.info(
+        "rows are exchanged over gloo: ranks have one GPU as current device, on which NCCL refuses more than one rank "
+        "(torch.cuda.set_device gives each its own)"
+    )
+    return "gloo"
+
+
+def _current_gpu() -> str | None:
+    """Returns a name that no other GPU of any host has; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    number = torch.cuda.current_device()
+    # Not by number: ranks that are shown one GPU each, another one, all call it 0.
+    uuid = getattr(torch.cuda.get_device_properties(number), "uuid", None)
+    return f"{socket.gethostname()} {number}" if uuid is None else str(uuid)

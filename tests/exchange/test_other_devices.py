@@ -7,9 +7,12 @@ it (`FarMemory`), so that the numbers that come back are those that were taken t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.transport import NO_TAG, CollectiveTransport, ExchangeTag
@@ -123,6 +127,33 @@ def choose_backend(rank: int, world_size: int, folder: str, backend: str | None)
     rows = torch.arange(world_size) + 10 * rank
     received = communicator.exchange(rows, [1] * world_size, [1] * world_size)
     return communicator.backend, received.tolist()
+
+
+def choose_with_gpus(rank: int, world_size: int, gpus: list[str | None]) -> str:
+    """With GPUs of these names and a group that names no backend, as far as ranks are told; makes none of NCCL."""
+    name = gpus[rank]
+    functions = {
+        "is_available": lambda: name is not None,
+        "current_device": lambda: 0,
+        "get_device_properties": lambda number: SimpleNamespace(uuid=name),
+    }
+    with contextlib.ExitStack() as stack:
+        for function, answer in functions.items():
+            stack.enter_context(mock.patch.object(torch.cuda, function, answer))
+        stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
+        stack.enter_context(mock.patch.object(dist, "get_backend", return_value="undefined"))
+        new_group = stack.enter_context(mock.patch.object(dist, "new_group"))
+        with contextlib.suppress(ExchangeError):  # that was no group
+            create_communicator(transport="collective", timeout_s=20)
+    return str(new_group.call_args.kwargs["backend"])
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [(["a", "b"], "nccl"), (["a", "a"], "gloo"), (["a", None], "gloo"), ([None, None], "gloo")]
+)
+def test_nccl_is_for_ranks_with_a_gpu_each(gpus: list[str | None], expected: str) -> None:
+    """Ranks that merely see a GPU, and may share it or train on CPUs, got NCCL, too, which refuses that."""
+    assert run_ranks(2, choose_with_gpus, gpus) == [expected, expected]
 
 
 @pytest.mark.parametrize(

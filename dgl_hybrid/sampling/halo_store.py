@@ -242,7 +242,7 @@ class HaloStore:
             ids: (n,) ids within the field's type.
         """
         original = self._pull_of(name)
-        self._written.announce_direct_writes()
+        self._written.announce_direct_write(name)
         self._drop_what_may_be_old()
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._policy(name).get_size()):
             return original(ids)  # DGL's error

@@ -13,8 +13,8 @@ a machine's server runs without the plugin, its clients are taken to do so, too,
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from dgl import backend as dgl_backend
@@ -24,113 +24,89 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
 
-NUM_FLAGS = 4096
 STATIC_NAMES_SERVICE = 0x48590001
 WRITTEN_SERVICE = 0x48590002
 SILENCE_SERVICE = 0x48590003
 
-_NUM_SILENT, _NUM_SILENCES = NUM_FLAGS, NUM_FLAGS + 1
-"""Entries behind the flags: processes whose plugin is off at the moment, and how often one was switched off."""
+_NUM_SILENT, _NUM_SILENCES, _FIRST_FLAG = 0, 1, 2
+"""Entries before the flags: processes whose plugin is off at the moment, and how often one was switched off."""
 _ANSWER_MS = 300_000
 _QUESTION = "dgl_hybrid: which table?"
 """No field has this name, so that a server without the plugin has nothing to delete, and says that it did."""
 
 
-class StaticNamesRequest(rpc.Request):
-    """Asks a server which fields its partition was loaded with."""
+@dataclass(frozen=True)
+class _Published:
+    """What a main server keeps for this module."""
 
-    def __init__(self) -> None:
-        self.question = "static names"
+    table: Tensor
+    """(`_FIRST_FLAG` + number of fields,) int64, in shared memory."""
+    flag_of: dict[str, int]
+    """The fields that the partition was loaded with, in the order of their entries in the table."""
+
+
+class _OneValue:
+    """What a request or an answer is of which nothing but one value is sent."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
 
     def __getstate__(self) -> Any:
-        return self.question
+        return self.value
 
     def __setstate__(self, state: Any) -> None:
-        self.question = state
+        self.value = state
+
+
+class StaticNamesRequest(_OneValue, rpc.Request):
+    """Asks a server which fields its partition was loaded with; the value says nothing."""
 
     def process_request(self, server_state: Any) -> Any:
-        return StaticNamesResponse(sorted(server_state.kv_store.orig_data))
+        published = _published_by(server_state.kv_store)
+        return StaticNamesResponse([] if published is None else list(published.flag_of))
 
 
-class StaticNamesResponse(rpc.Response):
-    """Names as the KVStore has them."""
-
-    def __init__(self, names: list[str]) -> None:
-        self.names = names
-
-    def __getstate__(self) -> Any:
-        return self.names
-
-    def __setstate__(self, state: Any) -> None:
-        self.names = state
+class StaticNamesResponse(_OneValue, rpc.Response):
+    """Names as the KVStore has them, in the order of their flags."""
 
 
-class WrittenRequest(rpc.Request):
-    """Tells a server that a field is about to be written; answered once its flag is set."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __getstate__(self) -> Any:
-        return self.name
-
-    def __setstate__(self, state: Any) -> None:
-        self.name = state
+class WrittenRequest(_OneValue, rpc.Request):
+    """Tells a server that a field is about to be written, by its name; answered once its flag is set."""
 
     def process_request(self, server_state: Any) -> Any:
-        table = getattr(server_state.kv_store, _TABLE_ATTRIBUTE, None)
-        if table is not None:
-            table[_flag_of(self.name)] = 1
-        return WrittenResponse(self.name)
+        published = _published_by(server_state.kv_store)
+        # By name, as machines number their fields for themselves. What was not loaded here is held by nobody here.
+        if published is not None and self.value in published.flag_of:
+            published.table[published.flag_of[self.value]] = 1
+        return WrittenResponse(self.value)
 
 
-class WrittenResponse(rpc.Response):
+class WrittenResponse(_OneValue, rpc.Response):
     """The flag is set."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
 
-    def __getstate__(self) -> Any:
-        return self.name
-
-    def __setstate__(self, state: Any) -> None:
-        self.name = state
-
-
-class SilenceRequest(rpc.Request):
+class SilenceRequest(_OneValue, rpc.Request):
     """Tells a server that a process will write without telling (1), or that it tells again (-1)."""
 
-    def __init__(self, change: int) -> None:
-        self.change = change
-
-    def __getstate__(self) -> Any:
-        return self.change
-
-    def __setstate__(self, state: Any) -> None:
-        self.change = state
-
     def process_request(self, server_state: Any) -> Any:
-        table = getattr(server_state.kv_store, _TABLE_ATTRIBUTE, None)
-        if table is not None:
-            table[_NUM_SILENT] += self.change
-            table[_NUM_SILENCES] += int(self.change > 0)
-        return SilenceResponse(self.change)
+        published = _published_by(server_state.kv_store)
+        if published is not None:
+            published.table[_NUM_SILENT] += self.value
+            published.table[_NUM_SILENCES] += int(self.value > 0)
+        return SilenceResponse(self.value)
 
 
-class SilenceResponse(rpc.Response):
+class SilenceResponse(_OneValue, rpc.Response):
     """The table says so."""
 
-    def __init__(self, change: int) -> None:
-        self.change = change
 
-    def __getstate__(self) -> Any:
-        return self.change
-
-    def __setstate__(self, state: Any) -> None:
-        self.change = state
+_PUBLISHED_ATTRIBUTE = "_dgl_hybrid_written"
 
 
-_TABLE_ATTRIBUTE = "_dgl_hybrid_written"
+def _published_by(server: Any) -> _Published | None:
+    """Returns what that server published; None of a backup server, or where the plugin was off when it started."""
+    published: _Published | None = getattr(server, _PUBLISHED_ATTRIBUTE, None)
+    return published
 
 
 def register_services() -> None:
@@ -142,20 +118,25 @@ def register_services() -> None:
 
 def publish_table(server: Any) -> None:
     """Makes the table of this machine; called in its main server, which keeps it for as long as it lives."""
-    shared = empty_shared_mem(_table_name(server._server_namebook[server.server_id]), True, (NUM_FLAGS + 2,), "int64")
-    table = dgl_backend.zerocopy_from_dlpack(shared.to_dlpack())
+    flag_of = _number(sorted(server.orig_data))
+    table = _map_table(_table_name(server._server_namebook[server.server_id]), len(flag_of), create=True)
     table.zero_()
-    setattr(server, _TABLE_ATTRIBUTE, table)
+    setattr(server, _PUBLISHED_ATTRIBUTE, _Published(table, flag_of))
+
+
+def _number(names: Sequence[str]) -> dict[str, int]:
+    return {name: _FIRST_FLAG + number for number, name in enumerate(names)}
+
+
+def _map_table(table_name: str, num_flags: int, *, create: bool = False) -> Tensor:
+    shared = empty_shared_mem(table_name, create, (_FIRST_FLAG + num_flags,), "int64")
+    table: Tensor = dgl_backend.zerocopy_from_dlpack(shared.to_dlpack())
+    return table
 
 
 def _table_name(main_server: Sequence[Any]) -> str:
     """One host may serve several jobs, and users: the port tells them apart, or who it is that left one behind."""
     return f"/dgl_hybrid_written_{os.getuid()}_{main_server[2]}"
-
-
-def _flag_of(name: str) -> int:
-    # Two fields that share a flag are given up together, which costs reads and nothing else.
-    return zlib.crc32(name.encode()) % NUM_FLAGS
 
 
 def answer_deletion(original: Callable[..., Any], request: Any, server_state: Any) -> Any:
@@ -165,7 +146,7 @@ def answer_deletion(original: Callable[..., Any], request: Any, server_state: An
     by every server. That asks who runs now: a table may have been left behind by a server that was killed.
     """
     server = server_state.kv_store
-    if request.name != _QUESTION or getattr(server, _TABLE_ATTRIBUTE, None) is None:
+    if request.name != _QUESTION or _published_by(server) is None:
         return original(request, server_state)
     return kvstore.DeleteDataResponse(_table_name(server._server_namebook[server.server_id]))
 
@@ -214,6 +195,8 @@ class WrittenFields:
         self._versions: dict[str, int] = {}
         """Of the shared-memory parts, when this process spoke again."""
         self._table: Tensor | None = None
+        self._flag_of: dict[str, int] = {}
+        """Entries of the table."""
         self.static_names: frozenset[str] = frozenset()
         """Fields that the partition was loaded with; empty where not all servers run with the plugin."""
         tables = _ask_for_tables(client) if isinstance(client, kvstore.KVClient) else []
@@ -221,10 +204,10 @@ class WrittenFields:
         """The machines whose main server runs without the plugin, by number and address."""
         own = tables[client.machine_id] if tables and not self.unserved else None
         if own is not None:
-            shared = empty_shared_mem(own, False, (NUM_FLAGS + 2,), "int64")
-            self._table = dgl_backend.zerocopy_from_dlpack(shared.to_dlpack())
-            rpc.send_request(client.machine_id * rpc.get_num_server_per_machine(), StaticNamesRequest())
-            self.static_names = frozenset(rpc.recv_response().names)
+            rpc.send_request(client.machine_id * rpc.get_num_server_per_machine(), StaticNamesRequest("static names"))
+            self._flag_of = _number(rpc.recv_response().value)
+            self._table = _map_table(own, len(self._flag_of))
+            self.static_names = frozenset(self._flag_of)
 
     def is_of(self, client: Any) -> bool:
         """Whether this is the view of that client."""
@@ -240,7 +223,7 @@ class WrittenFields:
         return (
             self._table is not None
             and name in self.static_names
-            and int(self._table[_flag_of(name)]) == 0
+            and int(self._table[self._flag_of[name]]) == 0
             and int(self._table[_NUM_SILENT]) == 0
             and self._client._pull_handlers.get(name) is kvstore.default_pull_handler
         )
@@ -293,11 +276,15 @@ class WrittenFields:
                     f"has ended, or is busy for longer than that"
                 )
 
-    def announce_direct_writes(self) -> None:
-        """Announces fields whose shared-memory part this process wrote into without a push (`local_partition`)."""
-        if self._table is None:
+    def announce_direct_write(self, name: str) -> None:
+        """Announces a field if this process wrote into its shared-memory part without a push (`local_partition`)."""
+        if self._table is None or name not in self.static_names or name in self._told:
             return
+        part = self._client._data_store.get(name)
+        if part is not None and part._version > self._versions.get(name, 0):
+            self.announce(name)
+
+    def announce_direct_writes(self) -> None:
+        """Announces all such fields; looks at every field, so it is for what happens seldom."""
         for name in self.static_names - self._told:
-            part = self._client._data_store.get(name)
-            if part is not None and part._version > self._versions.get(name, 0):
-                self.announce(name)
+            self.announce_direct_write(name)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +11,13 @@ import dgl_hybrid
 
 # isort: split
 import pytest
+import torch
 from dgl.distributed import kvstore, rpc
 from dgl.ndarray import empty_shared_mem
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import written
+from dgl_hybrid.sampling.halo_store import HaloStore
 from dgl_hybrid.sampling.written import WrittenFields, is_served, publish_table
 
 PORTS = (61001, 61002)
@@ -24,7 +26,14 @@ PORTS = (61001, 61002)
 class Servers:
     """The main servers of two machines, in this process; of some the plugin is off."""
 
-    def __init__(self, with_plugin: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(
+        self,
+        with_plugin: tuple[bool, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        names: Sequence[Collection[str]] = (("node~_N~feat",), ("node~_N~feat",)),
+    ) -> None:
+        self.names = names
+        """Fields by machine."""
         self.namebook = {k: [k, f"10.0.0.{k}", port, 1] for k, port in enumerate(PORTS)}
         self.states = [self._start(k, is_on) for k, is_on in enumerate(with_plugin)]
         self.answers: list[Any] = []
@@ -35,7 +44,7 @@ class Servers:
 
     def _start(self, number: int, is_on: bool) -> SimpleNamespace:
         server = SimpleNamespace(
-            server_id=number, _server_namebook=self.namebook, data_store={}, orig_data={"node~_N~feat"}
+            server_id=number, _server_namebook=self.namebook, data_store={}, orig_data=set(self.names[number])
         )
         if is_on:
             publish_table(server)
@@ -44,14 +53,16 @@ class Servers:
     def _send(self, target: int, request: Any) -> None:
         state = self.states[target]
         self.got.append((target, type(request).__name__))
-        if not hasattr(state.kv_store, written._TABLE_ATTRIBUTE) and not isinstance(request, kvstore.DeleteDataRequest):
+        if not hasattr(state.kv_store, written._PUBLISHED_ATTRIBUTE) and not isinstance(
+            request, kvstore.DeleteDataRequest
+        ):
             raise KeyError(f"server {target} knows no such service, and ends")
         self.answers.append(request.process_request(state))
 
     def client(self, machine: int) -> Any:
         client = object.__new__(kvstore.KVClient)
         client._machine_id, client._server_namebook, client._server_count = machine, self.namebook, len(self.states)
-        client._pull_handlers = {"node~_N~feat": kvstore.default_pull_handler}
+        client._pull_handlers = dict.fromkeys(self.names[machine], kvstore.default_pull_handler)
         client._data_store = {}
         return client
 
@@ -75,6 +86,60 @@ def test_all_servers_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first.may_hold("node~_N~feat")
 
 
+def test_a_write_gives_up_no_other_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many there are: 4096 flags were shared by all."""
+    names = [f"node~_N~f{k}" for k in range(5000)]
+    servers = Servers((True, True), monkeypatch, (names, names))
+    first, second = WrittenFields(servers.client(0)), WrittenFields(servers.client(1))
+    for name in names[::2]:
+        second.announce(name)
+    assert [first.may_hold(name) for name in names] == [False, True] * 2500
+
+
+def test_machines_may_have_other_fields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each numbers its own, and is told of writes by name."""
+    servers = Servers((True, True), monkeypatch, (("b", "d"), ("a", "b", "c")))
+    first, second = WrittenFields(servers.client(0)), WrittenFields(servers.client(1))
+    second.announce("c")
+    assert [first.may_hold(name) for name in "bd"] == [True, True]
+    assert [second.may_hold(name) for name in "abc"] == [True, True, False]
+    second.announce("b")
+    assert [first.may_hold(name) for name in "bd"] == [False, True]
+    assert [second.may_hold(name) for name in "abc"] == [True, False, False]
+
+
+class CountedParts(dict[str, torch.Tensor]):
+    """The shared-memory parts of a client, and how often one is looked at."""
+
+    num_looks = 0
+
+    def get(self, *args: Any) -> Any:
+        self.num_looks += 1
+        return super().get(*args)
+
+
+def test_a_read_looks_at_its_own_field_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every read looked at all fields of the graph for direct writes, of which barriers tell."""
+    names = [f"node~_N~f{k}" for k in range(100)]
+    servers = Servers((True, True), monkeypatch, (names, names))
+    client, other = servers.client(0), WrittenFields(servers.client(1))
+    parts = client._data_store = CountedParts({name: torch.zeros(4) for name in names})
+    policy = SimpleNamespace(get_size=lambda: 8, to_partid=torch.zeros_like)
+    client._part_policy = dict.fromkeys(names, policy)
+    store = object.__new__(HaloStore)
+    fields = store._written = WrittenFields(client)
+    store._client, store._book, store._is_holding, store._rows = client, SimpleNamespace(partid=0), False, {}
+    store._num_silences, store._pull_unheld = 0, lambda client, name, ids: parts[name][ids]
+    parts[names[3]][0] = parts[names[5]][0] = 1.0
+    parts.num_looks = 0
+    for name in names[:4]:
+        store.pull(name, torch.arange(4))
+    assert parts.num_looks <= 4
+    assert [name for name in names if not other.may_hold(name)] == [names[3]]
+    fields.announce_direct_writes()
+    assert [name for name in names if not other.may_hold(name)] == [names[3], names[5]]
+
+
 @pytest.mark.parametrize("machine", [0, 1])
 def test_one_server_without_the_plugin_is_enough_to_hold_no_rows(machine: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trainers may write and tell nobody; and what we tell would end it."""
@@ -92,7 +157,7 @@ def test_one_server_without_the_plugin_is_enough_to_hold_no_rows(machine: int, m
 
 def test_a_table_that_a_killed_server_left_behind_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = Servers((False, False), monkeypatch)
-    left_behind = empty_shared_mem(written._table_name(servers.namebook[0]), True, (written.NUM_FLAGS,), "int64")
+    left_behind = empty_shared_mem(written._table_name(servers.namebook[0]), True, (4096,), "int64")
     client = servers.client(0)
     assert not is_served(client)
     assert not WrittenFields(client).is_guarded

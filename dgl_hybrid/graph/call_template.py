@@ -95,8 +95,13 @@ class CallTemplate:
         return CallTemplate(abstract_args, abstract_kwargs, fields, _autocast_dtype(runs_on.type))
 
     @staticmethod
-    def of_convention(node_fields: Mapping[str, Any], fields: StaticFields, device_type: str = "cpu") -> CallTemplate:
+    def of_convention(
+        node_fields: Mapping[str, Any], fields: StaticFields, device_type: str = "cpu", *, is_static: bool = True
+    ) -> CallTemplate:
         """`model(blocks, x)` with `x` the prefetched feature, or the one with a customary name, as if it were made now.
+
+        Args:
+            is_static: `x` will be the same tensor in every epoch, and no copy that the script makes.
 
         Raises:
             ValueError: If no feature can be told.
@@ -115,7 +120,7 @@ class CallTemplate:
             tuple(local.shape[1:]),
             local.dtype,
             requires_grad=False,
-            is_static=True,
+            is_static=is_static,
             zeros_like=zeros_like,
         )
         return CallTemplate((_ALL_BLOCKS, x), {}, fields, _autocast_dtype(device_type))

@@ -73,7 +73,8 @@ class FullGraphLoader:
         nids: (n,) global ids of this rank's seeds, or a bool mask over its own nodes.
         sampler: A DGL neighbour sampler, for its number of layers and its `prefetch_*` fields, or that number. Fanouts
             are not used: every neighbour is.
-        device: Where blocks and prefetched fields go.
+        device: Where blocks and prefetched fields go. A script that moves them itself, in every epoch, trains as well,
+            but nothing is kept from epoch to epoch then.
         graph_sampler: The sampler by DGL's name for it.
         model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
             with everything communicated; the plan is made at the second, from the call that was seen.
@@ -205,6 +206,7 @@ class FullGraphLoader:
                 f"chunk_rows={chunk_rows} is not possible with approximate={approximate!r}: approximate rows are "
                 f"received all at once. Give one of the two."
             )
+        self._runs_on = self._find_device(model)
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self._seed_order: Tensor | None = None
@@ -226,7 +228,7 @@ class FullGraphLoader:
             num_borrowed=num_borrowed,
             keep_static=keep_static,
             row_order=self._row_order,
-            device=self.device,
+            device=self._runs_on,
             overlap=overlap,
             approximation=self.approximation,
             partial_sums=self._partial_sums
@@ -259,7 +261,9 @@ class FullGraphLoader:
                 owners_aggregate=keep_static and keeps_first_layer(plan),
             )
         elif model is not None:
-            template = CallTemplate.of_convention(g.ndata, self.prefetch.shapes(g), self.device.type)
+            template = CallTemplate.of_convention(
+                g.ndata, self.prefetch.shapes(g), self._runs_on.type, is_static=self._runs_on == self.device
+            )
             self._follow(self._choice.plan(model, template))
         else:
             nothing = [seeds[:0]] * self.num_layers
@@ -276,6 +280,17 @@ class FullGraphLoader:
                     if ours != theirs
                 )
                 raise ValueError(f"every rank must make the same loader: {differing}")
+
+    def _find_device(self, model: nn.Module | None) -> torch.device:
+        """Returns where the model will run, as far as can be told before it is called. Collective, if it is given.
+
+        Blocks on the CPU of a model on a GPU are for the script to move.
+        """
+        if model is None or self.device.type == "cuda":
+            return self.device
+        device = next((parameter.device for parameter in model.parameters()), self.device)
+        are_on_gpus = self.communicator.gather_ints([int(device.type == "cuda")])
+        return device if all(is_on_gpu for (is_on_gpu,) in are_on_gpus) else self.device
 
     # ---------------------------------------------------------------- plan and build
 
@@ -533,14 +548,27 @@ class FullGraphLoader:
 
     def _now_ns(self) -> int:
         # The time of the work, not of its launches; also of epochs that are only watched, for drift.
-        if self.device.type == "cuda" and (self._choice.trials is not None or not self.is_settled):
-            torch.cuda.synchronize(self.device)
+        if self._runs_on.type == "cuda" and (self._choice.trials is not None or not self.is_settled):
+            torch.cuda.synchronize(self._runs_on)
         return time.perf_counter_ns()
 
     def _note_epoch(self, step: Step, start_ns: int) -> None:
+        self._note_device(step)
         if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
             self._epoch_ns = self._now_ns() - start_ns
             self._free_memory.take_back_rows()
+
+    def _note_device(self, step: Step) -> None:
+        if step.runs_on is None or step.runs_on == self._runs_on:
+            return
+        self._runs_on = step.runs_on
+        if step.runs_on != self.device and self.communicator.rank == 0:
+            _logger.warning(
+                "the script moves its blocks from %s to %s in every epoch: nothing is kept from epoch to epoch then, "
+                "and fields are read anew by ids that were moved. Give FullGraphLoader(..., device=) that device",
+                self.device,
+                step.runs_on,
+            )
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks how long the last epoch took, whether anybody wrote into fields, whether what is kept of the
@@ -562,10 +590,13 @@ class FullGraphLoader:
                 *(int(choice.is_called_otherwise), len(written)),
                 *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
                 0 if step is None else step.dense_below,
+                int(self._runs_on.type == "cuda"),
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
         choice.maker.dense_below = max(choice.maker.dense_below, *(row[9] for row in told))
+        if len({row[10] for row in told}) == 1:  # or ranks would not probe together
+            choice.maker.device = self._runs_on
         is_written = any(row[5] for row in told)
         if is_written:
             self.graph.spread_writes(written)

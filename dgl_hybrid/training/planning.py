@@ -131,7 +131,8 @@ class PlanMaker:
         self._given_topology, self._approximation = topology, approximation
         self.dense_below = 0
         """Levels below this one hold every vertex, whatever the trace of the model says."""
-        self._device = torch.device(device)
+        self.device = torch.device(device)
+        """Of the same type on all ranks."""
 
     @property
     def measures_rates(self) -> bool:
@@ -154,7 +155,7 @@ class PlanMaker:
         shares = self._sent_shares(trace, sets)
         trace = self._order_products(model, template, trace, sets, shares)
         times = self.time(model, template, trace, sets) if self._given_topology is None else None
-        if self._device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
 
@@ -308,9 +309,9 @@ class PlanMaker:
         g, communicator = self._graph, self._graph.communicator
         if self._given_topology is not None:
             return self._given_topology
-        if g.topology is None or g.topology.device != self._device.type:
+        if g.topology is None or g.topology.device != self.device.type:
             links = communicator.lend("the probe of this cluster")
-            measured = probe(links or Alone(), device=self._device, aggregate=InEdgeSum())
+            measured = probe(links or Alone(), device=self.device, aggregate=InEdgeSum())
             g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
         return g.topology
 

@@ -94,6 +94,8 @@ class Step:
     """Told whenever a block is used."""
     block_used: bool = False
     last_block_used: bool = False
+    runs_on: torch.device | None = None
+    """Where the block that was used first lies, which the script may have moved."""
     layers_used: set[int] = field(default_factory=set)
     """Whose blocks the outermost module call has used."""
     was_trained: bool = False
@@ -122,6 +124,8 @@ class Step:
     def note_use(self, block: LayerBlock) -> None:
         self._used = [weakref.ref(block), self._blocks[block.layer - 1]]
         self.block_used = True
+        if self.runs_on is None:
+            self.runs_on = block.device
         self.last_block_used |= block.layer == len(self._blocks)
         self.layers_used.add(block.layer)
         if self.on_use is not None:

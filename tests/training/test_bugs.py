@@ -730,3 +730,29 @@ def test_the_loss_of_a_borrowed_seed_may_be_nan(world_size: int, partitions: Par
 def seeds_but_of_rank_one(rank: int, world_size: int, part_config: str) -> Tensor:
     g = PartitionedGraph.open(part_config)
     return original_ids(g, g.owned_nodes("train_mask")[: 0 if rank == 1 else None])
+
+
+class OnGpu:
+    """What a step asks of a block that it is told is used."""
+
+    layer, device = 1, torch.device("cuda", 0)
+
+
+def test_a_script_that_moves_its_blocks_is_measured_where_it_runs(
+    folder_of_one: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a loader on the CPU times of launches were taken for those of epochs, and rates of the CPU for a GPU's."""
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    g = PartitionedGraph.open(folder_of_one)
+    loader, moved = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(1)), OnGpu()
+    for _, _, blocks in loader:
+        assert blocks[0].on_use is not None
+        blocks[0].on_use(cast(Any, moved))
+        loader._step.was_trained = True
+    assert waited == [OnGpu.device]
+    for _ in loader:
+        pass
+    assert waited == [OnGpu.device] * 2, "before the next epoch, which trained nothing"
+    assert loader._choice.maker.device == OnGpu.device
+    assert caplog.text.count("the script moves its blocks from cpu to cuda:0") == 1

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import socket
 from datetime import timedelta
@@ -76,9 +77,14 @@ def _choose_backend() -> str:
 
     NCCL refuses two ranks on one GPU, and ranks that train on CPUs all see the same ones.
     """
-    gpus: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(gpus, _current_gpu())  # by way of the group's backend for CPUs, if it has one
-    if None in gpus or not dist.is_nccl_available():
+    name = _current_gpu() if dist.is_nccl_available() else None
+    # Of CPU tensors, so that ranks can ask each other before they know; 0: none.
+    digest = b"" if name is None else hashlib.sha256(name.encode()).digest()[:7]
+    mine = torch.tensor([int.from_bytes(digest)])
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    gpus = [int(number) for number in gathered]
+    if 0 in gpus:
         return "gloo"
     if len(set(gpus)) == len(gpus):
         return "nccl"

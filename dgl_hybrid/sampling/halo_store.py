@@ -27,7 +27,7 @@ from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
 from dgl_hybrid.sampling.free_memory import free_memory_bytes, free_shared_memory_bytes
 from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
-from dgl_hybrid.sampling.held_rows import HeldRows, Pull
+from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows, Pull
 from dgl_hybrid.sampling.id_index import worthwhile_table_bytes
 from dgl_hybrid.sampling.in_edge_lists import InEdgeLists
 from dgl_hybrid.sampling.list_sizes import list_sizes
@@ -100,7 +100,7 @@ class HaloStore:
         self._costs: RemoteCosts | None = None
         self._narrow_reserve = 0.0
         self.halo_graph: HaloGraph | None = None
-        self._rows: dict[str, HeldRows] = {}
+        self._rows = HeldFields()
         self._held_sizes: dict[str, int] = {}
         self._observed_rows: dict[str, ObservedReads] = {}
         self._observed_seeds = ObservedReads()
@@ -134,7 +134,7 @@ class HaloStore:
             self._hold_lists(ids[choice.lists])
             if self._room_bytes() < 0:
                 self._rows.clear()  # more lists than before: the rows are chosen and fetched anew
-            for held in self._rows.values():
+            for held in self._rows.by_name.values():
                 held.is_complete = False
             _logger.info(
                 "expects to read %d vertices of other machines; holds %d in-edge lists (%.1f MB), rows of about %d "
@@ -218,8 +218,7 @@ class HaloStore:
         tensors = pack_lists(ids, self._lists.lookup(ids), self._book)
         if self._share:
             tensors.share()
-        rows = sum(held.num_bytes for held in self._rows.values())
-        room_bytes = self._budget_bytes - self._narrow_reserve - rows
+        room_bytes = self._budget_bytes - self._narrow_reserve - self._rows.num_bytes
         if tensors.num_bytes + worthwhile_table_bytes(len(ids), tensors.bound, room_bytes) > room_bytes:
             room_bytes = 0.0  # no table
         return HaloGraph(tensors, self._book.partid, room_bytes=room_bytes)
@@ -247,10 +246,10 @@ class HaloStore:
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= self._policy(name).get_size()):
             return original(ids)  # DGL's error
         if not self._is_holding or not self._written.may_hold(name):
-            self._rows.pop(name, None)
+            self._rows.drop(name)
             self._count_remote(name, ids)
             return original(ids)
-        held = self._rows.get(name)
+        held = self._rows.by_name.get(name)
         if held is None or not held.is_complete:
             held = self._hold_rows(name, ids)
         rows, not_held = held.read(ids, original)
@@ -267,12 +266,14 @@ class HaloStore:
 
     def _hold_rows(self, name: str, ids: Tensor) -> HeldRows:
         """Fetches what is wanted of a field, once it is known whether it is read for the seeds or for all inputs."""
-        held = self._rows.get(name)
+        held = self._rows.by_name.get(name)
         if held is None:
-            held = self._rows[name] = self._make_rows(name)
+            held = self._make_rows(name)
+            self._rows.put(name, held)
         wanted = self._wanted(name, held, ids)
         if wanted is not None:
             held.fetch(wanted[~held.holds(wanted)], self._pull_of(name), self._room_bytes(name))
+            self._rows.put(name, held)
             held.is_complete = True
         return held
 
@@ -328,6 +329,7 @@ class HaloStore:
         if observed.add(difference(remote, held.expected)):
             often = observed.review(self._min_count)
             held.fetch(often[~held.holds(often)], self._pull_of(name), self._room_bytes(name))
+            self._rows.put(name, held)
             observed.forget(often)
 
     @property
@@ -368,7 +370,7 @@ class HaloStore:
     def shared(self) -> SharedHalo:
         """Returns what sampler processes of this trainer may use."""
         # A queue calls this in a thread of its own: what may be old is left out here, and dropped elsewhere.
-        rows = {} if self._num_silences != self._written.num_silences else dict(self._rows)
+        rows = {} if self._num_silences != self._written.num_silences else dict(self._rows.by_name)
         return SharedHalo(
             lists=None if self.halo_graph is None else self.halo_graph.tensors,
             rows={name: shared for name, held in rows.items() if (shared := held.shared()) is not None},
@@ -380,7 +382,7 @@ class HaloStore:
         if shared.lists is not None and (
             self.halo_graph is None or not bool(self.halo_graph.holds(shared.lists.ids).all())
         ):
-            room_bytes = self._budget_bytes - sum(held.num_bytes for held in self._rows.values())
+            room_bytes = self._budget_bytes - self._rows.num_bytes
             self.halo_graph = HaloGraph(shared.lists, self._book.partid, room_bytes=room_bytes)
             if self._lists is not None:
                 self._lists.keep_held(self.halo_graph)
@@ -388,9 +390,12 @@ class HaloStore:
         if shared.num_silences != self._num_silences:
             return
         for name, (ids, rows) in shared.rows.items():
-            if name not in self._rows or not bool(self._rows[name].holds(ids).all()):
-                self._rows[name] = self._make_rows(name)
-                self._rows[name].adopt(ids, rows, self._room_bytes(name))
+            held = self._rows.by_name.get(name)
+            if held is None or not bool(held.holds(ids).all()):
+                self._rows.drop(name)
+                held = self._make_rows(name)
+                held.adopt(ids, rows, self._room_bytes(name))
+                self._rows.put(name, held)
 
     # ---------------------------------------------------------------- sizes
 
@@ -398,7 +403,7 @@ class HaloStore:
     def num_bytes(self) -> int:
         """What is held: rows with their ids, in-edge lists, and the tables by which both are found."""
         lists = 0 if self.halo_graph is None else self.halo_graph.num_bytes
-        return lists + sum(held.num_bytes for held in self._rows.values())
+        return lists + self._rows.num_bytes
 
     def _make_rows(self, name: str) -> HeldRows:
         return HeldRows(self._client._data_store[name], self._policy(name).get_size(), share=self._share)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The held rows of one field of the graph."""
+"""The held rows of one field of the graph, and of all of them."""
 
 from __future__ import annotations
 
@@ -150,6 +150,33 @@ class HeldRows:
         rows[~held] = pulled
         COUNTS.held_rows += len(ids) - len(rest)
         return rows, rest
+
+
+class HeldFields:
+    """The held rows of all fields, by name. What they take is known without asking each: reads want to know it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, HeldRows] = {}
+        """For looking only."""
+        self.num_bytes = 0
+        self._counted: dict[str, int] = {}
+
+    def put(self, name: str, held: HeldRows) -> None:
+        """Takes the rows of a field, or counts them anew after they have changed."""
+        num_bytes = held.num_bytes
+        self.num_bytes += num_bytes - self._counted.get(name, 0)
+        self.by_name[name], self._counted[name] = held, num_bytes
+
+    def drop(self, name: str) -> None:
+        """Forgets the rows of a field, if there are any."""
+        self.by_name.pop(name, None)
+        self.num_bytes -= self._counted.pop(name, 0)
+
+    def clear(self) -> None:
+        """Forgets all."""
+        self.by_name.clear()
+        self._counted.clear()
+        self.num_bytes = 0
 
 
 _SAMPLE_ROWS = 4096

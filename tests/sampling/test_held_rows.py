@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.sampling.counts import COUNTS
-from dgl_hybrid.sampling.held_rows import HeldRows, likely_dtype
+from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows, likely_dtype
 from dgl_hybrid.sampling.id_index import IdIndex
 from dgl_hybrid.sampling.narrow import holds_exactly, narrowest_dtype
 
@@ -172,3 +172,21 @@ def test_likely_type_looks_at_rows_from_all_over() -> None:
     rows[50_000:] = 0.3
     assert likely_dtype(rows) == torch.float32
     assert likely_dtype(rows[:0]) == torch.float32
+
+
+def test_what_all_fields_take_is_known_without_asking_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reads want to know it, and asked all: 13 ms of each with 10,000 fields."""
+    fields, owner = HeldFields(), Owner(torch.rand(50, 3))
+    for k in range(5):
+        held = HeldRows(owner.rows[:4], 50)
+        fields.put(f"f{k}", held)
+        held.fetch(torch.arange(10 + k), owner, float("inf"))
+        fields.put(f"f{k}", held)
+    fields.drop("f1")
+    fields.drop("never held")
+    assert sorted(fields.by_name) == ["f0", "f2", "f3", "f4"]
+    num_bytes = sum(held.num_bytes for held in fields.by_name.values())
+    monkeypatch.setattr(HeldRows, "num_bytes", property(lambda held: pytest.fail("asked each")))
+    assert fields.num_bytes == num_bytes > 0
+    fields.clear()
+    assert (fields.num_bytes, fields.by_name) == (0, {})

@@ -18,6 +18,7 @@ from dgl.ndarray import empty_shared_mem
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import written
 from dgl_hybrid.sampling.halo_store import HaloStore
+from dgl_hybrid.sampling.held_rows import HeldFields
 from dgl_hybrid.sampling.written import WrittenFields, is_served, publish_table
 
 PORTS = (61001, 61002)
@@ -128,7 +129,7 @@ def test_a_read_looks_at_its_own_field_alone(monkeypatch: pytest.MonkeyPatch) ->
     client._part_policy = dict.fromkeys(names, policy)
     store = object.__new__(HaloStore)
     fields = store._written = WrittenFields(client)
-    store._client, store._book, store._is_holding, store._rows = client, SimpleNamespace(partid=0), False, {}
+    store._client, store._book, store._is_holding, store._rows = client, SimpleNamespace(partid=0), False, HeldFields()
     store._num_silences, store._pull_unheld = 0, lambda client, name, ids: parts[name][ids]
     parts[names[3]][0] = parts[names[5]][0] = 1.0
     parts.num_looks = 0

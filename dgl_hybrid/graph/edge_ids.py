@@ -26,6 +26,7 @@ class EdgeIds:
         self._ids, self._num_edges, self._device, self._on_made = ids, num_edges, device, on_made
         self.made: Tensor | None = None
         """(E,) int64, once it was asked for."""
+        self._elsewhere: dict[torch.device, EdgeIds] = {}
 
     def get(self) -> Tensor:
         """Returns the (E,) int64 ids on the block's device; the same tensor at every call."""
@@ -37,5 +38,14 @@ class EdgeIds:
         return self.made
 
     def on(self, device: torch.device) -> EdgeIds:
-        """Returns the same for a block on another device."""
-        return EdgeIds(self._ids, self._num_edges, device, self._on_made)
+        """Returns the same for a block on another device: the same object at every call, or whoever moves a block in
+        every epoch would ask other ranks each time for the rows that its edge ids name.
+        """
+        if device not in self._elsewhere:
+            self._elsewhere[device] = EdgeIds(self._ids, self._num_edges, device, self._on_made)
+        return self._elsewhere[device]
+
+    def all_made(self) -> list[Tensor]:
+        """Returns what was asked for on any device."""
+        made = [ids.made for ids in (self, *self._elsewhere.values())]
+        return [ids for ids in made if ids is not None]

@@ -267,8 +267,8 @@ class LayerBlock:
 
     def known_ids(self) -> list[Tensor]:
         """Returns the id tensors by which a script may have read rows."""
-        made = None if self._edge_ids is None else self._edge_ids.made
-        return [self._source[dgl.NID], self._block.dstdata[dgl.NID], *([] if made is None else [made])]
+        of_edges = [] if self._edge_ids is None else self._edge_ids.all_made()
+        return [self._source[dgl.NID], self._block.dstdata[dgl.NID], *of_edges]
 
     def source_ids(self) -> Tensor:
         """Returns the (C + R,) global ids of all sources, received ones last."""

@@ -564,8 +564,8 @@ class FullGraphLoader:
         self._runs_on = step.runs_on
         if step.runs_on != self.device and self.communicator.rank == 0:
             _logger.warning(
-                "the script moves its blocks from %s to %s in every epoch: nothing is kept from epoch to epoch then, "
-                "and fields are read anew by ids that were moved. Give FullGraphLoader(..., device=) that device",
+                "the script moves its blocks from %s to %s in every epoch, with their fields, and nothing is kept from "
+                "epoch to epoch then. Give FullGraphLoader(..., device=) that device",
                 self.device,
                 step.runs_on,
             )

@@ -24,6 +24,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
 from dgl_hybrid.sampling.hooks import answer_pulls
+from dgl_hybrid.training.embeddings import stand_by_embeddings
 from dgl_hybrid.training.fields import RowSets, was_changed
 from dgl_hybrid.training.learned_rows import settle_gradient
 
@@ -76,6 +77,8 @@ class StableReads:
         self._ownership = {"node": nodes, "edge": edges}
         self._reads: dict[tuple[str, int], _Read] = {}
         self._learned: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._handed_out: list[tuple[str, _Read]] | None = None
+        """Answered reads with their fields, while a `DistEmbedding` hands out rows."""
         self._is_pulling = False
         self._pushed: set[str] = set()
         self._agreed: dict[str, _Stamp] = {}
@@ -98,6 +101,7 @@ class StableReads:
             self.agree()
 
         client.push, client.barrier = watched_push, watched_barrier
+        stand_by_embeddings(self)
         self._agreed = self._stamps()
         if isinstance(client, kvstore.KVClient):
             answer_pulls(self.answer)
@@ -126,9 +130,11 @@ class StableReads:
             if read is None:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
             else:
-                self._settle_if_learned(name, read)
+                self._settle_if_learned(name, read, read.rows)
             rows = self._pull(name, ids_global, id_tensor.device)
             read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
+        if self._handed_out is not None:
+            self._handed_out.append((name, read))
         return read.rows
 
     def _pull(self, name: str, ids_global: Tensor, device: torch.device) -> Tensor:
@@ -156,13 +162,23 @@ class StableReads:
 
     # ---------------------------------------------------------------- embeddings
 
-    def note_forward(self) -> None:
-        """Takes care of the gradients of all rows that a `DistEmbedding` has handed out; before their backward."""
-        for (name, _), read in list(self._reads.items()):
-            self._settle_if_learned(name, read)
+    def stand_by(self, hand_out: Callable[[], Tensor]) -> Tensor:
+        """Lets a `DistEmbedding` hand out rows, on any device, and takes care of their gradient."""
+        self._handed_out = []
+        try:
+            rows = hand_out()
+            for name, read in self._handed_out:
+                self._settle_if_learned(name, read, rows)
+        finally:
+            self._handed_out = None
+        return rows
 
-    def _settle_if_learned(self, name: str, read: _Read) -> None:
-        rows = read.rows
+    def note_forward(self) -> None:
+        """Takes care of the gradients of all rows that the script has made leaves itself; before their backward."""
+        for (name, _), read in list(self._reads.items()):
+            self._settle_if_learned(name, read, read.rows)
+
+    def _settle_if_learned(self, name: str, read: _Read, rows: Tensor) -> None:
         if not (rows.requires_grad and rows.is_leaf) or rows in self._learned or self._communicator.world_size == 1:
             return
         self._learned[rows] = None

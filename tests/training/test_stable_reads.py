@@ -1,18 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that servers hand out are ordinary tensors that can be left on disk, whoever reads them first."""
+"""Rows that servers hand out: ordinary tensors that can be left on disk; gradients of learnt ones are summed."""
 
 from __future__ import annotations
 
+import gc
 import sys
 import tempfile
+from unittest import mock
 
 import pytest
 import torch
+from dgl.distributed import DistEmbedding
 from torch import Tensor
 
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu import resting_rows
+from dgl_hybrid.training import stable_reads
 from dgl_hybrid.training.fields import RowSets
 from dgl_hybrid.training.stable_reads import StableReads
 
@@ -56,3 +61,56 @@ def test_rows_of_servers_rest_though_an_evaluation_reads_them_first(
     assert client.pull(name=NAME, id_tensor=ids) is rows
     assert reads.num_pulls == 1
     assert torch.equal(rows, stored.flip(0))
+
+
+class Rows(Client):
+    """Also the `DistTensor` of an embedding."""
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return self.pull(name=NAME, id_tensor=ids)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("asked_for", ["cpu", "meta"])
+def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_known: bool) -> None:
+    """`DistEmbedding(ids, device)` hands out a copy if that is not where the rows were read to. What was watched was
+    the tensor that it is a copy of: gradients were those of one rank, without a word."""
+    communicator = Communicator(None)
+    communicator.world_size = 2
+    row_sets, ids = RowSets(communicator), torch.arange(6)
+    if is_known:
+        row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3, 6]), rank=0)
+    client = Rows(torch.rand(6, 4))
+    reads = StableReads(client, communicator, row_sets, owned, owned)
+    embedding = DistEmbedding.__new__(DistEmbedding)
+    embedding._tensor, embedding._trace = client, []
+    settled: list[str] = []
+
+    def settle(grad: Tensor, ids_global: Tensor, *_: object) -> Tensor:
+        assert torch.equal(ids_global, torch.arange(6))
+        settled.append(grad.device.type)
+        return grad
+
+    with mock.patch.object(stable_reads, "settle_gradient", settle):
+        for _ in range(2):
+            rows = embedding(ids, torch.device(asked_for))
+            reads.note_forward()
+            (2 * rows).sum().backward()
+        with torch.no_grad():
+            assert not embedding(ids, torch.device(asked_for)).requires_grad
+    assert [leaf.device.type for _, leaf in embedding._trace] == [asked_for] * 2
+    assert settled == [asked_for] * 2 * is_known
+
+
+def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:
+    gc.collect()  # graphs of other tests
+    before = DistEmbedding.__call__
+    communicator = create_communicator()
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    client = Client(torch.rand(3, 2))
+    reads = StableReads(client, communicator, RowSets(communicator), owned, owned)
+    assert DistEmbedding.__call__ is not before
+    del reads, client
+    gc.collect()
+    assert DistEmbedding.__call__ is before

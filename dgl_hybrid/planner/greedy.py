@@ -31,6 +31,8 @@ MAX_COALITION_ROUNDS = 40
 MAX_COALITION_EDGES = 10_000_000
 """Past so many edges that still matter no coalitions are sought: up to 40 passes over them, for a per cent or so."""
 MAX_ROUNDS = 1000
+MAX_FILL_ROUNDS = 50
+"""Each takes what is worth most a byte of what fits together: mostly two to five, then nothing does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,7 +86,7 @@ def fill_budget(items: Items, costs: ItemCosts, prices: Prices, computed: Bools,
     receive_bytes: Floats = np.array(costs.receive_bytes)[:, None] + np.zeros(items.num_halo)
     held_bytes: Floats = np.array(costs.row_held_bytes)[:, None] + np.zeros(items.num_halo)
     held_bytes += np.array(costs.edge_held_bytes)[:, None] * items.in_degree
-    for _ in range(MAX_ROUNDS):
+    for _ in range(MAX_FILL_ROUNDS):
         # Inputs are bought received, level-0 ones received or held: then it is known what bytes a move brings in.
         target, gain = state.best_targets(state.gains(state.unpaid(received=True)))
         candidates = np.flatnonzero(gain > prices.tolerance)

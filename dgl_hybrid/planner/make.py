@@ -60,7 +60,7 @@ def choose_items(items: Items, costs: ItemCosts, config: PlannerConfig) -> Bools
             return _solve(items, prices, config)
 
         if budget is not None:
-            return choose_within(items, costs, solver, budget)
+            return choose_within(items, costs, solver, budget, max_edges=config.max_sweep_edges)
         return solver(Prices.of(items, costs))
     if config.strategy == "neutronstar":
         computed = neutronstar_choice(items, costs, budget)
@@ -95,7 +95,12 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     budget = config.memory_budget_bytes
     named: list[tuple[str, Bools]] = []
     if budget is not None and config.strategy in ("hybrid", "greedy"):
-        named.append((config.strategy, choose_near(items, costs, lambda prices: _solve(items, prices, config), budget)))
+
+        def solver(prices: Prices) -> Bools:
+            return _solve(items, prices, config)
+
+        choice = choose_near(items, costs, solver, budget, max_edges=config.max_sweep_edges)
+        named.append((config.strategy, choice))
     if config.strategy == "neutronstar":
         named.append((config.strategy, neutronstar_choice(items, costs, budget)))
     elif config.strategy != "hybrid":

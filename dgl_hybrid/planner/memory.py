@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans within a memory budget: a price on bytes, found by bisection, then a greedy fill of what is left.
+"""Plans within a memory budget: a price on bytes, found by the chord, then a greedy fill of what is left.
 
-The price on a byte held is a Lagrange multiplier. A dearer byte never gives a plan that holds more, so the least price
-that fits can be bisected; plans of that kind lie on the convex hull of (bytes, seconds) only, hence the fill.
+The price on a byte held is a Lagrange multiplier. A dearer byte never gives a plan that holds more, and plans of that
+kind lie on the convex hull of (bytes, seconds). So from one that fits and one that does not, the slope between the two
+is the price of a plan between them, or they are neighbours: where the hull is round each step halves the bytes that are
+left. Between neighbours there may be better plans, hence the fill.
+
+    seconds
+       | f           f fits, o is over the budget; the tangent with the slope of their chord touches at c
+       |   `
+       |     c
+       |        `  .    o
+       +-------------------- bytes
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,21 +28,30 @@ from .greedy import Prices, fill_budget
 from .items import Bools, Items
 from .model_trace import ModelTrace
 
-BISECTION_STEPS = 20
+FEWEST_SOLVES, MOST_SOLVES = 5, 22
+"""Two are for the ends, a byte that costs nothing and the dearest one."""
+DEAREST = 2.0**32
+"""Times what a byte costs if it is as dear as the seconds of its item: then nothing but bytes counts."""
+SETTLED = 1e-3
+"""The search ends when no plan within the budget is faster by this share, or no price between left differs by it."""
 
 Solver = Callable[[Prices], Bools]
 
 
-def choose_within(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: float) -> Bools:
+def choose_within(
+    items: Items, costs: ItemCosts, solver: Solver, budget_bytes: float, *, max_edges: int = sys.maxsize
+) -> Bools:
     """As `choose_near`, but raises PlanError, naming remedies, if even the choice that holds least does not fit."""
-    choice = choose_near(items, costs, solver, budget_bytes)
+    choice = choose_near(items, costs, solver, budget_bytes, max_edges=max_edges)
     held = items.held_bytes(costs, choice)
     if held > budget_bytes:
         raise too_large(items, costs, held, budget_bytes)
     return choice
 
 
-def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: float) -> Bools:
+def choose_near(
+    items: Items, costs: ItemCosts, solver: Solver, budget_bytes: float, *, max_edges: int = sys.maxsize
+) -> Bools:
     """Returns the (L, H) choice of least cost found within `budget_bytes`; if none fits, the one that holds least.
 
     Args:
@@ -39,7 +59,10 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
         costs: of this rank.
         solver: gives the choice for given prices.
         budget_bytes: for the halo rows of all levels.
+        max_edges: of the problem, counted once for each call of the solver: after so many there is no further call.
+            `FEWEST_SOLVES` are made in any case.
     """
+    num_solves = min(max(max_edges // max(items.reader.size, 1), FEWEST_SOLVES), MOST_SOLVES)
     prices = Prices.of(items, costs)
     best = solver(prices)
     if items.held_bytes(costs, best) <= budget_bytes:
@@ -57,31 +80,45 @@ def choose_near(items: Items, costs: ItemCosts, solver: Solver, budget_bytes: fl
             )
         )
 
-    # A byte that costs as much as the dearest item's seconds per byte: the scale to start from.
+    # What a byte costs if it is as dear as the seconds of its item: the scale of prices.
     seconds = float(max(prices.receive.max(initial=0.0), prices.compute.max(initial=0.0)))
     largest = float(max(receive_bytes.max(initial=0.0), held_bytes.max(initial=0.0), 1.0))
     unit_s = max(seconds, 1e-12) / largest
-    low, high = 0.0, unit_s
-    fitting = at_price(high)
-    for _ in range(8):
-        if items.held_bytes(costs, fitting) <= budget_bytes:
-            break
-        low, high = high, high * 16.0
-        fitting = at_price(high)
-    else:
-        return fitting
-    for _ in range(BISECTION_STEPS):
-        middle = (low + high) / 2.0
-        choice = at_price(middle)
-        if items.held_bytes(costs, choice) <= budget_bytes:
-            high = middle
-            if items.objective(costs, choice) <= items.objective(costs, fitting):
-                fitting = choice
+    fitting, over = _Priced.of(items, costs, at_price(DEAREST * unit_s)), _Priced.of(items, costs, best)
+    if fitting.num_bytes > budget_bytes:
+        return fitting.computed
+    low, high = 0.0, DEAREST * unit_s
+    for _ in range(num_solves - 2):
+        byte_s = (fitting.seconds - over.seconds) / (over.num_bytes - fitting.num_bytes)
+        if not low < byte_s < high:
+            # The ends are neighbours, or the greedy found nothing between them at this price, and may at another.
+            byte_s = (low + high) / 2.0
+        choice = _Priced.of(items, costs, at_price(byte_s))
+        if choice.num_bytes > budget_bytes:
+            low = byte_s
+            over = min(over, choice, key=lambda one: one.num_bytes)
         else:
-            low = middle
-        if high - low <= 1e-3 * high:
+            high = byte_s
+            fitting = min(fitting, choice, key=lambda one: one.seconds)
+        # Nothing costs less at this price, and so nothing within the budget is faster than this.
+        least_s = choice.seconds + byte_s * (choice.num_bytes - budget_bytes)
+        if fitting.seconds - least_s <= SETTLED * fitting.seconds or high - low <= SETTLED * high:
             break
-    return fill_budget(items, costs, prices, fitting, budget_bytes)
+    return fill_budget(items, costs, prices, fitting.computed, budget_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Priced:
+    """A choice with what it costs and holds."""
+
+    computed: Bools
+    seconds: float
+    num_bytes: float
+
+    @classmethod
+    def of(cls, items: Items, costs: ItemCosts, computed: Bools) -> _Priced:
+        present = items.present(computed)
+        return cls(computed, items.objective(costs, computed, present), items.held_bytes(costs, computed, present))
 
 
 CHUNK_COPIES = 8

@@ -4,13 +4,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from dgl_hybrid.errors import PlanError
-from dgl_hybrid.planner import PlannerConfig, check_plan, make_plan, propose_plans
+from dgl_hybrid.planner import PlannerConfig, check_plan, make, make_plan, propose_plans
 from dgl_hybrid.planner.items import build_items
-from dgl_hybrid.planner.memory import CHUNK_COPIES, LEAST_CHUNK_ROWS, chunk_rows_within
+from dgl_hybrid.planner.memory import (
+    CHUNK_COPIES,
+    FEWEST_SOLVES,
+    LEAST_CHUNK_ROWS,
+    MOST_SOLVES,
+    chunk_rows_within,
+)
 from dgl_hybrid.planner.model_trace import synthetic_trace
 from dgl_hybrid.planner.plan import choice_from_plan
 
@@ -37,6 +44,40 @@ def test_budget_is_kept_and_used(num_layers: int, strategy: str) -> None:
             best = seconds[held <= budget].min()
             ratios.append(plan.objective_s / best if best else 1.0)
     assert min(ratios) > 1 - 1e-9
+    assert sum(ratios) / len(ratios) < 1.05
+
+
+@pytest.mark.parametrize("strategy", ["hybrid", "greedy"])
+def test_large_problems_are_solved_a_few_times(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The budget is kept and used all the same, nearly as well."""
+    num_solves = 0
+    inner = make._solve
+
+    def solve(*args: Any) -> Any:
+        nonlocal num_solves
+        num_solves += 1
+        return inner(*args)
+
+    monkeypatch.setattr(make, "_solve", solve)
+    ratios = []
+    for seed in range(8):
+        problem = random_problem(seed, num_layers=3, num_halo=60, world_size=3)
+        costs = random_costs(seed, num_layers=3, world_size=3, whole=False)
+        ends = [make_plan(problem, costs, PlannerConfig(strategy=name)).estimate for name in (strategy, "depcomm")]
+        free, least = (one.ranks[0].held_bytes for one in ends if one is not None)
+        if free <= least:
+            continue
+        config = PlannerConfig(strategy=strategy, memory_budget_bytes=(free + least) / 2)
+        found = []
+        for limit, most in ((config.max_sweep_edges, MOST_SOLVES), (0, FEWEST_SOLVES)):
+            num_solves = 0
+            plan = make_plan(problem, costs, replace(config, max_sweep_edges=limit))
+            assert num_solves <= most
+            assert plan.estimate is not None
+            assert plan.estimate.ranks[0].fits
+            found.append(plan.objective_s)
+        ratios.append(found[1] / found[0])
+    assert len(ratios) >= 3
     assert sum(ratios) / len(ratios) < 1.05
 
 

@@ -12,7 +12,7 @@ a machine's server runs without the plugin, its clients are taken to do so, too,
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,8 +39,10 @@ _QUESTION = "dgl_hybrid: which table?"
 class _Published:
     """What a main server keeps for this module."""
 
+    name: str
+    """Of the table, in shared memory."""
     table: Tensor
-    """(`_FIRST_FLAG` + number of fields,) int64, in shared memory."""
+    """(`_FIRST_FLAG` + number of fields,) int64."""
     flag_of: dict[str, int]
     """The fields that the partition was loaded with, in the order of their entries in the table."""
 
@@ -119,9 +121,11 @@ def register_services() -> None:
 def publish_table(server: Any) -> None:
     """Makes the table of this machine; called in its main server, which keeps it for as long as it lives."""
     flag_of = _number(sorted(server.orig_data))
-    table = _map_table(_table_name(server._server_namebook[server.server_id]), len(flag_of), create=True)
+    # Drawn: containers that share memory may have the same ports, and a killed server leaves its table behind.
+    name = f"/dgl_hybrid_written_{secrets.token_hex(8)}"
+    table = _map_table(name, len(flag_of), create=True)
     table.zero_()
-    setattr(server, _PUBLISHED_ATTRIBUTE, _Published(table, flag_of))
+    setattr(server, _PUBLISHED_ATTRIBUTE, _Published(name, table, flag_of))
 
 
 def _number(names: Sequence[str]) -> dict[str, int]:
@@ -134,21 +138,16 @@ def _map_table(table_name: str, num_flags: int, *, create: bool = False) -> Tens
     return table
 
 
-def _table_name(main_server: Sequence[Any]) -> str:
-    """One host may serve several jobs, and users: the port tells them apart, or who it is that left one behind."""
-    return f"/dgl_hybrid_written_{os.getuid()}_{main_server[2]}"
-
-
 def answer_deletion(original: Callable[..., Any], request: Any, server_state: Any) -> Any:
     """Put around what servers do with `DeleteDataRequest`: tells the name of the table to a client that asks for it.
 
     A request of ours would end a server that does not know it. One of DGL's, to delete what is not there, is answered
-    by every server. That asks who runs now: a table may have been left behind by a server that was killed.
+    by every server.
     """
-    server = server_state.kv_store
-    if request.name != _QUESTION or _published_by(server) is None:
+    published = _published_by(server_state.kv_store)
+    if request.name != _QUESTION or published is None:
         return original(request, server_state)
-    return kvstore.DeleteDataResponse(_table_name(server._server_namebook[server.server_id]))
+    return kvstore.DeleteDataResponse(published.name)
 
 
 def is_served(client: Any) -> bool:

@@ -13,7 +13,6 @@ import dgl_hybrid
 import pytest
 import torch
 from dgl.distributed import kvstore, rpc
-from dgl.ndarray import empty_shared_mem
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import written
@@ -156,13 +155,16 @@ def test_one_server_without_the_plugin_is_enough_to_hold_no_rows(machine: int, m
     assert {name for _, name in servers.got} == {"DeleteDataRequest"}
 
 
-def test_a_table_that_a_killed_server_left_behind_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    servers = Servers((False, False), monkeypatch)
-    left_behind = empty_shared_mem(written._table_name(servers.namebook[0]), True, (4096,), "int64")
-    client = servers.client(0)
-    assert not is_served(client)
-    assert not WrittenFields(client).is_guarded
-    del left_behind
+def test_jobs_of_one_host_have_tables_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on the same port: in two containers that share memory, or after a server that was killed."""
+    names = ("node~_N~feat", "node~_N~other")
+    first = Servers((True, True), monkeypatch, (names, names))
+    of_first = WrittenFields(first.client(0))
+    of_first.announce("node~_N~feat")
+    second = Servers((True, True), monkeypatch)
+    of_second = WrittenFields(second.client(0))
+    assert of_second.may_hold("node~_N~feat")
+    assert [of_first.may_hold(name) for name in names] == [False, True]
 
 
 def test_nobody_holds_rows_while_somebody_writes_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:

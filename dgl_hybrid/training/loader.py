@@ -114,6 +114,8 @@ class FullGraphLoader:
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter between
             trainers of one host, the former between hosts) or "kvstore" (DistDGL's servers); None means "auto".
+        timeout_s: How long the trainers of a `DistGraph` wait for each other, in planning too; None: ten minutes. The
+            same on all ranks.
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 
@@ -147,13 +149,14 @@ class FullGraphLoader:
         chunk_rows: int | None = None,
         partial_sums: bool | None = None,
         transport: TransportName | None = None,
+        timeout_s: float | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
         unknown = sorted(set(dataloader_kwargs) - IGNORED)
         if unknown:
             raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
         sampler = sampler_of(sampler, graph_sampler)
-        g = as_partitioned(g, transport)
+        g = as_partitioned(g, transport, timeout_s=timeout_s)
         self.graph = g
         self.communicator = g.communicator
         self.device = device_of("cpu" if device is None else device)
@@ -246,7 +249,7 @@ class FullGraphLoader:
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
         self._steps_done = 0
-        self._is_cast_otherwise = False
+        self._is_cast_otherwise = self._is_told_of_moves = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
@@ -559,10 +562,11 @@ class FullGraphLoader:
             self._free_memory.take_back_rows()
 
     def _note_device(self, step: Step) -> None:
-        if step.runs_on is None or step.runs_on == self._runs_on:
+        if step.runs_on is None:
             return
         self._runs_on = step.runs_on
-        if step.runs_on != self.device and self.communicator.rank == 0:
+        if step.runs_on != self.device and not self._is_told_of_moves and self.communicator.rank == 0:
+            self._is_told_of_moves = True
             _logger.warning(
                 "the script moves its blocks from %s to %s in every epoch, with their fields, and nothing is kept from "
                 "epoch to epoch then. Give FullGraphLoader(..., device=) that device",

@@ -37,6 +37,8 @@ GPU = torch.device("cuda", 0)
 FREE_BYTES, TOTAL_BYTES = 1 << 30, 8 << 30
 """Little free memory: what is measured on GPUs is then measured on few rows."""
 
+_PROPERTIES = SimpleNamespace(name="pretended GPU", uuid="GPU-pretended", major=9, minor=0, total_memory=TOTAL_BYTES)
+
 _COPIES = ("aten::copy_", "aten::_to_copy")
 _INDEXING = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
@@ -251,7 +253,8 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "device_count": lambda: 1,
         "current_device": lambda: 0,
         "set_device": lambda device: None,
-        "get_device_name": lambda device=None: "pretended GPU",
+        "get_device_name": lambda device=None: _PROPERTIES.name,
+        "get_device_properties": lambda device=None: _PROPERTIES,
         "mem_get_info": lambda device=None: (FREE_BYTES, TOTAL_BYTES),
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,

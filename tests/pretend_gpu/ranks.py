@@ -85,12 +85,13 @@ def _kernels_on_cpu(driver: Path) -> Iterator[None]:
 
     fake = FakeDriver(driver)
     fake.set()
-    on_cpu, _ = make_backend(fake, task_entries=8)
+    on_cpu, launcher = make_backend(fake, task_entries=8)
     real = backend.load_backend
     backend._load_or_reference.cache_clear()
     try:
         with mock.patch.object(backend, "load_backend", lambda name: on_cpu if name == "cuda" else real(name)):
             yield
+        assert launcher.launched, "nothing has run on the kernels"
     finally:
         backend._load_or_reference.cache_clear()
 

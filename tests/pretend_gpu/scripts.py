@@ -58,7 +58,7 @@ class ScriptModel(nn.Module):
 
     def __init__(self, script: Script, device: str) -> None:
         super().__init__()
-        self.script = script
+        self.script, self.device = script, device
         self.inner: Model = script.case.build(NUM_FEATURES)
         self.scale = torch.full((NUM_FEATURES,), 1.5, dtype=script.case.dtype, device=device)
 
@@ -66,7 +66,7 @@ class ScriptModel(nn.Module):
         if self.script.holds == "attribute":
             x = x * self.scale
         if self.script.holds == "literal":
-            x = x * torch.full((NUM_FEATURES,), 1.5, dtype=x.dtype, device=x.device)
+            x = x * torch.full((NUM_FEATURES,), 1.5, dtype=x.dtype, device=self.device)
         if factor is not None:
             x = x * factor
         if self.script.checkpoints == "none" or not torch.is_grad_enabled():

@@ -29,7 +29,8 @@ def create_communicator(
     """Creates a communicator over all ranks with a process group of its own. Collective over the default group.
 
     Args:
-        timeout_s: A peer that stays away longer than this ends the exchange with an error on the others.
+        timeout_s: A peer that stays away longer than this ends the exchange with an error on the others. The same on
+            all ranks.
         backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the current device of
             every rank is a GPU that no other rank has.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
@@ -45,6 +46,8 @@ def create_communicator(
     """
     if transport not in ("auto", "collective", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'collective' or 'shared_memory' (got {transport!r})")
+    if not 0.0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be positive and finite (got {timeout_s})")
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(None)
     chosen = backend or str(dist.get_backend())

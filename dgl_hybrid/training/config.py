@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS
+from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S
 from dgl_hybrid.planner import STRATEGIES, PlannerConfig
 
 MODELS = ("gcn", "sage", "gat", "gatv2", "gin")
@@ -89,6 +90,8 @@ class TrainConfig:
     seed: int = 0
     """Of initial weights and dropout. (A generated graph has its own: powerlaw:seed=1.)"""
 
+    exchange_timeout_s: float = DEFAULT_TIMEOUT_S
+    """Seconds that ranks wait for each other before they give up; planning for large graphs may need more."""
     approximate: str | None = None
     """Exchange narrower rows (bf16, int8) or those of the epoch before (stale) in training steps; exact without it."""
     checkpoint: str | None = None
@@ -106,6 +109,8 @@ class TrainConfig:
             raise ValueError(
                 f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay})"
             )
+        if not 0.0 < self.exchange_timeout_s < float("inf"):
+            raise ValueError(f"exchange_timeout_s must be positive and finite (got {self.exchange_timeout_s})")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype (got {self.dtype!r}); choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:

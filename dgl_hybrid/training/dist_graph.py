@@ -38,8 +38,8 @@ _logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "collective", "shared_memory", "kvstore"]
 
 
-def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
-    """Returns a communicator over all trainers of a job. Collective.
+def connect_trainers(g: DistGraph, transport: TransportName, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
+    """Returns a communicator over all trainers of a job; `timeout_s` as of `create_communicator`. Collective.
 
     Raises:
         ExchangeError: `torch.distributed` is not initialised, or has not one rank for each trainer; or, over the
@@ -62,7 +62,7 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
                 f"without dgl_hybrid. Call dgl_hybrid.enable() before dgl.distributed.initialize(...), or start the "
                 f"script with `dgl-hybrid launch` or `dgl-hybrid run`."
             )
-        return Communicator(KVStoreTransport(timeout_s=DEFAULT_TIMEOUT_S))
+        return Communicator(KVStoreTransport(timeout_s=timeout_s))
     if not is_initialized:
         raise ExchangeError(
             f"full-graph training on a DistGraph exchanges rows over torch.distributed, which is not initialised on "
@@ -74,7 +74,7 @@ def connect_trainers(g: DistGraph, transport: TransportName) -> Communicator:
             f"torch.distributed must have one rank for each of DistDGL's {num_trainers} trainers (got "
             f"{dist.get_world_size()} ranks on {where})"
         )
-    return create_communicator(transport=transport)
+    return create_communicator(timeout_s=timeout_s, transport=transport)
 
 
 def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:

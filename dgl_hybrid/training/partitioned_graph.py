@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
@@ -74,7 +74,11 @@ class PartitionedGraph:
 
     @staticmethod
     def open(
-        part_config: str | Path, *, communicator: Communicator | None = None, verify: bool = True
+        part_config: str | Path,
+        *,
+        communicator: Communicator | None = None,
+        verify: bool = True,
+        timeout_s: float | None = None,
     ) -> PartitionedGraph:
         """Opens this rank's part. Collective: a fault on one rank is raised on all.
 
@@ -82,12 +86,18 @@ class PartitionedGraph:
             part_config: The JSON file of a DistDGL partition folder.
             communicator: None makes one over the default process group.
             verify: Check checksums where the folder has them.
+            timeout_s: How long ranks wait for each other, in planning too; None: ten minutes. The same on all ranks.
 
         Raises:
             PartitionError: Missing, damaged or unsuitable folder, or a number of ranks other than its parts.
+            ValueError: A timeout for a communicator that has its own.
         """
-        chosen = create_communicator() if communicator is None else communicator
+        chosen = communicator
+        if chosen is None:
+            chosen = create_communicator(timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
         with chosen.agreed():
+            if communicator is not None and timeout_s is not None:
+                raise ValueError(f"timeout_s is for a new communicator (got {timeout_s} with one that has its own)")
             summary = read_partition_summary(part_config)
             if summary.num_parts != chosen.world_size:
                 raise PartitionError(
@@ -105,7 +115,9 @@ class PartitionedGraph:
         return PartitionedGraph(partition, chosen, node_data=partition.node_data, edge_data=partition.edge_data)
 
     @staticmethod
-    def from_dist_graph(g: DistGraph, *, transport: TransportName = "auto") -> PartitionedGraph:
+    def from_dist_graph(
+        g: DistGraph, *, transport: TransportName = "auto", timeout_s: float | None = None
+    ) -> PartitionedGraph:
         """Sees a running `DistGraph` as this trainer's rank. Collective over all trainers; made once for each graph.
 
         Structure and fields stay where DistDGL's servers put them, in the machine's shared memory. Trainers of one
@@ -117,22 +129,32 @@ class PartitionedGraph:
                 host that all trainers run on; "auto" (the default) chooses between these two for every pair
                 (`create_communicator`).
                 "kvstore" goes over DistDGL's servers, slowly, where no backend of torch.distributed spans the hosts.
+            timeout_s: How long ranks wait for each other, in planning too; None: ten minutes, or what this graph was
+                seen with before. The same on all ranks.
 
         Raises:
+            ValueError: Another timeout than it was seen with before.
             ExchangeError: On all ranks, if they are not numbered machine by machine, one for each trainer.
             PartitionError: On all ranks, if the structure of any machine cannot be read so.
         """
-        views: dict[str, PartitionedGraph] = g.__dict__.setdefault("_dgl_hybrid_views", {})
+        views: dict[str, tuple[PartitionedGraph, float]] = g.__dict__.setdefault("_dgl_hybrid_views", {})
         if transport not in views:
-            communicator = connect_trainers(g, transport)
+            chosen_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+            communicator = connect_trainers(g, transport, timeout_s=chosen_s)
             part = share_partition(g, communicator)
             view = PartitionedGraph(part, communicator)
             reads = StableReads(g._client, communicator, view.row_sets, view.nodes, view.edges)
             view.ndata = DistFields(g.ndata, view.nodes, part.first_node_of_machine, reads)
             view.edata = DistFields(g.edata, view.edges, part.first_edge_of_machine, reads)
             view._reads = reads
-            views[transport] = view
-        return views[transport]
+            views[transport] = view, chosen_s
+        view, made_with_s = views[transport]
+        if timeout_s not in (None, made_with_s):
+            raise ValueError(
+                f"this graph's ranks wait {made_with_s:g} s for each other (got timeout_s={timeout_s:g}): give "
+                f"timeout_s where it is first used"
+            )
+        return view
 
     def rank(self) -> int:
         return self.communicator.rank
@@ -223,14 +245,16 @@ class PartitionedGraph:
         return None
 
 
-def as_partitioned(g: PartitionedGraph | DistGraph, transport: TransportName | None) -> PartitionedGraph:
+def as_partitioned(
+    g: PartitionedGraph | DistGraph, transport: TransportName | None, *, timeout_s: float | None = None
+) -> PartitionedGraph:
     """Returns `g` itself, or a `DistGraph` as this rank sees it. Collective.
 
     Raises:
-        TypeError, ValueError: Neither, or a transport for a graph that has its own.
+        TypeError, ValueError: Neither, or a transport or timeout for a graph that has its own.
     """
     if isinstance(g, DistGraph):
-        return PartitionedGraph.from_dist_graph(g, transport=transport or "auto")
+        return PartitionedGraph.from_dist_graph(g, transport=transport or "auto", timeout_s=timeout_s)
     if not isinstance(g, PartitionedGraph):
         raise TypeError(
             f"full-graph training takes a dgl.distributed.DistGraph or a dgl_hybrid.PartitionedGraph (got "
@@ -238,4 +262,9 @@ def as_partitioned(g: PartitionedGraph | DistGraph, transport: TransportName | N
         )
     if transport is not None:
         raise ValueError(f"transport is for a DistGraph (got {transport!r} with a PartitionedGraph, which has its own)")
+    if timeout_s is not None:
+        raise ValueError(
+            f"timeout_s is for a DistGraph (got {timeout_s} with a PartitionedGraph, which has its own): give it to "
+            f"PartitionedGraph.open(part_config, timeout_s=…)"
+        )
     return g

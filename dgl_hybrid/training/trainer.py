@@ -123,7 +123,7 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
         PartitionError: Missing or damaged folder, or a number of ranks other than its parts.
         DatasetError: On every rank: fields missing, NaN features, or labels out of range.
     """
-    g = PartitionedGraph.open(job.part_config)
+    g = PartitionedGraph.open(job.part_config, timeout_s=job.training.exchange_timeout_s)
     dtype = getattr(torch, job.training.dtype)
     with g.communicator.agreed():
         missing = [name for name in ("feat", "label", *SPLITS) if name not in g.ndata]

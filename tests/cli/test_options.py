@@ -21,7 +21,8 @@ TRAIN_OPTIONS = {
     *("ranks", "part_method", "num_hops", "partition", "workspace"),
     *("model", "num_layers", "hidden", "heads", "dropout"),
     *("strategy", "cache_ratio", "memory_budget", "plan"),
-    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "device", "seed", "approximate", "checkpoint", "resume"),
+    *("epochs", "lr", "weight_decay", "eval_every", "dtype", "device", "seed", "exchange_timeout_s", "approximate"),
+    *("checkpoint", "resume"),
     *("threads", "out"),
 }
 

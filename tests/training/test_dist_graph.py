@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import dgl
 import pytest
@@ -16,11 +17,15 @@ from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import ExchangeError, PartitionError
+from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.partition import SharedLists, SharedStructure
+from dgl_hybrid.training import partitioned_graph
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure
 from dgl_hybrid.training.gradients import average_gradients
+from dgl_hybrid.training.trainer import open_graph
 from tests.helpers.exactness import Case, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -110,6 +115,61 @@ def test_transport_of_a_folder(partitions: PartitionStore) -> None:
     g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
     with pytest.raises(ValueError, match="transport is for a DistGraph"):
         FullGraphLoader(g, g.owned_nodes(), 1, transport="kvstore")
+    with pytest.raises(ValueError, match=r"give it to PartitionedGraph\.open\(part_config, timeout_s=…\)"):
+        FullGraphLoader(g, g.owned_nodes(), 1, timeout_s=60.0)
+
+
+def timeouts_of_a_folder(rank: int, world_size: int, part_config: str) -> list[float]:
+    """Returns how long peers may stay away, of a graph that is opened with nothing said of it, and of others."""
+    found = []
+    for given in ({}, {"timeout_s": 77.0}):
+        with mock.patch.object(connect.dist, "new_group", wraps=connect.dist.new_group) as made:
+            g = PartitionedGraph.open(part_config, **given)  # type: ignore[arg-type]
+        found.append(made.call_args.kwargs["timeout"].total_seconds())
+    with pytest.raises(ValueError, match="timeout_s is for a new communicator"):
+        PartitionedGraph.open(part_config, communicator=g.communicator, timeout_s=77.0)
+    training = TrainConfig(exchange_timeout_s=88.0)
+    job = TrainJob(
+        part_config=part_config, dataset="", model=ModelConfig(), strategy=StrategyConfig(), training=training
+    )
+    with mock.patch.object(connect.dist, "new_group", wraps=connect.dist.new_group) as made:
+        open_graph(job)
+    return [*found, made.call_args.kwargs["timeout"].total_seconds()]
+
+
+def test_ranks_wait_as_long_as_they_are_told(partitions: PartitionStore) -> None:
+    """It was ten minutes, and planning for a large graph may take longer."""
+    graph = power_law()
+    graph.ndata["feat"] = graph.ndata["feat"].float()
+    for split in ("val_mask", "test_mask"):
+        graph.ndata[split] = ~graph.ndata["train_mask"]
+    folder = partitions.get("timeouts", graph, 2)
+    assert run_ranks(2, timeouts_of_a_folder, folder) == [[600.0, 77.0, 88.0]] * 2
+    for bad in (0.0, float("inf")):
+        with pytest.raises(ValueError, match="timeout_s must be positive and finite"):
+            create_communicator(timeout_s=bad)
+        with pytest.raises(ValueError, match="exchange_timeout_s must be positive and finite"):
+            TrainConfig(exchange_timeout_s=bad)
+
+
+def test_a_graph_has_the_timeout_that_it_was_first_seen_with() -> None:
+    graph, view = SimpleNamespace(), object()
+    told: list[float] = []
+
+    def connect_and_stop(g: Any, transport: str, *, timeout_s: float) -> None:
+        told.append(timeout_s)
+        raise ExchangeError("no trainers")
+
+    with mock.patch.object(partitioned_graph, "connect_trainers", connect_and_stop):
+        for given in (None, 77.0):
+            with pytest.raises(ExchangeError, match="no trainers"):
+                PartitionedGraph.from_dist_graph(graph, timeout_s=given)
+    assert told == [600.0, 77.0]
+    graph._dgl_hybrid_views = {"auto": (view, 77.0)}
+    for given in (None, 77.0):
+        assert PartitionedGraph.from_dist_graph(graph, timeout_s=given) is view
+    with pytest.raises(ValueError, match=r"wait 77 s for each other \(got timeout_s=78\)"):
+        PartitionedGraph.from_dist_graph(graph, timeout_s=78.0)
 
 
 # ------------------------------------------------------------------------------------------------ average_gradients

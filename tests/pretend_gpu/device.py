@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -31,7 +31,6 @@ import torch
 from torch import Tensor
 from torch import __future__ as future
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 GPU = torch.device("cuda", 0)
 FREE_BYTES, TOTAL_BYTES = 1 << 30, 8 << 30
@@ -130,9 +129,9 @@ def pretend_gpu(library: Path) -> Iterator[None]:
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}  # no memory here is pinned
-    has_gpu_tensor = any(isinstance(tensor, GpuTensor) for tensor in tensors)
+    if "pin_memory" in kwargs:  # no memory here is pinned
+        kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+    has_gpu_tensor = any(isinstance(tensor, GpuTensor) for tensor in _tensors((*args, *kwargs.values())))
     if not has_gpu_tensor and not _is_gpu(kwargs.get("device")):
         return func(*args, **kwargs)
     name = func._schema.name
@@ -146,14 +145,28 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif name not in _COPIES:
         _refuse_mixed(func, args, kwargs)
     goes_to_cpu = name == "aten::_to_copy" and kwargs.get("device") is not None and not _is_gpu(kwargs["device"])
-    inner_args, inner_kwargs = tree_map(_on_cpu, args), tree_map(_on_cpu, kwargs)
+    inner_args = [_map(_on_cpu, value) for value in args]
+    inner_kwargs = {key: _map(_on_cpu, value) for key, value in kwargs.items()}
     with _gpu_random_numbers(func, inner_kwargs):
         out = func(*inner_args, **inner_kwargs)
-    if goes_to_cpu or not any(isinstance(leaf, Tensor) for leaf in tree_leaves(out)):
+    if goes_to_cpu or not any(True for _ in _tensors((out,))):
         return out
     if name == "aten::copy_" and not isinstance(args[0], GpuTensor):
         return args[0]
-    return return_and_correct_aliasing(func, args, kwargs, tree_map(_on_gpu, out))
+    return return_and_correct_aliasing(func, args, kwargs, _map(_on_gpu, out))
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """What of arguments or results are tensors: themselves, or in a list or tuple."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    return type(value)(function(item) for item in value) if isinstance(value, (list, tuple)) else function(value)
 
 
 def _is_gpu(device: Any) -> bool:
@@ -177,9 +190,8 @@ def _refuse_mixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     wrong = [
         tuple(tensor.shape)
         for parameter, value in given
-        for tensor in tree_leaves(value)
-        if isinstance(tensor, Tensor)
-        and not isinstance(tensor, GpuTensor)
+        for tensor in _tensors([value])
+        if not isinstance(tensor, GpuTensor)
         and (tensor.dim() > 0 or not _takes_numbers(func) or _is_written(parameter))
     ]
     generator = kwargs.get("generator")
@@ -211,11 +223,7 @@ def _refuse_mixed_index(
 # ---------------------------------------------------------------- random numbers
 
 
-def _new_generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
-
-
-_default_generator = _new_generator()
+_default_generator = torch.Generator().manual_seed(0)
 """What the GPU draws from where no generator is given."""
 
 

@@ -68,12 +68,17 @@ def _on_gpu(
 
 
 _SMALL_MEASUREMENTS = (
+    (op_rates, "_NUM_NODES", 1 << 6),
     (op_rates, "_GPU_NODES", 1 << 6),
+    (op_rates, "_ROUNDS", 1),
     (probe, "ROW_ELEMENTS", 1 << 12),
     (probe, "GATHERED_ELEMENTS", 1 << 12),
     (probe, "GEMM_ROWS", 1 << 6),
+    (probe, "REPEATS", 1),
     (model_timing, "BUDGET_S", 0.02),
     (model_timing, "FIRST_EDGES", 1 << 10),
+    (model_timing, "MOST_ROUNDS", 3),
+    (model_timing, "MOST_UNSURE_ROUNDS", 3),
 )
 """What a GPU does in a moment takes a CPU minutes."""
 

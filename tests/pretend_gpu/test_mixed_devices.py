@@ -115,7 +115,7 @@ def test_gradients_of_embeddings_are_summed_on_any_device(ids_on: str, asked_for
 # ---------------------------------------------------------------- scripts that move their blocks
 
 
-@pytest.mark.parametrize("kind", ["sage_mean", "gat_attn_drop"])
+@pytest.mark.parametrize("kind", ["sage_mean", pytest.param("gat_attn_drop", marks=pytest.mark.slow)])
 def test_dropout_in_a_script_that_moves_its_blocks(kind: str, gpus: PretendedGpus, partitions: PartitionStore) -> None:
     """Keys of rows lay where the loader was told to put its blocks, not where the rows are."""
     case = Case(kind=kind, plan="random:1:0.3", epochs=2, dropout=0.5)
@@ -196,8 +196,7 @@ def test_edge_data_of_moved_blocks_is_fetched_once(gpus: PretendedGpus, partitio
 # ---------------------------------------------------------------- tensors besides parameters
 
 
-@pytest.mark.parametrize("names_model", [True, False])
-@pytest.mark.parametrize("holds", ["attribute", "literal"])
+@pytest.mark.parametrize(("holds", "names_model"), [("attribute", True), ("literal", False)])
 def test_models_that_hold_tensors_of_their_device_are_planned(
     holds: str, names_model: bool, gpus: PretendedGpus, partitions: PartitionStore
 ) -> None:

@@ -92,10 +92,10 @@ SCRIPTS = [
     Script(case=APPROXIMATE, approximate="int8"),
     Script(case=APPROXIMATE, approximate="stale+bf16"),
     Script(case=replace(DROPS, optimized=False), checkpoints="plain"),
-    Script(case=SAGE, moves_blocks=True, reads_static=True),
     *(
         pytest.param(script, marks=slow)
         for script in (
+            Script(case=SAGE, moves_blocks=True, reads_static=True),
             Script(case=DROPS, checkpoints="reentrant"),
             Script(case=replace(DROPS, kind="gcn_both", chunk_rows=7)),
             Script(case=APPROXIMATE, approximate="bf16"),

@@ -50,7 +50,6 @@ class Trained:
     gradients: list[Tensor]
     inferred: Tensor | None
     is_planned: bool
-    loader_device: torch.device
 
 
 class ScriptModel(nn.Module):
@@ -131,7 +130,6 @@ def train(rank: int, world_size: int, part_config: str, script: Script, device: 
         gradients=[parameter.grad.cpu() for parameter in model.parameters() if parameter.grad is not None],
         inferred=inferred,
         is_planned=loader.outcome is not None,
-        loader_device=loader.device,
     )
 
 

@@ -46,8 +46,7 @@ def create_communicator(
     """
     if transport not in ("auto", "collective", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'collective' or 'shared_memory' (got {transport!r})")
-    if not 0.0 < timeout_s < float("inf"):
-        raise ValueError(f"timeout_s must be positive and finite (got {timeout_s})")
+    check_timeout(timeout_s)
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(None)
     chosen = backend or str(dist.get_backend())
@@ -73,6 +72,16 @@ def create_communicator(
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
     return Communicator(collective, name=name)
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Checks how long ranks shall wait for each other.
+
+    Raises:
+        ValueError: Not positive and finite.
+    """
+    if not 0.0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be positive and finite (got {timeout_s})")
 
 
 def _choose_backend() -> str:

@@ -82,7 +82,8 @@ def build_plan_problem(
     expandable[torch.searchsorted(halo, expanded)] = True
     if max_halo_edges and len(expanded) < len(decided):
         _logger.warning(
-            "the in-edges of %d of %d halo vertices are past max_halo_edges=%d: above level 0 these are received",
+            "rank %d: in-edges of %d of %d halo vertices are past max_halo_edges=%d: above level 0 these are received",
+            communicator.rank,
             len(decided) - len(expanded),
             len(decided),
             max_halo_edges,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -27,6 +28,7 @@ class EdgeIds:
         self.made: Tensor | None = None
         """(E,) int64, once it was asked for."""
         self._elsewhere: dict[torch.device, EdgeIds] = {}
+        self._moved_from: weakref.ref[EdgeIds] | None = None
 
     def get(self) -> Tensor:
         """Returns the (E,) int64 ids on the block's device; the same tensor at every call."""
@@ -41,8 +43,14 @@ class EdgeIds:
         """Returns the same for a block on another device: the same object at every call, or whoever moves a block in
         every epoch would ask other ranks each time for the rows that its edge ids name.
         """
+        if device == self._device:
+            return self
+        first = None if self._moved_from is None else self._moved_from()
+        if first is not None:  # that knows them all: a block may be moved there and back
+            return first.on(device)
         if device not in self._elsewhere:
-            self._elsewhere[device] = EdgeIds(self._ids, self._num_edges, device, self._on_made)
+            moved = self._elsewhere[device] = EdgeIds(self._ids, self._num_edges, device, self._on_made)
+            moved._moved_from = weakref.ref(self)
         return self._elsewhere[device]
 
     def all_made(self) -> list[Tensor]:

@@ -24,7 +24,7 @@ class PlannerConfig:
     """Factors on the cost of receiving that `propose_plans` sweeps."""
     max_sweep_edges: int = 20_000_000
     """Past this many in-edges between halo vertices only one hybrid plan is proposed, at the measured prices. The
-    search for a plan within a memory budget goes over so many altogether, but makes five plans in any case."""
+    search for a plan within a memory budget goes over so many altogether, but makes ten plans in any case."""
     max_halo_edges: int = 50_000_000
     """In-edges of halo vertices that a rank's planning looks at, 130 to 160 bytes each while it lasts. Vertices past
     these are received above level 0. What owned vertices read comes before what that would read in turn, and vertices

@@ -33,6 +33,8 @@ class HoldChoice:
     """(n,) bool: hold its in-edge list."""
     rows: Tensor
     """(n,) bool: hold its rows."""
+    saving_s: float
+    """Expected, in an epoch."""
 
 
 def choose_held(
@@ -71,4 +73,4 @@ def choose_held(
     order = torch.cat([first, last])
     held = torch.zeros(len(saving), dtype=torch.bool)
     held[order[torch.cumsum(num_bytes[order], 0) <= budget_bytes]] = True
-    return HoldChoice(lists=held[:num_vertices], rows=held[num_vertices:])
+    return HoldChoice(lists=held[:num_vertices], rows=held[num_vertices:], saving_s=float(saving[held].sum()))

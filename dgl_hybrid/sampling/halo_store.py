@@ -21,7 +21,7 @@ from dgl.distributed import role
 from torch import Tensor
 
 from dgl_hybrid.exchange.segments import difference, find_sorted, gather_segments
-from dgl_hybrid.sampling.choose import LIST_SHARE, HoldChoice, RemoteCosts, choose_held
+from dgl_hybrid.sampling.choose import HoldChoice, RemoteCosts, choose_held
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.expected_reads import ExpectedReads, LoaderAccess, add_reads, expect_reads
@@ -174,18 +174,20 @@ class HaloStore:
         )
         can_hold_rows = self._written.is_guarded
         budget_bytes = self._budget_bytes - self._narrow_reserve
-        # All sources of lists are expected to be read.
-        list_bytes, aside_bytes = self._list_sizes.together(
-            degrees * (seed_reads > 0), len(self._expected.ids), LIST_SHARE * budget_bytes
-        )
-        return choose_held(
-            seed_reads=seed_reads,
-            row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
-            list_bytes=list_bytes,
-            row_bytes=self._widest_row_bytes(ids),
-            costs=self._costs,
-            budget_bytes=budget_bytes - aside_bytes,
-        )
+        row_bytes = self._widest_row_bytes(ids)
+        choices = [
+            choose_held(
+                seed_reads=seed_reads,
+                row_reads=self._expected.as_input[foreign] * float(can_hold_rows),
+                list_bytes=list_bytes,
+                row_bytes=row_bytes,
+                costs=self._costs,
+                budget_bytes=budget_bytes - aside_bytes,
+            )
+            # All sources of lists are expected to be read.
+            for list_bytes, aside_bytes in self._list_sizes.ways(degrees, len(self._expected.ids))
+        ]
+        return max(choices, key=lambda choice: choice.saving_s)
 
     def _measure(self, ids: Tensor, loader: LoaderAccess) -> RemoteCosts:
         if self._is_unlimited:

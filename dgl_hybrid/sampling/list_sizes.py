@@ -27,22 +27,18 @@ class ListSizes:
         """Returns what each list takes at most, (n,) int64: every entry may have a source of its own."""
         return self.list_bytes + (self.entry_bytes + self.source_bytes) * degrees
 
-    def together(self, degrees: Tensor, num_sources: int, room_bytes: float) -> tuple[Tensor, int]:
-        """Returns what each of many lists takes at most, and what is to be set aside for all of them.
+    def ways(self, degrees: Tensor, num_sources: int) -> list[tuple[Tensor, int]]:
+        """Returns two ways to count: what each list takes at most, (n,) int64, and what to set aside for all of them.
 
-        Where many entries share few sources, these are set aside once instead of counted with every entry, if that
-        leaves room for more entries.
+        Sources count with every entry, or are set aside once: which leaves more room depends on how many lists are
+        worth holding, and how many entries of these share a source.
 
         Args:
             degrees: (n,) int64: of the lists that may be held.
             num_sources: They have no more different ones.
-            room_bytes: For lists; may be infinite.
         """
-        all_sources = self.source_bytes * num_sources
-        share = self.source_bytes / (self.source_bytes + self.entry_bytes)
-        if all_sources > share * room_bytes or all_sources >= self.source_bytes * int(degrees.sum()):
-            return self.alone(degrees), self.end_bytes
-        return self.list_bytes + self.entry_bytes * degrees, self.end_bytes + all_sources
+        once = self.list_bytes + self.entry_bytes * degrees
+        return [(self.alone(degrees), self.end_bytes), (once, self.end_bytes + self.source_bytes * num_sources)]
 
 
 def list_sizes(partition_book: Any, budget_bytes: float) -> ListSizes:

@@ -31,8 +31,9 @@ SILENCE_SERVICE = 0x48590003
 _NUM_SILENT, _NUM_SILENCES, _FIRST_FLAG = 0, 1, 2
 """Entries before the flags: processes whose plugin is off at the moment, and how often one was switched off."""
 _ANSWER_MS = 300_000
-_QUESTION = "dgl_hybrid: which table?"
-"""No field has this name, so that a server without the plugin has nothing to delete, and says that it did."""
+_QUESTION = "dgl_hybrid: which table, of a flag for each field?"
+"""No field has this name, so that a server without the plugin has nothing to delete, and says that it did. To be
+changed with the table: a server that has another one counts as without the plugin, too."""
 
 
 @dataclass(frozen=True)

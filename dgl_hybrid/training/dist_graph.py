@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, create_communicator
+from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, check_timeout, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
@@ -44,12 +44,13 @@ def connect_trainers(g: DistGraph, transport: TransportName, *, timeout_s: float
     Raises:
         ExchangeError: `torch.distributed` is not initialised, or has not one rank for each trainer; or, over the
             KVStore, the servers run without the plugin.
-        ValueError: No such transport.
+        ValueError: No such transport, or no such time.
     """
     if transport not in get_args(TransportName):
         raise ValueError(
             f"transport must be one of {', '.join(map(repr, get_args(TransportName)))} (got {transport!r})"
         )
+    check_timeout(timeout_s)
     num_trainers = role.get_num_trainers()
     where = f"trainer {role.get_trainer_rank()} of {num_trainers}"
     is_initialized = dist.is_available() and dist.is_initialized()

@@ -249,7 +249,7 @@ class FullGraphLoader:
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
         self._steps_done = 0
-        self._is_cast_otherwise = self._is_told_of_moves = False
+        self._is_cast_otherwise = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
@@ -565,8 +565,8 @@ class FullGraphLoader:
         if step.runs_on is None:
             return
         self._runs_on = step.runs_on
-        if step.runs_on != self.device and not self._is_told_of_moves and self.communicator.rank == 0:
-            self._is_told_of_moves = True
+        if step.runs_on != self.device and not self.graph.is_told_of_moves and self.communicator.rank == 0:
+            self.graph.is_told_of_moves = True
             _logger.warning(
                 "the script moves its blocks from %s to %s in every epoch, with their fields, and nothing is kept from "
                 "epoch to epoch then. Give FullGraphLoader(..., device=) that device",

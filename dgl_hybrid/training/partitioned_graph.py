@@ -69,6 +69,8 @@ class PartitionedGraph:
         """Measured rates of these ranks, once they were probed."""
         self.num_loaders = 0
         """Made over this graph so far: the same on all ranks."""
+        self.is_told_of_moves = False
+        """Whether the script was told what moving blocks costs: once, and not by every loader."""
         self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[int, Tensor]] = {}
 
@@ -152,7 +154,7 @@ class PartitionedGraph:
         if timeout_s not in (None, made_with_s):
             raise ValueError(
                 f"this graph's ranks wait {made_with_s:g} s for each other (got timeout_s={timeout_s:g}): give "
-                f"timeout_s where it is first used"
+                f"timeout_s where it is first used, or before that to PartitionedGraph.from_dist_graph(g, timeout_s=…)"
             )
         return view
 

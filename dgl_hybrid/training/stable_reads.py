@@ -100,8 +100,8 @@ class StableReads:
             barrier()
             self.agree()
 
+        stand_by_embeddings(self)  # first: of all this it alone may fail, where others have wrapped the method
         client.push, client.barrier = watched_push, watched_barrier
-        stand_by_embeddings(self)
         self._agreed = self._stamps()
         if isinstance(client, kvstore.KVClient):
             answer_pulls(self.answer)

@@ -19,6 +19,7 @@ def test_a_block_that_is_moved_again_has_the_same_ids() -> None:
     assert moved.device == there
     assert len(moved) == 3
     assert ids.on(there).get() is moved
+    assert ids.on(there).on(torch.device("cpu")) is ids, "there and back"
     assert len(made) == 1
     assert made[0] is moved
     here = ids.get()

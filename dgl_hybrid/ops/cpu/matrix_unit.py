@@ -40,7 +40,14 @@ LEAST_OPERAND, LEAST_GRADIENT = 2.0**-40, 2.0**-60
 MOST = 2.0**60
 """Numbers from here on are left to vectors, too: no product of others overflows, so a sum that does is infinite as it
 would be by vectors, and not NaN, as it were if parts of opposite signs did."""
-_MOST_BITS = int(torch.tensor(MOST).view(torch.int32))
+
+
+def _bits_of(number: float) -> int:
+    # Its dtype is named: a script may have made another one the default.
+    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32))
+
+
+_MOST_BITS = _bits_of(MOST)
 
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 """Linux grants the unit, 8 KiB of registers, to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM)."""
@@ -61,8 +68,8 @@ def has_matrix_unit() -> bool:
 
 def least_bits(least: float) -> int:
     """What `Fitness` takes for `least`; 0 where this thread takes numbers below the normal range for 0."""
-    is_flushing = float(torch.tensor(torch.finfo(torch.float32).tiny) * 0.5) == 0.0
-    return 0 if is_flushing else int(torch.tensor(least).view(torch.int32))
+    is_flushing = float(torch.tensor(torch.finfo(torch.float32).tiny, dtype=torch.float32) * 0.5) == 0.0
+    return 0 if is_flushing else _bits_of(least)
 
 
 def parts_of(matrix: torch.Tensor) -> torch.Tensor:

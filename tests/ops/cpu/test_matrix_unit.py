@@ -261,3 +261,18 @@ def test_where_it_is_used(emitted: list[str], monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("DGL_HYBRID_MATRIX_UNIT", "0")
     assert kernels((128,), 128) == ["product", "product"]
     matrix_unit.has_matrix_unit.cache_clear()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_it_does_not_matter_what_a_script_makes_the_default_dtype(dtype: torch.dtype, flushed: None) -> None:
+    """Nothing trained after `torch.set_default_dtype(torch.float64)`: the bits were those of numbers of that dtype."""
+    torch.set_flush_denormal(False)
+    expected = matrix_unit.least_bits(LEAST_OPERAND), matrix_unit._MOST_BITS
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert (matrix_unit.least_bits(LEAST_OPERAND), matrix_unit._bits_of(MOST)) == expected
+        torch.set_flush_denormal(True)
+        assert matrix_unit.least_bits(LEAST_OPERAND) == 0
+    finally:
+        torch.set_default_dtype(before)

@@ -223,14 +223,14 @@ class _WholeInHalo:
 class _Fetched:
     """Lists as they came, (n,) `ids` ascending."""
 
-    def __init__(self, ids: Tensor, lists: EdgeLists) -> None:
-        self._ids, self._lists = ids, lists
-        self._indptr = indptr_of(lists.counts)
-
     ENTRY_BYTES = 16
     """Source and edge id."""
     LIST_BYTES = 24
     """Id, count and offset."""
+
+    def __init__(self, ids: Tensor, lists: EdgeLists) -> None:
+        self._ids, self._lists = ids, lists
+        self._indptr = indptr_of(lists.counts)
 
     @property
     def num_bytes(self) -> int:

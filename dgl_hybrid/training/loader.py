@@ -215,9 +215,10 @@ class FullGraphLoader:
         self._seed_order: Tensor | None = None
         self.num_seeds = len(seeds) - num_borrowed
         """Seeds this rank's loss is taken over; 0 if the one it computes is borrowed."""
-        self.loss_weight = find_loss_weight(
+        self._weight = find_loss_weight(
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
+        self.loss_weight = self._weight.value
         given_seed = (torch.initial_seed() + _SEED_STRIDE * g.num_loaders) % 2**62 if seed is None else seed
         g.num_loaders += 1
         # Shares that differ by less than is told apart above would still begin turns at different epochs.
@@ -515,7 +516,7 @@ class FullGraphLoader:
             node_keys=self._node_keys,
             edge_keys=self._edge_keys,
             is_first_draw=not self._has_drawn,
-            loss_weight=self.loss_weight,
+            loss_weight=self._weight,
             seed=self.seed,
             num_vertices=self.graph.num_nodes(),
             number=self._steps_done,

@@ -5,38 +5,58 @@ A script's loss is the mean over its own seeds and DDP averages gradients over r
 ranks have different numbers of seeds. Weighting gradients after backward would be wrong, since a rank's weight gradient
 already holds what came home through its mirrors from other ranks' losses. So the gradient is multiplied before any
 exchange runs backward: by P * n_j / sum(n) on rank j.
+
+Of a gradient that is differentiated again only the script knows which parts have the weight already: those of its first
+derivatives have it, a term that is added to them has not. Where weights are not 1 this is refused, on every rank.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.communicator import Communicator
 
 Reduction = Literal["mean", "sum"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
+@dataclass(frozen=True, slots=True)
+class LossWeight:
+    """What the gradient of a rank's loss is multiplied by."""
+
+    value: float
+    is_one: bool
+    """On every rank, but for rounding."""
+
+
 class _WeightGradient(torch.autograd.Function):
     """Identity; backward multiplies by a constant."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: LossWeight) -> Tensor:
         ctx.weight = weight
         return x.clone()  # not a view of it: a script may go on in place (`logits /= temperature`)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        if ctx.weight == 0.0:  # the loss of a borrowed seed may be NaN, as of a class that weighs nothing
+        if torch.is_grad_enabled() and not ctx.weight.is_one:  # create_graph=True
+            raise BlockError(
+                "second derivatives of the loss: first ones have this rank's loss weight, which would enter a second "
+                "time. Weight the loss yourself, which is exact: FullGraphLoader(..., loss_denominator=1.0), and "
+                "multiply the mean over this rank's seeds by the number of ranks times this rank's share of all seeds."
+            )
+        if ctx.weight.value == 0.0:  # the loss of a borrowed seed may be NaN, as of a class that weighs nothing
             return torch.zeros_like(grads[0]), None
-        return grads[0] * ctx.weight, None
+        return grads[0] * ctx.weight.value, None
 
 
-def weight_gradient(x: Tensor, weight: float) -> Tensor:
-    """Returns `x`, whose gradient will be multiplied by `weight`."""
+def weight_gradient(x: Tensor, weight: LossWeight) -> Tensor:
+    """Returns `x`, whose gradient will be multiplied by `weight`; by BlockError, if a graph of that is asked for."""
     weighted: Tensor = _WeightGradient.apply(x, weight)
     return weighted
 
@@ -63,7 +83,7 @@ def check_reduction(reduction: str, denominator: float | None) -> None:
 
 def find_loss_weight(
     communicator: Communicator, num_seeds: int, *, reduction: Reduction = "mean", denominator: float | None = None
-) -> float:
+) -> LossWeight:
     """Returns this rank's weight. Collective.
 
     Args:
@@ -78,9 +98,10 @@ def find_loss_weight(
         ValueError: On every rank, if the denominators do not sum to a positive number.
     """
     here = float(num_seeds) if denominator is None or num_seeds == 0 else float(denominator)
-    total = sum(row[0] for row in communicator.gather_floats([here]))
+    of_ranks = [row[0] for row in communicator.gather_floats([here])]
     if reduction == "sum":
-        return float(communicator.world_size) if num_seeds else 0.0
+        return LossWeight(float(communicator.world_size) if num_seeds else 0.0, is_one=communicator.world_size == 1)
+    total = sum(of_ranks)
     if not total > 0:
         raise ValueError(f"loss denominators must sum to a positive number over ranks (got {total})")
-    return communicator.world_size * here / total
+    return LossWeight(communicator.world_size * here / total, is_one=len(set(of_ranks)) == 1)

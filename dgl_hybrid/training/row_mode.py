@@ -150,6 +150,8 @@ class RowMode(TorchFunctionMode):
             return self._backward(*args, **kwargs)
         if func is torch.autograd.backward and self.step.last_block_used:
             return self._backward_of_all(*args, **kwargs)
+        if func is torch.autograd.grad and self.step.last_block_used:
+            return self._gradients(*args, **kwargs)
         if self.step.communicator.world_size > 1:
             if func in _UNREPLICATED:
                 _refuse_random(self.step, func, args, kwargs)
@@ -193,11 +195,17 @@ class RowMode(TorchFunctionMode):
         with self._outside():
             torch.autograd.backward(losses, given, retain_graph, create_graph, inputs=inputs)
 
+    def _gradients(self, *args: Any, **kwargs: Any) -> Any:
+        """Of a loss inside the forward, or of something else (forces, saliency): as they are, and remembered."""
+        gradients = torch.autograd.grad(*args, **kwargs)
+        self.step.was_differentiated |= not any(x is not None and x.requires_grad for x in gradients)
+        return gradients
+
     def _weighted(self, loss: Any, gradient: Tensor | None) -> Tensor | None:
         """Returns the gradient that enters at a loss, with the weight; None where none can be made up."""
         if gradient is None and isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
             gradient = torch.ones_like(loss)
-        return None if gradient is None else gradient * self.step.loss_weight  # None: PyTorch's error
+        return None if gradient is None else gradient * self.step.loss_weight.value  # None: PyTorch's error
 
     def _batch_norm_of_piece(self, level: int, *args: Any, **kwargs: Any) -> Tensor:
         """Batch norm of a module that is given no blocks: the trace of a model need not have seen it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,22 @@ class _Part:
     """The outermost call, then, was known to work on the step's blocks, at one of the module's calls at least."""
 
 
+class _Call(threading.local):
+    """The outermost call of this thread. Another thread may run modules beside it, that have nothing to do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_used = False
+        """A module of this thread has used blocks."""
+        self.forget()
+
+    def forget(self) -> None:
+        self.outermost: nn.Module | None = None
+        self.depth = 0
+        self.step: Step | None = None
+        self.mode: RowMode | None = None
+
+
 class _Session:
     """The state of the hooks: which call is outermost, and for which step."""
 
@@ -47,18 +64,17 @@ class _Session:
         self.installed: list[Any] = []
         self.followed: list[weakref.ref[Step]] = []
         """Steps that may still be in use, the one that was yielded last at the end."""
-        self.outermost: nn.Module | None = None
-        self.depth = 0
+        self.call = _Call()
         self.is_paused = False
-        self.step: Step | None = None
-        self.mode: RowMode | None = None
         self.parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
         """Modules that were called inside of a followed call which trains."""
+        self.is_used = False
+        """A module of any thread has used blocks."""
 
     def follow(self, step: Step) -> None:
         self.followed = [ref for ref in self.followed if ref() is not None and ref() is not step]
         self.followed.append(weakref.ref(step))
-        if self.depth > 0 and not _is_running(self.outermost):
+        if self.call.depth > 0 and not _is_running(self.call.outermost):
             self._end()  # Ctrl-C ended the call: PyTorch calls forward hooks after an `Exception` only
 
     def latest(self) -> Step | None:
@@ -66,27 +82,36 @@ class _Session:
         return next((step for step in (ref() for ref in reversed(self.followed)) if step is not None), None)
 
     def _step_of_piece(self) -> Step | None:
-        """Returns the step that a call may be about that is given no blocks: the latest that takes pieces, if any."""
+        """Returns the step that a call may be about that is given no blocks: the latest that takes pieces, if any; none
+        in a thread that has nothing to do with it. What a backward repeats in threads of its own is in `parts`.
+        """
         steps = (ref() for ref in reversed(self.followed))
-        return next((step for step in steps if step is not None and step.takes_pieces), self.latest())
+        step = next((step for step in steps if step is not None and step.takes_pieces), self.latest())
+        return step if step is None or self._is_of_this_thread(step) else None
+
+    def _is_of_this_thread(self, step: Step) -> bool:
+        """Whether modules that this thread calls may be about a step, although they are given no blocks."""
+        this = threading.current_thread()
+        if this is step.thread or self.call.has_used:
+            return True
+        return not self.is_used and this is threading.main_thread()  # another thread fetches its batches
 
     def _end(self) -> None:
-        if self.mode is not None:
-            self.mode.__exit__(None, None, None)
-        self.outermost = self.step = self.mode = None
-        self.depth = 0
+        if self.call.mode is not None:
+            self.call.mode.__exit__(None, None, None)
+        self.call.forget()
 
     @contextlib.contextmanager
     def _outside(self) -> Iterator[None]:
         """Takes no call for running inside: modules that are called there are outermost themselves."""
-        call, step = (self.outermost, self.step, self.mode, self.depth), self.step
+        call, step = vars(self.call).copy(), self.call.step
         used = None if step is None else step.uses()
-        self.outermost = self.step = self.mode = None
-        self.depth = 0
+        self.call.forget()
         try:
             yield
         finally:
-            self.outermost, self.step, self.mode, self.depth = call
+            has_used = self.call.has_used
+            vars(self.call).update(call, has_used=has_used)
             if step is not None and used is not None:
                 step.set_uses(used)
 
@@ -99,18 +124,29 @@ class _Session:
         """
         if self.is_paused:
             raise RuntimeError("called with other blocks, the model uses those of an epoch, which some object holds")
-        is_given = self.mode is not None and self.mode.given_blocks
-        if self.depth > 0 and self.step is not step and not is_given:
+        call = self.call
+        if call.depth == 0:
+            is_known = self._is_of_this_thread(step) or _is_in_backward()
+            if not is_known and next(_module_calls(), None) is not None:
+                raise BlockError(
+                    "a module uses blocks that it was not given as arguments, in a thread that has not used any so "
+                    "far: dropout, batch norm and the loss weight would be missed. Pass the blocks as arguments."
+                )
+            return
+        is_given = call.mode is not None and call.mode.given_blocks
+        if call.step is not step and not is_given:
             raise BlockError(
-                f"{type(self.outermost).__name__} uses blocks that it was not given as arguments, after another loader "
+                f"{type(call.outermost).__name__} uses blocks that it was not given as arguments, after another loader "
                 f"has yielded: dropout, batch norm and the loss weight would be for that one's. Pass the blocks as "
                 f"arguments, in lists, tuples or dicts if need be."
             )
+        call.has_used = self.is_used = True
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.depth > 0 and self._begins_inside(args):
+        call = self.call
+        if call.depth > 0 and self._begins_inside(args):
             self._end()
-        if self.depth == 0:
+        if call.depth == 0:
             if self.is_paused:
                 return
             arguments = (args, _keyword_arguments_of_call())
@@ -123,20 +159,20 @@ class _Session:
             if step is None:
                 return
             _check_not_weighted(module, arguments)
-            self.outermost, self.step = module, step
+            call.outermost, call.step = module, step
             step.begin_call()
-            self.mode = RowMode(
+            call.mode = RowMode(
                 step,
                 given_blocks=given is not None,
                 outside=self._outside,
                 is_repeated=repeated is not None and part is not None and part.is_ours,
                 may_be_piece=repeated is not None or step.takes_pieces,
             )
-            self.mode.__enter__()
+            call.mode.__enter__()
         may_be_repeated = (module.training or torch.is_grad_enabled()) and not _is_in_backward()
-        if may_be_repeated and self.mode is not None and self.step is not None:
-            self._note_part(module, self.step, is_ours=self.mode.is_ours)
-        self.depth += 1
+        if may_be_repeated and call.mode is not None and call.step is not None:
+            self._note_part(module, call.step, is_ours=call.mode.is_ours)
+        call.depth += 1
 
     def _note_part(self, module: nn.Module, step: Step, *, is_ours: bool) -> None:
         part = self.parts.get(module)
@@ -149,18 +185,20 @@ class _Session:
         """Whether the call that is taken for outermost runs epochs of a loader, and this one is about the blocks that
         were yielded since it began.
         """
-        if self.mode is None or self.mode.given_blocks or self.mode.step.block_used:
+        call = self.call
+        if call.mode is None or call.mode.given_blocks or call.mode.step.block_used:
             return False
         given = _find_step((args, _keyword_arguments_of_call()))
-        return given is not None and given is not self.step and given is self.latest()
+        return given is not None and given is not call.step and given is self.latest()
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if self.depth == 0:
+        call = self.call
+        if call.depth == 0:
             return None
-        self.depth -= 1
-        if self.depth > 0:
+        call.depth -= 1
+        if call.depth > 0:
             return None
-        step = self.step
+        step = call.step
         assert step is not None
         self._end()
         if output is None or not step.last_block_used:
@@ -181,14 +219,26 @@ class _Session:
     def _weighted(output: Any, step: Step) -> Any:
         if step.communicator.world_size == 1:
             return None  # the weight is one
-        num_tensors = 0
+        num_tensors = num_weighted = 0
 
         def weigh(value: Any) -> Any:
-            nonlocal num_tensors
-            num_tensors += isinstance(value, Tensor)
-            return _weight(value, step.loss_weight)
+            nonlocal num_tensors, num_weighted
+            if not isinstance(value, Tensor):
+                return value
+            num_tensors += 1
+            if not value.requires_grad:
+                return value
+            num_weighted += 1
+            return weight_gradient(value, step.loss_weight)
 
         weighted = map_leaves(output, weigh)
+        is_step = num_weighted == 0 and step.was_differentiated and not step.was_backed
+        if is_step and torch.is_grad_enabled() and not step.loss_weight.is_one:
+            raise BlockError(
+                "the model took gradients inside its forward (torch.autograd.grad) and returned nothing that has one: "
+                "those of a loss lack the loss weight of this rank. Call loss.backward() there, which applies it, or "
+                "return the logits. If it only evaluates, call it under torch.no_grad() and enable gradients inside."
+            )
         if num_tensors == 0 and torch.is_grad_enabled() and not step.was_backed:
             raise BlockError(
                 f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
@@ -254,30 +304,22 @@ def _find_step(args: Any) -> Step | None:
     return None
 
 
-def _is_running(module: nn.Module | None) -> bool:
-    """Whether a call of this module is on the stack of this thread."""
+def _module_calls() -> Iterator[dict[str, Any]]:
+    """Yields the variables of the module calls on the stack of this thread, the innermost first."""
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
-        if frame.f_code.co_filename == _MODULE_FILE and frame.f_locals.get("self") is module:
-            return True
+        if frame.f_code.co_filename == _MODULE_FILE:
+            yield frame.f_locals
         frame = frame.f_back
-    return False
+
+
+def _is_running(module: nn.Module | None) -> bool:
+    return any(call.get("self") is module for call in _module_calls())
 
 
 def _keyword_arguments_of_call() -> Any:
     """The keyword arguments of the module call whose pre-hook is running; PyTorch's global pre-hooks are not told."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_filename == _MODULE_FILE:
-            return frame.f_locals.get("kwargs") or {}
-        frame = frame.f_back
-    return {}
-
-
-def _weight(tensor: Any, weight: float) -> Any:
-    if not isinstance(tensor, Tensor) or not tensor.requires_grad:
-        return tensor
-    return weight_gradient(tensor, weight)
+    return next(_module_calls(), {}).get("kwargs") or {}
 
 
 def _check_not_weighted(module: nn.Module, arguments: Any) -> None:

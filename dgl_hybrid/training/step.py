@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -16,6 +17,10 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.training.edge_keys import EdgeKeys
+from dgl_hybrid.training.loss import LossWeight
+
+Uses = tuple[bool, bool, set[int], bool, bool]
+"""What an outermost module call has done so far."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +79,7 @@ class Step:
     """Likewise of the edges of each layer."""
     is_first_draw: bool
     """No step of these blocks has drawn random numbers yet: ranks make sure that they draw on the same rows."""
-    loss_weight: float
+    loss_weight: LossWeight
     """What a gradient entering the model's output is multiplied by, so that DDP's average is the global mean."""
     seed: int
     """Of the replicated randomness; equal on all ranks."""
@@ -98,10 +103,14 @@ class Step:
     """Where the block that was used first lies, which the script may have moved."""
     layers_used: set[int] = field(default_factory=set)
     """Whose blocks the outermost module call has used."""
+    thread: threading.Thread = field(default_factory=threading.current_thread)
+    """Which took the blocks from the loader."""
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
     was_backed: bool = False
     """The outermost module call has backed a loss itself."""
+    was_differentiated: bool = False
+    """It has taken gradients of its own, after the last block was used, that are no part of a graph."""
     num_random_calls: int = 0
     called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Outermost modules whose output could not be weighted since it needed no gradient."""
@@ -133,15 +142,14 @@ class Step:
 
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
-        self.block_used = self.last_block_used = self.was_backed = False
-        self.layers_used = set()
+        self.set_uses((False, False, set(), False, False))
 
-    def uses(self) -> tuple[bool, bool, set[int], bool]:
+    def uses(self) -> Uses:
         """Returns what the outermost module call has done so far, for `set_uses` once another one has ended."""
-        return self.block_used, self.last_block_used, self.layers_used, self.was_backed
+        return self.block_used, self.last_block_used, self.layers_used, self.was_backed, self.was_differentiated
 
-    def set_uses(self, uses: tuple[bool, bool, set[int], bool]) -> None:
-        self.block_used, self.last_block_used, self.layers_used, self.was_backed = uses
+    def set_uses(self, uses: Uses) -> None:
+        self.block_used, self.last_block_used, self.layers_used, self.was_backed, self.was_differentiated = uses
 
     @property
     def all_blocks_used(self) -> bool:

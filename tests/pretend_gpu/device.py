@@ -145,6 +145,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     elif name not in _COPIES:
         _refuse_mixed(func, args, kwargs)
     goes_to_cpu = name == "aten::_to_copy" and kwargs.get("device") is not None and not _is_gpu(kwargs["device"])
+    goes_to_cpu |= name in _INDEXING and not isinstance(args[0], GpuTensor)
     inner_args = [_map(_on_cpu, value) for value in args]
     inner_kwargs = {key: _map(_on_cpu, value) for key, value in kwargs.items()}
     with _gpu_random_numbers(func, inner_kwargs):
@@ -212,11 +213,11 @@ def _is_written(parameter: Any) -> bool:
 def _refuse_mixed_index(
     func: Any, x: Tensor, indices: Sequence[Tensor | None], values: Tensor | None = None, *rest: Any
 ) -> None:
-    """Indices may be on the CPU where what they index is on the GPU; values only if they are one number."""
+    """Indices may be on the CPU where what they index is on the GPU; values, either way, if they are one number."""
     is_on_gpu = isinstance(x, GpuTensor)
     if not is_on_gpu and any(isinstance(index, GpuTensor) for index in indices):
         raise MixedDevicesError(f"{func}: indices must be on the CPU, where the indexed tensor is (got one on {GPU})")
-    if values is not None and isinstance(values, GpuTensor) != is_on_gpu and (values.dim() > 0 or not is_on_gpu):
+    if values is not None and isinstance(values, GpuTensor) != is_on_gpu and values.dim() > 0:
         raise MixedDevicesError(f"{func}: expected values on {x.device} (got them on {values.device})")
 
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that train on the pretended GPU: each sees one of its own, and rows travel over gloo, through host memory."""
+"""Ranks that train on the pretended GPU: each sees one of its own, and rows travel over gloo, through host memory.
+
+On a machine with a GPU, ranks share that one, and nothing is pretended.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,22 @@ from torch import Tensor, nn
 from dgl_hybrid.graph import model_timing, op_rates
 from dgl_hybrid.ops import backend
 from dgl_hybrid.planner import probe
+from tests.conftest import why_no_cuda
 from tests.helpers.world import run_ranks, shutdown_pool
 from tests.pretend_gpu.device import pretend_gpu
 
 T = TypeVar("T")
+
+IS_REAL = why_no_cuda() is None
+"""There is a GPU here."""
 
 
 @dataclass(frozen=True)
 class PretendedGpus:
     """Calls functions on ranks that have a GPU, as `run_ranks` does on ranks that have none."""
 
-    library: Path
+    library: Path | None
+    """Made by `build_library`. None: GPUs are real."""
 
     def run(self, world_size: int, fn: Callable[..., T], /, *args: Any, kernels: Path | None = None) -> list[T]:
         """Calls `fn(rank, world_size, *args)` on every rank; results must be off the GPU.
@@ -35,7 +43,7 @@ class PretendedGpus:
         Args:
             kernels: The driver that `build_fake_driver` made: float32 then runs on the kernels of the package's CUDA
                 source, compiled for this CPU. None: reference ops stand in for them, as they do on a machine whose
-                kernels cannot be compiled.
+                kernels cannot be compiled. Of no account where the GPU is real.
         """
         return run_ranks(world_size, _on_gpu, self.library, kernels, fn, args)
 
@@ -53,14 +61,17 @@ def workers_of_their_own() -> Iterator[None]:
 def _on_gpu(
     rank: int,
     world_size: int,
-    library: Path,
+    library: Path | None,
     kernels: Path | None,
     fn: Callable[..., T],
     args: tuple[Any, ...],
 ) -> T:
-    with pretend_gpu(library), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for module, name, value in _SMALL_MEASUREMENTS:
             stack.enter_context(mock.patch.object(module, name, value))
+        if library is None:
+            return fn(rank, world_size, *args)
+        stack.enter_context(pretend_gpu(library))
         stack.enter_context(mock.patch.object(nn.parallel, "DistributedDataParallel", AveragedGradients))
         if kernels is not None:
             stack.enter_context(_kernels_on_cpu(kernels))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pretended GPU takes what CUDA takes and refuses what CUDA refuses."""
+"""The pretended GPU takes what CUDA takes and refuses what CUDA refuses; so does a real one, where there is one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from dgl_hybrid.ops import SparseGraph, spmm
 from tests.pretend_gpu.device import GPU, GpuTensor, MixedDevicesError
-from tests.pretend_gpu.ranks import PretendedGpus
+from tests.pretend_gpu.ranks import IS_REAL, PretendedGpus
+
+REFUSAL = RuntimeError if IS_REAL else MixedDevicesError
+
+
+def to_gpu(of_cpu: Tensor) -> Tensor:
+    assert of_cpu.device.type == "cpu"
+    return of_cpu.to(GPU)
+
 
 MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "sum": lambda gpu, cpu: gpu + cpu,
@@ -24,7 +32,6 @@ MIXED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "rows chosen by ids of the CPU": lambda gpu, cpu: torch.index_select(gpu, 0, torch.tensor([1])),
     "ids of the GPU for rows of the CPU": lambda gpu, cpu: cpu[torch.ones(2, dtype=torch.int64, device=GPU)],
     "rows of the CPU put among the GPU's": lambda gpu, cpu: gpu.index_put((torch.tensor([0]),), cpu[:1]),
-    "a number of the GPU put among rows of the CPU": lambda gpu, cpu: cpu.index_put((torch.tensor([0]),), gpu[0, 0]),
     "weights left on the CPU": lambda gpu, cpu: nn.Linear(3, 2)(gpu),
     "a generator of the CPU": lambda gpu, cpu: torch.rand(3, device=GPU, generator=torch.Generator()),
 }
@@ -33,6 +40,9 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], object]] = {
     "memory of the GPU as an array": lambda gpu, cpu: gpu.numpy(),
 }
 TAKEN: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "number of the GPU put among rows of the CPU": lambda gpu, cpu: to_gpu(
+        cpu.index_put((torch.tensor([0]),), gpu[0, 0])
+    ),
     "number of the CPU": lambda gpu, cpu: gpu + torch.tensor(2.0),
     "condition": lambda gpu, cpu: torch.where(gpu > 1, gpu, torch.tensor(0.0)),
     "ids of the CPU": lambda gpu, cpu: gpu[torch.tensor([1, 0])],
@@ -55,7 +65,7 @@ def outcomes_of_mixing(rank: int, world_size: int) -> tuple[list[str], list[str]
         try:
             run(gpu, cpu)
             not_mixed.append(name)
-        except MixedDevicesError:
+        except REFUSAL:
             pass
     for name, run in REFUSED.items():
         try:
@@ -65,7 +75,8 @@ def outcomes_of_mixing(rank: int, world_size: int) -> tuple[list[str], list[str]
             pass
     for name, take in TAKEN.items():
         taken, expected = take(gpu, cpu), take(cpu, cpu) if name != "list" else cpu
-        if not isinstance(taken, GpuTensor) or taken.device != GPU or not torch.equal(taken.cpu(), expected):
+        is_there = IS_REAL or isinstance(taken, GpuTensor)
+        if not is_there or taken.device != GPU or not torch.equal(taken.cpu(), expected.cpu()):
             wrong.append(name)
     return not_mixed, not_refused, wrong
 
@@ -94,7 +105,7 @@ def test_autograd_and_our_ops_run_there(gpus: PretendedGpus) -> None:
     ((expected, *_),) = gpus.run(1, train_a_layer, "cpu")
     ((trained, devices, kinds),) = gpus.run(1, train_a_layer, "cuda")
     assert set(devices) == {GPU}
-    assert set(kinds) == {"GpuTensor"}
+    assert set(kinds) == ({"Tensor", "Parameter"} if IS_REAL else {"GpuTensor"})
     for actual, wanted in zip(trained, expected, strict=True):
         torch.testing.assert_close(actual, wanted)
 

@@ -32,7 +32,7 @@ from tests.helpers.graphs import NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.pretend_gpu.device import GPU
 from tests.pretend_gpu.ranks import PretendedGpus
-from tests.pretend_gpu.scripts import Script, assert_same_training, train, train_twice
+from tests.pretend_gpu.scripts import Script, assert_same_training, tolerance_of, train, train_twice
 
 SAGE = Case(kind="sage_mean", plan="planned:hybrid", epochs=2)
 EMBEDDING = "node~_N~embedding"
@@ -41,7 +41,7 @@ EMBEDDING = "node~_N~embedding"
 def check(script: Script, gpus: PretendedGpus, partitions: PartitionStore, world_size: int = 2) -> None:
     part_config = partitions.get("power_law", power_law(), world_size)
     for on_cpu, on_gpu in gpus.run(world_size, train_twice, part_config, script):
-        assert_same_training(on_cpu, on_gpu, 1e-9)
+        assert_same_training(on_cpu, on_gpu, tolerance_of(script))
         assert on_gpu.is_planned == on_cpu.is_planned
 
 

@@ -14,7 +14,7 @@ from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.ops.cuda.fake_driver import build_fake_driver
 from tests.pretend_gpu.ranks import PretendedGpus
-from tests.pretend_gpu.scripts import Script, assert_same_training, train_twice
+from tests.pretend_gpu.scripts import Script, assert_same_training, tolerance_of, train_twice
 
 slow = pytest.mark.slow
 
@@ -111,7 +111,7 @@ SCRIPTS = [
 @pytest.mark.parametrize("script", SCRIPTS, ids=describe)
 def test_scripts_train_as_on_the_cpu(script: Script, gpus: PretendedGpus, partitions: PartitionStore) -> None:
     for on_cpu, on_gpu in gpus.run(2, train_twice, partitions.get("power_law", power_law(), 2), script):
-        assert_same_training(on_cpu, on_gpu, 1e-9)
+        assert_same_training(on_cpu, on_gpu, tolerance_of(script))
         assert on_gpu.is_planned == on_cpu.is_planned == script.case.plan.startswith("planned:")
 
 

@@ -18,6 +18,7 @@ from dgl_hybrid.ops import row_mask
 from dgl_hybrid.ops.backend import BackendName, use_backend
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.edge_keys import EdgeKeys
+from dgl_hybrid.training.loss import LossWeight
 from dgl_hybrid.training.step import Step
 
 SIGMAS = 5.0
@@ -285,7 +286,7 @@ def test_keys_are_where_the_rows_are() -> None:
         node_keys=ids,
         edge_keys=EdgeKeys(communicator, Ownership(offsets=torch.tensor([0, 4]), rank=0), (), None),
         is_first_draw=True,
-        loss_weight=1.0,
+        loss_weight=LossWeight(1.0, is_one=True),
         seed=0,
         num_vertices=3,
         number=0,

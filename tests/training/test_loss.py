@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Denominators of a mean: those of the seeds that are yielded, borrowed ones left out."""
+"""The weight of a rank's loss: denominators without borrowed seeds; gradients that a script takes in its own ways."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import dgl.nn as dglnn
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.transport import CollectiveTransport
-from dgl_hybrid.training.loss import find_loss_weight
+from dgl_hybrid.training.loss import LossWeight, find_loss_weight
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 CLASS_WEIGHTS = torch.tensor([0.5, 2.0, 3.0], dtype=torch.float64)
 
@@ -32,6 +33,15 @@ def partitions(tmp_path_factory: pytest.TempPathFactory) -> PartitionStore:
 def build() -> nn.Module:
     torch.manual_seed(6)
     return dglnn.SAGEConv(NUM_FEATURES, NUM_CLASSES, "mean").double()
+
+
+def average(world_size: int, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    gradients = []
+    for parameter in parameters:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        gradients.append(parameter.grad / world_size)
+    return gradients
 
 
 def train_by_denominators(
@@ -59,11 +69,7 @@ def train_by_denominators(
         logits = model(blocks[0], g.ndata["feat"][input_nodes])
         loss = F.cross_entropy(logits, g.ndata["label"][seeds], weight=CLASS_WEIGHTS)
         loss.backward()
-    gradients = []
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        dist.all_reduce(parameter.grad)
-        gradients.append(parameter.grad / world_size)
+    gradients = average(world_size, model.parameters())
     own = g.fetch_nodes(g.partition.orig_node_ids, seeds)[: loader.num_seeds]
     return loader.loss_weight, float(loss) * loader.loss_weight / world_size, gradients, own
 
@@ -94,12 +100,16 @@ def weigh(rank: int, world_size: int) -> list[float]:
     """Of ranks that own 0, 2 and 4 seeds."""
     communicator = Communicator(CollectiveTransport(dist.new_group()))
     num_seeds = 2 * rank
-    return [
+    weights = [
         find_loss_weight(communicator, num_seeds),
         find_loss_weight(communicator, num_seeds, reduction="sum"),
         find_loss_weight(communicator, num_seeds, denominator=3.0),
         find_loss_weight(communicator, num_seeds, denominator=float("nan") if num_seeds == 0 else 1.0 + rank),
     ]
+    assert not any(weight.is_one for weight in weights), "nor is it where this rank's happens to be"
+    assert find_loss_weight(communicator, 5) == LossWeight(1.0, is_one=True)
+    assert not find_loss_weight(communicator, 5, reduction="sum").is_one
+    return [weight.value for weight in weights]
 
 
 def test_weights_of_ranks() -> None:
@@ -108,3 +118,116 @@ def test_weights_of_ranks() -> None:
         [1.0, 3.0, 1.5, pytest.approx(3 * 2 / 5)],
         [2.0, 3.0, 1.5, pytest.approx(3 * 3 / 5)],
     ]
+
+
+# -------------------------------------------------------------------- gradients that the script takes itself
+
+
+class Two(nn.Module):
+    """Two layers with something between that has second derivatives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first = dglnn.SAGEConv(NUM_FEATURES, 4, "mean", activation=torch.tanh).double()
+        self.second = dglnn.SAGEConv(4, NUM_CLASSES, "mean").double()
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.second(blocks[1], self.first(blocks[0], x))
+        return out
+
+
+def penalise(loss: Tensor, parameters: list[nn.Parameter]) -> None:
+    gradients = torch.autograd.grad(loss, parameters, create_graph=True)
+    torch.stack([gradient.sum() for gradient in gradients]).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def differentiate_twice(rank: int, world_size: int, part_config: str, way: str) -> tuple[list[Tensor], Tensor]:
+    g = PartitionedGraph.open(part_config)
+    own = g.nodes.owned()
+    seeds = own[: 5 if way == "as many seeds" else 3 + 4 * rank]
+    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "weighted by the script" else {}
+    loader = FullGraphLoader(g, seeds, 2, plan=[own[:0]] * 2, **options)
+    model = Two()
+    for input_nodes, yielded, blocks in loader:
+        loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][yielded])
+        if way == "weighted by the script":
+            num_seeds = torch.tensor(float(loader.num_seeds))
+            dist.all_reduce(num_seeds)
+            loss = loss * (world_size * loader.num_seeds / float(num_seeds))
+        penalise(loss, list(model.parameters()))
+    return average(world_size, model.parameters()), g.fetch_nodes(g.partition.orig_node_ids, yielded)
+
+
+@pytest.mark.parametrize("way", ["as many seeds", "weighted by the script"])
+def test_second_derivatives(way: str, partitions: PartitionStore) -> None:
+    graph, model = power_law(), Two()
+    results = run_ranks(3, differentiate_twice, partitions.get("power_law", graph, 3), way)
+    seeds = torch.cat([seeds for _, seeds in results])
+    loss = F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[seeds], graph.ndata["label"][seeds])
+    penalise(loss, list(model.parameters()))
+    for gradients, _ in results:
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert_close(gradient, parameter.grad, "gradient")
+
+
+def test_second_derivatives_are_refused_where_ranks_weigh_differently(partitions: PartitionStore) -> None:
+    """The weight was applied twice: a third off, and no error."""
+    folder = partitions.get("power_law", power_law(), 3)
+    for error in run_ranks_expect_errors(3, differentiate_twice, folder, "uneven"):
+        assert error.type_name == "BlockError"
+        assert "loss_denominator=1.0" in error.message
+
+
+class WholeStep(nn.Module):
+    """Its forward is the whole step."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.model, self.way = Two(), way
+
+    def forward(self, blocks: list[Any], x: Tensor, labels: Tensor) -> Tensor:
+        with torch.enable_grad():
+            loss = F.cross_entropy(self.model(blocks, x), labels)
+        parameters = list(self.model.parameters())
+        if self.way == "backward":
+            loss.backward()
+        elif self.way == "grad, evaluating":
+            torch.autograd.grad(loss, parameters)
+        else:
+            for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+                parameter.grad = gradient
+        return loss.detach()
+
+
+def step_inside(rank: int, world_size: int, part_config: str, way: str) -> list[Tensor]:
+    g = PartitionedGraph.open(part_config)
+    own = g.nodes.owned()
+    seeds = own[: 5 if way == "grad, as many seeds" else 3 + 4 * rank]
+    model = WholeStep(way)
+    for input_nodes, yielded, blocks in FullGraphLoader(g, seeds, 2, plan=[own[:0]] * 2):
+        with torch.set_grad_enabled(way != "grad, evaluating"):
+            model(blocks, g.ndata["feat"][input_nodes], g.ndata["label"][yielded])
+    ids = g.fetch_nodes(g.partition.orig_node_ids, yielded)
+    return [ids, *([] if way == "grad, evaluating" else average(world_size, model.parameters()))]
+
+
+@pytest.mark.parametrize("way", ["backward", "grad, as many seeds"])
+def test_a_forward_that_is_the_whole_step(way: str, partitions: PartitionStore) -> None:
+    graph, model = power_law(), Two()
+    results = run_ranks(3, step_inside, partitions.get("power_law", graph, 3), way)
+    seeds = torch.cat([ids for ids, *_ in results])
+    F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[seeds], graph.ndata["label"][seeds]).backward()
+    for _, *gradients in results:
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert_close(gradient, parameter.grad, "gradient")
+
+
+def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for error in run_ranks_expect_errors(3, step_inside, folder, "grad"):
+        assert error.type_name == "BlockError"
+        assert "loss.backward()" in error.message
+    run_ranks(3, step_inside, folder, "grad, evaluating")

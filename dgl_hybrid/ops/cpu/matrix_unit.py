@@ -22,7 +22,7 @@ import sys
 from collections.abc import Sequence
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
-import torch
+import numpy as np
 
 from dgl_hybrid.ops.cpu.ir import KernelBuilder, Pointer, Value
 
@@ -33,6 +33,8 @@ DEPTH = 32
 NUM_PARTS = 3
 REGISTER_PARTS = SIZE * DEPTH
 """Parts that a register holds."""
+STEP_PARTS = NUM_PARTS * REGISTER_PARTS
+"""Those of a step of a right operand's columns, or of a left one's rows."""
 
 LEAST_OPERAND, LEAST_GRADIENT = 2.0**-40, 2.0**-60
 """Numbers that are nearer to 0, but not 0, are left to vectors. Of products of others what the unit takes for 0, below
@@ -42,12 +44,13 @@ MOST = 2.0**60
 would be by vectors, and not NaN, as it were if parts of opposite signs did."""
 
 
+@functools.cache
 def _bits_of(number: float) -> int:
-    # Its dtype is named: a script may have made another one the default.
-    return int(torch.tensor(number, dtype=torch.float32).view(torch.int32))
+    return int(np.float32(number).view(np.int32))
 
 
 _MOST_BITS = _bits_of(MOST)
+_TINY, _HALF = np.finfo(np.float32).tiny, np.float32(0.5)
 
 _ARCH_PRCTL, _ASK, _TILE_DATA = 158, 0x1023, 18
 """Linux grants the unit, 8 KiB of registers, to processes that ask (arch_prctl, ARCH_REQ_XCOMP_PERM)."""
@@ -68,27 +71,7 @@ def has_matrix_unit() -> bool:
 
 def least_bits(least: float) -> int:
     """What `Fitness` takes for `least`; 0 where this thread takes numbers below the normal range for 0."""
-    is_flushing = float(torch.tensor(torch.finfo(torch.float32).tiny, dtype=torch.float32) * 0.5) == 0.0
-    return 0 if is_flushing else _bits_of(least)
-
-
-def parts_of(matrix: torch.Tensor) -> torch.Tensor:
-    """(…) float32 to (3, …) bfloat16, whose sum it is."""
-    parts, rest = [], matrix
-    for _ in range(NUM_PARTS):
-        parts.append(rest.bfloat16())
-        rest = rest - parts[-1]
-    return torch.stack(parts)
-
-
-def are_fit(matrix: torch.Tensor, least: int) -> bool:
-    """Whether all numbers of a float32 matrix may be multiplied by their parts.
-
-    Args:
-        least: From `least_bits`.
-    """
-    bits = matrix.contiguous().view(torch.int32) & 0x7FFFFFFF
-    return bool((((bits >= least) & (bits < _MOST_BITS)) | (bits == 0)).all())
+    return 0 if _TINY * _HALF == 0.0 else _bits_of(least)
 
 
 class Fitness:

@@ -18,6 +18,7 @@ from dgl_hybrid.ops.cpu.matrix_unit import (
     NUM_PARTS,
     REGISTER_PARTS,
     SIZE,
+    STEP_PARTS,
     Fitness,
     MatrixRegisters,
     cut,
@@ -79,16 +80,46 @@ class _Tiles:
     @classmethod
     def of_stack(cls, k: KernelBuilder, count: int, steps: int) -> _Tiles:
         """Room for `count` registers' rows or columns."""
-        return cls(k.scratch("i16", count * steps * NUM_PARTS * REGISTER_PARTS), steps)
+        return cls(k.scratch("i16", count * steps * STEP_PARTS), steps)
 
     def __getitem__(self, number: Value | int) -> _Tiles:
         """Those from a register's rows or columns on."""
-        size = self.steps * NUM_PARTS * REGISTER_PARTS
+        size = self.steps * STEP_PARTS
         return _Tiles(self.memory.at(number * size), self.steps)
 
     def at(self, step: Value | int, part: int) -> Pointer:
         """What one register takes."""
-        return self.memory.at(step * (NUM_PARTS * REGISTER_PARTS)).at(part * REGISTER_PARTS)
+        return self.memory.at(step * STEP_PARTS).at(part * REGISTER_PARTS)
+
+
+def emit_parts(num_rows: int, num_columns: int) -> str:
+    """Cuts a weight into parts, laid out as registers take a right operand, filled up with zeros to whole ones.
+
+    Tasks are of registers of columns. Arguments: the weight (f32), row by row; `least_bits`; its parts (i16), and how
+    many steps lie between those of one register and of the next; what becomes 0 (i32) if a number must not be cut.
+    """
+    k = KernelBuilder()
+    weight, fitness = k.pointer("f32"), Fitness(k, k.integer().convert("i32"))
+    parts, steps, are_fit = k.pointer("i16"), k.integer(), k.pointer("i32")
+    none = k.constant("i64", 0)
+    with k.rows() as register:
+        column = register * SIZE
+        left, target = k.constant("i64", num_columns) - column, parts.at(register * steps * STEP_PARTS)
+        fitness.forget()
+        with k.loop(0, k.constant("i64", num_steps(num_rows) * DEPTH // 2)) as pair:
+            step, place = pair.divide(DEPTH // 2)
+            vectors = []
+            for row in (pair * 2, pair * 2 + 1):
+                inside = row.compare("slt", num_rows).select(left, none)
+                vectors.append(weight.at(row * num_columns + column).load_some(inside, SIZE))
+                fitness.note(vectors[-1])
+            upper, lower = map(cut, vectors)
+            for part in range(NUM_PARTS):
+                here = target.at(step * STEP_PARTS).at(place * DEPTH + part * REGISTER_PARTS)
+                here.store(0, pairs(upper[part], lower[part]).halved())
+        with k.when(fitness.are_fit() ^ 1):
+            are_fit.store(0, k.constant("i32", 0))
+    return k.finish()
 
 
 def emit_products(spec: ProductSpec) -> str:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,6 +32,8 @@ MAX_COLUMNS = 2048
 _MIN_REGISTER_BYTES = 32
 _MIN_FILLED = 0.7
 """Of what registers of the matrix unit hold, which multiply what fills them up, too."""
+_NOTHING = torch.empty(0)
+"""Parts that nobody asks for."""
 _MIN_GRADIENT_COLUMNS = 96
 """Below that, cutting rows into parts takes longer than what is gained: 0.8 times as fast with 40 columns, 1.0 to 1.4
 with 128, 1.5 with 256."""
@@ -99,8 +103,8 @@ def multiply(
     )
     arguments: list[int | float] = [address(x) for x in (*rows, *packed, factors, addend, bias, out)]
     least = matrix_unit.least_bits(matrix_unit.LEAST_OPERAND)
-    if _are_for_matrix_unit(weights, least):
-        parts = _pack_parts(weights)
+    parts = _cut(weights, least) if _are_for_matrix_unit(weights) else None
+    if parts is not None:
         run(matrix_unit_kernels.emit_products, (spec,), cut_evenly(num_rows), [*arguments, least, address(parts)])
     else:
         run(emit_products, (spec,), cut_evenly(num_rows), arguments)
@@ -150,10 +154,12 @@ def gradients(
     operands = (*rows, grad, output, factors, d_addend, d_bias, *d_rows, *turned, *sums)
     arguments: list[int | float] = [address(x) for x in operands]
     least = [matrix_unit.least_bits(x) for x in (matrix_unit.LEAST_GRADIENT, matrix_unit.LEAST_OPERAND)]
+    cut: list[Tensor | None] = [None]
     if _MIN_GRADIENT_COLUMNS <= num_columns <= matrix_unit_kernels.MAX_GRADIENT_COLUMNS and _are_for_matrix_unit(
-        [w.t() for w in weights], least[1]
+        [w.t() for w in weights]
     ):
-        cut = [_pack_parts([w.t()]) if needed else None for w, needed in zip(weights, needs_rows)]
+        cut = [_cut([w.t()], least[1]) if needed else _NOTHING for w, needed in zip(weights, needs_rows)]
+    if all(parts is not None for parts in cut):
         arguments += [*least, *map(address, cut)]
         run(matrix_unit_kernels.emit_gradients, (spec,), bounds, arguments)
     else:
@@ -182,30 +188,36 @@ def _pack(weight: Tensor, panels: Panels) -> Tensor:
     return padded.reshape(len(weight), panels.count, panels.width).permute(1, 0, 2).contiguous()
 
 
-def _are_for_matrix_unit(weights: Sequence[Tensor], least: int) -> bool:
-    """Whether the matrix unit multiplies rows by these weights.
-
-    Args:
-        least: From `matrix_unit.least_bits`.
-    """
+def _are_for_matrix_unit(weights: Sequence[Tensor]) -> bool:
+    """Whether the matrix unit multiplies rows by such weights, if their numbers may be cut."""
     return (
         weights[0].dtype == torch.float32
         and matrix_unit.has_matrix_unit()
         and sum(matrix_unit_kernels.num_steps(len(weight)) for weight in weights) <= matrix_unit_kernels.MAX_STEPS
         and all(matrix_unit_kernels.filled_share(*weight.shape) >= _MIN_FILLED for weight in weights)
-        and all(matrix_unit.are_fit(weight, least) for weight in weights)
     )
 
 
-def _pack_parts(weights: Sequence[Tensor]) -> Tensor:
-    """(A, O) of each to (registers of columns, steps of all, parts, rows of a register, its columns, 2): bfloat16."""
-    depth, size = matrix_unit.DEPTH, matrix_unit.SIZE
-    found = []
-    for weight in weights:
-        num_rows, num_columns = weight.shape
-        filled = F.pad(weight, (0, -num_columns % size, 0, -num_rows % depth))
-        parts = matrix_unit.parts_of(filled).reshape(
-            matrix_unit.NUM_PARTS, -1, depth // 2, 2, filled.shape[1] // size, size
+def _cut(weights: Sequence[Tensor], least: int) -> Tensor | None:
+    """(A, O) of each to (registers of columns, steps of all, parts, rows of a register, its columns, 2): bfloat16.
+
+    Args:
+        least: From `matrix_unit.least_bits`.
+
+    Returns:
+        None if a number must not be cut.
+    """
+    steps = [matrix_unit_kernels.num_steps(len(weight)) for weight in weights]
+    num_registers, of_step = matrix_unit_kernels.num_registers(weights[0].shape[1]), matrix_unit.STEP_PARTS
+    parts = torch.empty(num_registers, sum(steps), of_step, dtype=torch.bfloat16)
+    are_fit, first, bounds = ctypes.c_int32(1), 0, np.array([0, num_registers], dtype=np.int64)
+    for weight, count in zip(weights, steps):
+        rows = weight.contiguous()
+        run(
+            matrix_unit_kernels.emit_parts,
+            tuple(weight.shape),
+            bounds,
+            [address(rows), least, address(parts, first * of_step), sum(steps), ctypes.addressof(are_fit)],
         )
-        found.append(parts.permute(4, 1, 0, 2, 5, 3))
-    return torch.cat(found, dim=1).contiguous()
+        first += count
+    return parts if are_fit.value else None

@@ -32,12 +32,13 @@ def flushed() -> Iterator[None]:
 
 @pytest.fixture
 def emitted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Modules of the kernels that were run."""
+    """Modules of the kernels that multiplied."""
     names: list[str] = []
     run = products.run
 
     def note(emit: Callable[..., str], *rest: Any) -> None:
-        names.append(emit.__module__.rpartition(".")[2])
+        if emit is not matrix_unit_kernels.emit_parts:
+            names.append(emit.__module__.rpartition(".")[2])
         run(emit, *rest)
 
     monkeypatch.setattr(products, "run", note)
@@ -65,13 +66,46 @@ def random_operands(num_rows: int, widths: tuple[int, ...], num_columns: int) ->
     return rows, [torch.randn(width, num_columns) / width**0.5 for width in widths]
 
 
+def put_together(parts: Tensor) -> Tensor:
+    """(registers of columns, steps, parts …) to the numbers whose parts they are, and those behind."""
+    size, depth = matrix_unit.SIZE, matrix_unit.DEPTH
+    lain = parts.reshape(*parts.shape[:2], matrix_unit.NUM_PARTS, depth // 2, size, 2).double().sum(2)
+    return lain.permute(1, 2, 4, 0, 3).reshape(parts.shape[1] * depth, parts.shape[0] * size)
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
-def test_parts_add_up_to_the_last_bit(scale: float) -> None:
+@pytest.mark.parametrize("shapes", [[(1, 1)], [(128, 64)], [(100, 47), (33, 47)], [(602, 130)]])
+def test_parts_of_weights_add_up_to_the_last_bit(shapes: list[tuple[int, int]], scale: float) -> None:
     torch.manual_seed(0)
-    x = torch.randn(1000) * scale
-    parts = matrix_unit.parts_of(x)
-    assert parts.dtype == torch.bfloat16
-    assert torch.equal(parts.double().sum(0), x.double())
+    weights = [torch.randn(columns, rows).t() * scale for rows, columns in shapes]
+    parts = products._cut(weights, 0)  # nothing is too small
+    if scale > 1.0:
+        assert parts is None
+        return
+    assert parts is not None
+    rest = put_together(parts)
+    for weight in weights:
+        count = matrix_unit_kernels.num_steps(len(weight)) * matrix_unit.DEPTH
+        found, rest = rest[:count], rest[count:]
+        assert torch.equal(found[: len(weight), : weight.shape[1]], weight.double())
+        assert not found[len(weight) :].any()
+        assert not found[:, weight.shape[1] :].any()
+    assert len(rest) == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "is_cut"),
+    [
+        *((0.0, True), (-0.0, True), (-1.0, True), (LEAST_OPERAND, True), (-LEAST_OPERAND, True)),
+        *((LEAST_OPERAND * 0.99, False), (-LEAST_OPERAND * 0.99, False), (1e-42, False), (MOST * 0.99, True)),
+        *((MOST, False), (-MOST, False), (INF, False), (-INF, False), (NAN, False)),
+    ],
+)
+@pytest.mark.parametrize("place", [(0, 0), (69, 36), (33, 17)])
+def test_weights_with_numbers_that_must_not_be_cut(number: float, is_cut: bool, place: tuple[int, int]) -> None:
+    weight = torch.ones(70, 37)
+    weight[place] = number
+    assert (products._cut([torch.ones(5, 37), weight], matrix_unit.least_bits(LEAST_OPERAND)) is not None) == is_cut
 
 
 SHAPES = [

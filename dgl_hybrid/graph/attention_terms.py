@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.backend import choose_backend
+from dgl_hybrid.ops.unseen import unseen
 
 
+@unseen
 def attention_terms(x: Tensor, attn_l: Tensor, attn_r: Tensor, *, num_dst: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns x, to be used from here on in its place, and what its rows add as sources and as destinations.
 

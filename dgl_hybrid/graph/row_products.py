@@ -21,6 +21,7 @@ from dgl_hybrid.graph.gradient_owners import is_nobody_elses
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import Rows
 from dgl_hybrid.ops import SparseRows
+from dgl_hybrid.ops.unseen import unseen
 
 _COLUMNS = 16
 """Float32 in a vector register."""
@@ -113,6 +114,7 @@ def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu:
     return product(y, w_y, of_x.bias, addend=product(x, w_x, None), relu=relu)
 
 
+@unseen
 def product(
     rows: Rows,
     weight: Tensor,
@@ -183,6 +185,7 @@ def _first(x: Tensor, num_rows: int) -> Tensor:
     return x[:num_rows] if num_rows < len(x) else x
 
 
+@unseen
 def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
     """Returns `of_all(x)`, with columns of zeros behind where that is faster, and `of_own(x[:num_own])`.
 
@@ -196,6 +199,7 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
     return both
 
 
+@unseen
 def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
     """Returns `x` and `of_own(x[:num_own])`, where `are_plain((of_own,), x)` holds: both gradients in one tensor."""
     if not x.requires_grad:  # nor must it seem to: its rows travel, and so would a gradient that nobody asks for
@@ -204,6 +208,7 @@ def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Te
     return both
 
 
+@unseen
 def _products(
     rows: list[Tensor],
     weights: list[Tensor],
@@ -223,6 +228,7 @@ def vector_columns(num_columns: int, device: torch.device) -> int:
     return num_columns + missing if device.type == "cpu" and _COLUMNS * missing <= num_columns else num_columns
 
 
+@unseen
 def are_plain(layers: tuple[Any, ...], x: Tensor) -> bool:
     """Whether these layers do nothing but multiply rows of x by their weights, seen by nobody."""
     if x.dim() != 2 or torch.is_autocast_enabled(x.device.type):

@@ -24,6 +24,7 @@ from dgl_hybrid.ops.backend import EdgeOp, Target
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.operands import broadcast_features, dot_features, expanded, plan_weighted
 from dgl_hybrid.ops.sparse_graph import SparseGraph
+from dgl_hybrid.ops.unseen import unseen
 
 Reduction = Literal["sum", "mean", "max", "min"]
 
@@ -31,6 +32,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (torch.float32, torch.float64, *_HALVES)
 
 
+@unseen
 def spmm(graph: SparseGraph, x: Tensor | None = None, w: Tensor | None = None, reduce: Reduction = "sum") -> Tensor:
     """Reduces over the in-edges (u, v) of each destination the products x[u] * w[e], or one of the two alone.
 
@@ -69,6 +71,7 @@ def spmm(graph: SparseGraph, x: Tensor | None = None, w: Tensor | None = None, r
     return plan.result(_spmm(graph, plan.sources(x), plan.weights(w), reduce))
 
 
+@unseen
 def sddmm(
     graph: SparseGraph,
     op: EdgeOp,
@@ -121,6 +124,7 @@ def sddmm(
     return out.reshape(graph.num_edges, *found)
 
 
+@unseen
 def edge_softmax(graph: SparseGraph, logits: Tensor) -> Tensor:
     """Softmax over the in-edges of each destination, separately for every feature.
 
@@ -138,6 +142,7 @@ def edge_softmax(graph: SparseGraph, logits: Tensor) -> Tensor:
     return out.reshape(logits.shape)
 
 
+@unseen
 def gat(
     graph: SparseGraph,
     x: Tensor,
@@ -192,6 +197,7 @@ def gat(
     return out.reshape(graph.num_dst, num_heads, *x.shape[2:])
 
 
+@unseen
 def gatv2(
     graph: SparseGraph,
     x_src: Tensor,
@@ -244,6 +250,7 @@ def gatv2(
     return out
 
 
+@unseen
 def segment_reduce(offsets: Tensor, x: Tensor, reduce: Reduction = "sum") -> Tensor:
     """Reduces consecutive rows: segment n holds the rows offsets[n] to offsets[n + 1].
 
@@ -321,6 +328,7 @@ def _sddmm(
     return out
 
 
+@unseen
 def scaled_sum(graph: SparseGraph, x: Tensor, factors: Tensor, *, of_sources: bool) -> Tensor:
     """Sums sources over the in-edges of each destination, sources or sums times a factor each, in one pass.
 

@@ -23,6 +23,8 @@ right arithmetically; a mask after the shift makes it logical.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -44,10 +46,12 @@ def row_words(ids: Tensor, keys: tuple[int, int]) -> Tensor:
     return _mix_ids(ids, keys).view(torch.int32).view(len(ids), 2)
 
 
+@functools.lru_cache(64)
 def column_words(num_columns: int, device: torch.device) -> Tensor:
-    """The words `c` of step 3, (num_columns,) int32: the same in every call."""
-    words = _mix_ids(torch.arange(num_columns, device=device), _COLUMN_KEYS)
-    return words.view(torch.int32)[::2].contiguous()
+    """The words `c` of step 3, (num_columns,) int32: the same in every call, and shared by all."""
+    with torch.inference_mode(False):
+        words = _mix_ids(torch.arange(num_columns, device=device), _COLUMN_KEYS)
+        return words.view(torch.int32)[::2].contiguous()
 
 
 def element_words(rows: Tensor, columns: Tensor, *, out: Tensor, scratch: Tensor) -> None:

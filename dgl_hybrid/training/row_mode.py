@@ -94,6 +94,14 @@ _WITH_DROPOUT: dict[Callable[..., Any], Callable[[tuple[Any, ...], dict[str, Any
 }
 
 
+_ANSWERED: frozenset[Callable[..., Any]] = frozenset(
+    {
+        *(F.dropout, torch.dropout, F.batch_norm, Tensor.backward, torch.autograd.backward, torch.autograd.grad),
+        *(*_UNREPLICATED, *_UNREPLICATED_FACTORIES, *_WITH_DROPOUT),
+    }
+)
+
+
 class RowMode(TorchFunctionMode):
     """Answers those functions while it is entered.
 
@@ -134,6 +142,8 @@ class RowMode(TorchFunctionMode):
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func not in _ANSWERED:  # nearly all that it is asked about, attributes of tensors among it
+            return func(*args, **kwargs)
         if func is F.dropout and _drops(*args, **kwargs) and self._has_rows(args, kwargs):
             return _dropout(self.step, *args, **kwargs)
         if func is F.batch_norm and _normalises(*args, **kwargs):

@@ -30,6 +30,7 @@ KINDS: dict[torch.dtype, Kind] = {
 }
 
 _NO_LIMIT = 2**62
+_NO_WORDS = torch.empty(0, dtype=torch.int32)
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ def run(
 
 def dropout_arguments(dropout: EdgeDropout | None, num_heads: int, first_head: int) -> tuple[list[int | float], Tensor]:
     """What `elementary.DropoutArguments.declare` takes, and a tensor to be kept until the kernel has run."""
-    words = column_words(num_heads, torch.device("cpu"))
     if dropout is None:
-        return [], words
+        return [], _NO_WORDS
+    words = column_words(num_heads, torch.device("cpu"))
     return [
         signed(dropout.keys[0], 64),
         signed(dropout.keys[1], 64),

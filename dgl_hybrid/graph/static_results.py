@@ -15,6 +15,7 @@ every rank; whether somebody wrote into one is agreed on before each epoch (`Ful
 
 from __future__ import annotations
 
+import functools
 import random
 import weakref
 from collections.abc import Callable, Hashable
@@ -66,10 +67,17 @@ def _sample(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if len(flat) <= NUM_SAMPLES * SAMPLED_ELEMENTS:
         return flat.clone().view(torch.uint8)
-    # At odd places, as columns come again at even distances.
-    generator = random.Random(len(flat))
-    starts = [generator.randrange(len(flat) - SAMPLED_ELEMENTS) for _ in range(NUM_SAMPLES)]
-    return torch.cat([flat[start : start + SAMPLED_ELEMENTS] for start in starts]).view(torch.uint8)
+    return flat.index_select(0, _sampled_places(len(flat), flat.device)).view(torch.uint8)
+
+
+@functools.lru_cache(32)
+def _sampled_places(count: int, device: torch.device) -> Tensor:
+    """Odd ones, as columns come again at even distances."""
+    generator = random.Random(count)
+    starts = [generator.randrange(count - SAMPLED_ELEMENTS) for _ in range(NUM_SAMPLES)]
+    with torch.inference_mode(False):
+        places = torch.tensor(starts).unsqueeze(1) + torch.arange(SAMPLED_ELEMENTS)
+        return places.flatten().to(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sums of products of rows and weights in plain PyTorch, some rows at a time: for what has no kernel.
+"""Sums of products of rows and weights in plain PyTorch, on CPU some rows at a time: for what has no kernel.
 
 MKL takes a quarter longer for all rows at once than for one block of them after the other (20,000 to 50,000 rows of 100
 to 600 columns, into 128 or 256). What a block is multiplied by, what is added to it, and a ReLU, find it in the cache;
@@ -47,6 +47,8 @@ def multiply_in_blocks(
     relu: bool,
 ) -> Tensor:
     """`Backend.row_products`."""
+    if rows[0].device.type != "cpu":
+        return _multiply_at_once(rows, weights, factors, addend, bias, relu)
     result = weights[0].new_empty(len(rows[0]), weights[0].shape[1])
     weights = [weight.contiguous() for weight in weights]  # MKL takes 2 to 10 % longer for one that lies turned
     for block in row_blocks(result):
@@ -57,6 +59,27 @@ def multiply_in_blocks(
         if factors is not None:
             part.mul_(factors[block])
         finish_rows(part, None if addend is None else addend[block], bias, relu)
+    return result
+
+
+def _multiply_at_once(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    factors: Tensor | None,
+    addend: Tensor | None,
+    bias: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """On a GPU, where it is launches that cost: as few operations as there are."""
+    if bias is not None and factors is None and bias.dtype == rows[0].dtype:
+        result, bias = torch.addmm(bias, rows[0], weights[0]), None
+    else:
+        result = torch.mm(rows[0], weights[0])
+    for x, weight in zip(rows[1:], weights[1:], strict=True):
+        result.addmm_(x, weight)
+    if factors is not None:
+        result.mul_(factors)
+    finish_rows(result, addend, bias, relu)
     return result
 
 
@@ -84,6 +107,8 @@ def gradients_in_blocks(
 
     What a block of the gradient goes through it goes through in the cache.
     """
+    if grad.device.type != "cpu":
+        return _gradients_at_once(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
     d_rows = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
     sums = [
         _WeightGradient(x, weight) if needs else None
@@ -107,6 +132,29 @@ def gradients_in_blocks(
     found = [d_x for d_x in d_rows if d_x is not None]
     found += [total.result() for total in sums if total is not None]
     return [*found, d_bias.to(grad.dtype), *([] if d_addend is None else [d_addend])]
+
+
+def _gradients_at_once(
+    rows: list[Tensor],
+    weights: list[Tensor],
+    grad: Tensor,
+    output: Tensor | None,
+    factors: Tensor | None,
+    needs_rows: Sequence[bool],
+    needs_weights: Sequence[bool],
+    needs_addend: bool,
+) -> list[Tensor]:
+    """As `_multiply_at_once`."""
+    masked = mask_of_relu(grad, output)
+    d_bias = masked.sum(0, dtype=sum_dtype(grad.dtype)).to(grad.dtype)
+    scaled = masked if factors is None else masked * factors
+    found = [torch.mm(scaled, weight.t()) for weight, needs in zip(weights, needs_rows, strict=True) if needs]
+    for x, weight, needs in zip(rows, weights, needs_weights, strict=True):
+        if needs:
+            found.append(torch.mm(scaled.t(), x) if is_turned(weight) else torch.mm(x.t(), scaled))
+    if needs_addend:  # an operation of PyTorch must not hand back what it was given
+        return [*found, d_bias, masked.clone() if masked is grad else masked]
+    return [*found, d_bias]
 
 
 class _WeightGradient:

@@ -39,6 +39,7 @@ from dgl_hybrid.ops import EdgeDropout, scaled_sum
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim, sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
+from dgl_hybrid.ops.unseen import unseen
 
 MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
 
@@ -470,6 +471,7 @@ class LayerBlock:
             seen[reduce_func.out_field] = rows + infinity if rows.is_floating_point() else rows
         return seen
 
+    @unseen
     def _with_rows_of_owners(self, rows: Tensor, replicas: ReplicaRows) -> Tensor:
         """Returns (|C_l|, ...) rows, those of replicas as their owners have them. Collective; differentiable."""
         plan = replicas.exchange
@@ -554,6 +556,7 @@ class LayerBlock:
             summed: Tensor = self.dstdata[name]
         return summed if of_sources else summed * factors
 
+    @unseen
     def split_of(self, names: Sequence[str], *, is_sum: bool = False) -> SplitBlock | None:
         """Returns what runs an operation that reads these source fields with their exchange inside; None: not possible.
 
@@ -583,6 +586,7 @@ class LayerBlock:
         with _without_empty_edge_warning():
             self._block.apply_edges(func)
 
+    @unseen
     def complete_sources(self, names: Sequence[str]) -> list[Tensor]:
         """Returns source fields with the received rows, each (C + R, ...), exchanged as an operation would. Collective.
 
@@ -622,6 +626,7 @@ class LayerBlock:
         names = source_fields_of(func)
         return list(self._source) if names is None else names
 
+    @unseen
     def _extend(self, fields: list[Tensor]) -> list[Tensor]:
         if self.observer is not None:
             self.observer.on_exchange(self.layer, fields)

@@ -33,6 +33,7 @@ from dgl_hybrid.graph.split_exchange import SplitExchange
 from dgl_hybrid.ops import EdgeDropout, SparseGraph
 from dgl_hybrid.ops.backend import PositiveSums, choose_backend
 from dgl_hybrid.ops.sparse_graph import Adjacency
+from dgl_hybrid.ops.unseen import unseen
 
 AttentionOp = Literal["gat", "gatv2"]
 
@@ -150,6 +151,7 @@ class SplitAttention:
             has_entries[part.dst_rows] = True
         self._without_entries = (~has_entries).nonzero().flatten()
 
+    @unseen
     def gat(self, x: Tensor, el: Tensor, er: Tensor, *, negative_slope: float, dropout: EdgeDropout | None) -> Tensor:
         """As `ops.gat` over held and received sources. Collective; differentiable once.
 
@@ -168,6 +170,7 @@ class SplitAttention:
         out: Tensor = _Attention.apply(self, call, flat, el.reshape(len(x), heads), er.reshape(len(er), heads), None)
         return out.reshape(len(er), heads, *x.shape[2:])
 
+    @unseen
     def gatv2(
         self, x_src: Tensor, x_dst: Tensor, attention: Tensor, *, negative_slope: float, dropout: EdgeDropout | None
     ) -> Tensor:

@@ -25,6 +25,7 @@ from dgl_hybrid.graph.split_exchange import Scale, SplitExchange, by_source, sum
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.operands import plan_weighted
 from dgl_hybrid.ops.sparse_graph import Adjacency
+from dgl_hybrid.ops.unseen import unseen
 
 
 class SplitSum:
@@ -51,6 +52,7 @@ class SplitSum:
         self._by_source: dict[tuple[int, bool], Adjacency] = {}
         """Of each message, with and without the edge of each entry, once a backward needs it."""
 
+    @unseen
     def __call__(self, x: Tensor, weights: Tensor | None = None, *, scale: Scale | None = None) -> Tensor:
         """Sums sources, times constant weights of edges, over the in-edges of each destination. Collective.
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
 from dgl_hybrid.errors import BlockError, CompatError
+from dgl_hybrid.graph.untraced import untraced
 from dgl_hybrid.ops import routing
 
 _TARGETS = {"src": "u", "edge": "e", "dst": "v"}
 
 
+@untraced("gspmm", "gsddmm", "edge_softmax")
 class DeferredIndex(routing.IndexStandIn):
     """Stands for the index of a block whose source operands still lack their received rows."""
 

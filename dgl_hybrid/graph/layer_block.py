@@ -35,6 +35,7 @@ from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, sou
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
+from dgl_hybrid.graph.untraced import untraced
 from dgl_hybrid.ops import EdgeDropout, scaled_sum
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim, sparse_graph_of
@@ -65,6 +66,10 @@ class BlockObserver(Protocol):
     def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...
 
 
+@untraced(
+    *("update_all", "apply_edges", "in_degrees", "out_degrees", "scaled_sum", "keep", "complete_sources"),
+    "normalise_edge_weights",
+)
 class LayerBlock:
     """The graph of layer `layer` on this rank.
 

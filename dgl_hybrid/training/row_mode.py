@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.untraced import keep_out_of_graphs, untraced
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.step import Step
@@ -56,6 +57,7 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
 _UNREPLICATED_FACTORIES: frozenset[Callable[..., Any]] = frozenset(
     {torch.normal, torch.rand, torch.randint, torch.randn, torch.randperm}
 )
+keep_out_of_graphs(func for func in _UNREPLICATED | _UNREPLICATED_FACTORIES if func is getattr(torch, func.__name__, 0))
 # Where those that `F` is made of say whether they train, if not by keyword.
 _TRAINS_AT: dict[Callable[..., Any], int] = {
     torch.alpha_dropout: 2,
@@ -102,6 +104,7 @@ _ANSWERED: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+@untraced("__torch_function__")
 class RowMode(TorchFunctionMode):
     """Answers those functions while it is entered.
 

@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import flatten, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.untraced import settle_untraced, untraced
 from dgl_hybrid.training.loss import is_weighting, weight_gradient
 from dgl_hybrid.training.row_mode import RowMode
 from dgl_hybrid.training.step import Step
@@ -57,6 +58,7 @@ class _Call(threading.local):
         self.mode: RowMode | None = None
 
 
+@untraced("enter", "leave")
 class _Session:
     """The state of the hooks: which call is outermost, and for which step."""
 
@@ -149,6 +151,7 @@ class _Session:
         if call.depth == 0:
             if self.is_paused:
                 return
+            _install()  # a script may compile its model once it has a batch to show it
             arguments = (args, _keyword_arguments_of_call())
             given = _find_step(arguments)
             # A checkpoint may repeat a part of a model after another loader has yielded, which is for the step that it
@@ -191,7 +194,9 @@ class _Session:
         given = _find_step((args, _keyword_arguments_of_call()))
         return given is not None and given is not call.step and given is self.latest()
 
-    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
+        """Args: keyword arguments, which PyTorch leaves out after an exception, and the output."""
+        kwargs, output = rest if rest[1:] else ({}, rest[0])
         call = self.call
         if call.depth == 0:
             return None
@@ -255,16 +260,7 @@ def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
     """Begins to accompany the forwards of the blocks of a step, which a loader is about to yield. Collective in the
     first step of the blocks of a plan.
     """
-    if not _session.installed:
-        _session.installed.append(register_module_forward_pre_hook(lambda module, args: _session.enter(module, args)))
-        _session.installed.append(
-            register_module_forward_hook(
-                # After an exception PyTorch calls it without keyword arguments.
-                lambda module, args, *rest: _session.leave(module, args, rest[0] if rest[1:] else {}, rest[-1]),
-                with_kwargs=True,
-                always_call=True,
-            )
-        )
+    _install()
     _session.follow(step)
     blocks = list(blocks)
     step.learn_counts(blocks)
@@ -273,6 +269,16 @@ def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
         block.on_edge_dropout = step.edge_dropout
+
+
+def _install() -> None:
+    """Puts the hooks in, anew once dynamo is not to follow them."""
+    if settle_untraced():
+        stop()
+    if _session.installed:
+        return
+    _session.installed.append(register_module_forward_pre_hook(_session.enter))
+    _session.installed.append(register_module_forward_hook(_session.leave, with_kwargs=True, always_call=True))
 
 
 @contextlib.contextmanager

@@ -252,7 +252,8 @@ class Communicator:
                 raise ExchangeError(
                     f"ranks disagree about exchange {self.num_calls}: rank 0 of {self.world_size} exchanges "
                     f"{_describe(headers[0])}, rank {rank} exchanges {_describe(header)}. Every rank must run the same "
-                    f"layers on the same fields, with gradients or without, in the same order."
+                    f"layers on the same fields, with gradients or without, in the same order; features that only some "
+                    f"ranks copy are other fields: copy them on all ranks, or give the loader keep_static=False."
                 )
             for peer, other in enumerate(headers):
                 sent, expected = other[4 + rank], header[4 + self.world_size + peer]

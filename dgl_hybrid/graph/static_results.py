@@ -10,7 +10,8 @@ PyTorch counts what is written into a tensor, but not through `.data`, NumPy or 
 compared before each epoch, which finds a field that was scaled or shuffled in that way, not one changed row.
 
 Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
-every rank; whether somebody wrote into one is agreed on before each epoch (`FullGraphLoader`).
+every rank, unless a script copies its features on some only; that, and whether somebody wrote into one, is agreed on
+before each epoch (`FullGraphLoader`).
 """
 
 from __future__ import annotations
@@ -125,6 +126,7 @@ class StaticResults:
         self._is_static = is_static
         self._kept: dict[Hashable, _Kept] = {}
         self._is_making = False
+        self._asked: set[Hashable] = set()
 
     def are_static(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""
@@ -154,7 +156,20 @@ class StaticResults:
             operands: For which `are_static` holds.
             make: Called without gradients.
         """
+        self._asked.add((key, tuple(map(id, operands))))
         return self._get(key, operands, make)
+
+    def take_num_asked(self) -> int:
+        """Returns how many different results `get` was asked for since the last call: if not as many as on other ranks,
+        some of them exchange rows where others have what these make.
+        """
+        asked, self._asked = self._asked, set()
+        return len(asked)
+
+    def stop(self) -> None:
+        """Drops everything, and keeps nothing from now on; every rank does so at the same point of its program."""
+        self.clear()
+        self._is_static = nothing_is_static
 
     def _get(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], KeptT]) -> KeptT:
         key = (key, tuple(map(id, operands)))  # the operands' objects are compared below

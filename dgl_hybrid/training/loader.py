@@ -20,7 +20,7 @@ from dgl_hybrid.exchange.locality import RowOrder, check_row_order
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.static_results import nothing_is_static
+from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
 from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
@@ -577,7 +577,7 @@ class FullGraphLoader:
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks how long the last epoch took, whether anybody wrote into fields, whether what is kept of the
-        epoch is still right and whether it drew random numbers. Collective.
+        epoch is still right, and as much on all of them, and whether it drew random numbers. Collective.
 
         In one gather: between four ranks on two cores each takes milliseconds.
         """
@@ -596,6 +596,7 @@ class FullGraphLoader:
                 *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
                 0 if step is None else step.dense_below,
                 int(self._runs_on.type == "cuda"),
+                *(results.take_num_asked() for results in kept),
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
@@ -613,12 +614,35 @@ class FullGraphLoader:
         if is_written or any(row[1] for row in told):
             for results in kept:
                 results.clear()
+        if self._keep_static:
+            self._check_same_kept([row[11:] for row in told], kept)
         del step, kept  # a change of plan drops what they hold
         if all(row[8] for row in told):
             choice.check_other_model()
         if choice.trials is not None and all(row[0] for row in told):
             self._change_ns = 0
             self._follow(choice.after_epoch(max(row[0] for row in told) / 1e9, max(row[3] for row in told) / 1e9))
+
+    def _check_same_kept(self, asked: list[list[int]], kept: Sequence[StaticResults]) -> None:
+        """Keeps nothing any more, on all ranks, if they differ in what they would keep: who has a result does not take
+        part in the exchange that makes it.
+        """
+        other = next((rank for rank, of_rank in enumerate(asked) if of_rank != asked[0]), None)
+        if other is None:
+            return
+        self._keep_static = self._choice.maker.keep_static = False
+        for results in kept:
+            results.stop()
+        if self.communicator.rank == 0:
+            _logger.warning(
+                "rank 0 of %d made %d results of the loader's own features in the last epoch and rank %d %d, which "
+                "would be kept: some ranks copy or transform features before their first layer and others do not. "
+                "Nothing is kept from now on. Do so on all ranks or on none, or give keep_static=False",
+                self.communicator.world_size,
+                sum(asked[0]),
+                other,
+                sum(asked[other]),
+            )
 
     def _check_same_masks(self, states: list[tuple[int, int]]) -> None:
         """Raises on all ranks if they would draw different masks for one row."""

@@ -127,7 +127,8 @@ class PlanMaker:
     ) -> None:
         self._graph, self._seeds, self._num_layers, self._config = g, seeds, num_layers, config
         self._num_borrowed, self._row_order = num_borrowed, row_order
-        self._keep_static, self._overlap, self._partial_sums = keep_static, overlap, partial_sums
+        self._overlap, self._partial_sums = overlap, partial_sums
+        self.keep_static = keep_static
         self._given_topology, self._approximation = topology, approximation
         self.dense_below = 0
         """Levels below this one hold every vertex, whatever the trace of the model says."""
@@ -176,7 +177,7 @@ class PlanMaker:
             else:
                 try:
                     traced = trace_model(
-                        model, template, self._num_layers, dropout=_example_dropout, keep_static=self._keep_static
+                        model, template, self._num_layers, dropout=_example_dropout, keep_static=self.keep_static
                     )
                 except HybridError:
                     raise
@@ -252,7 +253,7 @@ class PlanMaker:
                 template,
                 num_layers,
                 dropout=_example_dropout,
-                keep_static=self._keep_static,
+                keep_static=self.keep_static,
                 sums_first=sums_first,
             ).trace
 
@@ -279,7 +280,7 @@ class PlanMaker:
                     sets,
                     trace,
                     dropout=_example_dropout,
-                    keep_static=self._keep_static,
+                    keep_static=self.keep_static,
                     own_rows=own_rows,
                     any_wants_more=rounds.any_wants_more,
                 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import sys
 import tempfile
 from collections import Counter
@@ -62,6 +63,8 @@ class Run:
     """Vertices of the first layer whose owners aggregate for them."""
     num_left: int = 0
     """Fields that were left on disk."""
+    warnings: list[str] = field(default_factory=list)
+    """Of the loader."""
 
 
 def train(
@@ -93,12 +96,17 @@ def train(
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
     run = Run()
+    heard = logging.Handler()
+    heard.emit = lambda record: run.warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgl_hybrid.training.loader").addHandler(heard)
     g.communicator.clock.drain()
     for epoch in range(EPOCHS):
         for input_nodes, seeds, blocks in loader:
             if epoch == 1:
                 make_change(change, rank, g, input_nodes, blocks)
             x = g.ndata["feat"][input_nodes]
+            if change == "copies on rank 1" and rank == 1:
+                x = x.clone()
             if change == "evaluates first" and epoch == 0:
                 model.eval()
                 with torch.inference_mode():
@@ -122,6 +130,7 @@ def train(
             num_resident = len(resting_rows._in_memory)
             loader._free_memory.leave_rows_on_disk()
             run.num_left += num_resident - len(resting_rows._in_memory)
+    logging.getLogger("dgl_hybrid.training.loader").removeHandler(heard)
     results = blocks[0].static_results
     run.kept_bytes = results.num_bytes
     replicas = blocks[0].structure.replicas
@@ -239,6 +248,21 @@ def test_raw_rows_that_nobody_reads_can_be_left_on_disk(
     assert_same(runs, reference(case))
     for run in runs:  # once: they stay there, or were read all the same and go back for good
         assert run.num_left == (0 if kind in ("sage_mean", "gat") else 1)
+
+
+@pytest.mark.parametrize("plan", ["random:1:0.5", "planned:depcache", "planned-random:1:0.5"])
+def test_nothing_is_kept_if_only_some_ranks_copy_their_features(plan: str, partitions: PartitionStore) -> None:
+    """Those that did not had the first layer's sums at hand, and did not come to the exchange of the others."""
+    case = Case(kind="gin", plan=plan)
+    runs = run_ranks(2, train, partitions.get("power_law", power_law(), 2), case, change="copies on rank 1")
+    assert_same(runs, reference(case))
+    told, *others = [run.warnings for run in runs]
+    assert others == [[]]
+    assert len(told) == 1
+    assert "rank 0 of 2 made 1 results" in told[0]
+    assert "rank 1 0" in told[0]
+    assert "keep_static=False" in told[0]
+    assert all(run.kept_bytes == 0 for run in runs)
 
 
 class WithSkip(nn.Module):

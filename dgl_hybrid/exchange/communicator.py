@@ -406,8 +406,13 @@ class Communicator:
             self._explain(what, error)
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:
-        late = [] if self.transport is None else self.transport.find_late_ranks(self.name, self.num_calls)
-        who = f"rank {', '.join(map(str, late))} did not take part" if late else "a peer left or failed"
+        if f"exchange {self.num_calls} " not in what:
+            what = f"{what} after exchange {self.num_calls}"
+        late = [] if self.transport is None else self.transport.find_late_ranks(self.name, what)
+        told = [f"rank {', '.join(map(str, late))} did not take part"] if late else []
+        if self.transport is not None:
+            told += [f"rank {rank} waits in {place}" for rank, place in sorted(self.transport.elsewhere.items())]
+        who = "; ".join(told) or "a peer left or failed"
         raise ExchangeError(
             f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. Every rank must make the same "
             f"calls in the same order (an `if rank == 0: evaluate()` breaks this), and an exception on one rank ends "

@@ -18,19 +18,21 @@ from dgl_hybrid.exchange.shared_memory_transport import connect_through_memory
 from dgl_hybrid.exchange.transport import CollectiveTransport
 
 DEFAULT_TIMEOUT_S = 600.0
+_TIMEOUTS_OF_PYTORCH = (dist.distributed_c10d.default_pg_timeout, timedelta(minutes=10))
+"""Of a group that is given none, over gloo and NCCL."""
 RankTransport = Literal["auto", "collective", "shared_memory"]
 
 _logger = logging.getLogger(__name__)
 
 
 def create_communicator(
-    *, timeout_s: float = DEFAULT_TIMEOUT_S, backend: str | None = None, transport: RankTransport = "auto"
+    *, timeout_s: float | None = None, backend: str | None = None, transport: RankTransport = "auto"
 ) -> Communicator:
     """Creates a communicator over all ranks with a process group of its own. Collective over the default group.
 
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others. The same on
-            all ranks.
+            all ranks. None takes what `init_process_group(timeout=)` was given; ten minutes if it was not.
         backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the current device of
             every rank is a GPU that no other rank has.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
@@ -46,6 +48,7 @@ def create_communicator(
     """
     if transport not in ("auto", "collective", "shared_memory"):
         raise ValueError(f"transport must be 'auto', 'collective' or 'shared_memory' (got {transport!r})")
+    timeout_s = default_timeout_s() if timeout_s is None else timeout_s
     check_timeout(timeout_s)
     if not (dist.is_available() and dist.is_initialized()):
         return Communicator(None)
@@ -72,6 +75,21 @@ def create_communicator(
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
     return Communicator(collective, name=name)
+
+
+def default_timeout_s() -> float:
+    """Returns how long ranks wait for each other if nothing is said: as long as those of the default group, where the
+    script has said it there.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return DEFAULT_TIMEOUT_S
+    group = dist.distributed_c10d._get_default_group()
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, timedelta) and timeout not in _TIMEOUTS_OF_PYTORCH:
+            return timeout.total_seconds()
+    return DEFAULT_TIMEOUT_S
 
 
 def check_timeout(timeout_s: float) -> None:

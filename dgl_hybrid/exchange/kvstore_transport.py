@@ -98,7 +98,7 @@ class KVStoreTransport(Transport):
         self._swap([as_bytes(source)] * self.world_size, [as_bytes(part) for part in gathered])
         return gathered
 
-    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+    def find_late_ranks(self, name: str, where: str) -> list[int]:
         """The ranks from which something was still to come when this one gave up."""
         return self._late
 

@@ -253,12 +253,13 @@ class SharedMemoryTransport(Transport):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return self._group.all_gather(tensor)
 
-    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+    def find_late_ranks(self, name: str, where: str) -> list[int]:
         """Those from which something was still to come when this one gave up; else whom the process group misses."""
         is_told = self._why_left and not (self._far is not None and self._far.has_failed)
         if is_told and self._far is None:
             return self._late
-        missed = self._group.find_late_ranks(name, num_calls)  # far ranks ask who is stuck as this one is
+        missed = self._group.find_late_ranks(name, where)  # far ranks ask who is stuck as this one is
+        self.elsewhere = self._group.elsewhere
         return self._late if is_told else missed
 
     # ---------------------------------------------------------------- rounds

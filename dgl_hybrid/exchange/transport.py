@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +46,8 @@ class Transport(ABC):
     rank: int
     world_size: int
     backend: str
+    elsewhere: Mapping[int, str] = {}
+    """Where ranks stand that `find_late_ranks` found waiting for something else than this one, at its last call."""
     can_lend: bool = False
     """It has memory of its own to send from and to read from."""
 
@@ -106,12 +108,12 @@ class Transport(ABC):
         """Gives back memory of the transport's own that no operation needs at present. Not collective."""
 
     @abstractmethod
-    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
+    def find_late_ranks(self, name: str, where: str) -> list[int]:
         """Returns the ranks that did not come to a call that failed here, as far as can be told.
 
         Args:
             name: Of the communicator; alike on every rank.
-            num_calls: Exchanges this rank has begun.
+            where: What failed; alike on the ranks that came.
         """
 
 
@@ -190,14 +192,17 @@ class CollectiveTransport(Transport):
         self._running.num_open -= 1
         return out
 
-    def find_late_ranks(self, name: str, num_calls: int) -> list[int]:
-        """Each rank that is stuck says so in the store; after a moment, those that said nothing are the late ones."""
+    def find_late_ranks(self, name: str, where: str) -> list[int]:
+        """Each rank that is stuck says in the store where; those that said nothing after a moment are late."""
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(_PROGRESS_KEY.format(name=name, rank=self.rank), str(num_calls))
+            store.set(_PROGRESS_KEY.format(name=name, rank=self.rank), where)
             time.sleep(1.0)
             keys = [_PROGRESS_KEY.format(name=name, rank=rank) for rank in range(self.world_size)]
-            return [rank for rank, key in enumerate(keys) if not store.check([key])]
+            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            said = {rank: store.get(key).decode() for rank, key in enumerate(keys) if rank not in late}
+            self.elsewhere = {rank: other for rank, other in said.items() if other != where}
+            return late
         except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
             return []
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, check_timeout, create_communicator
+from dgl_hybrid.exchange.connect import check_timeout, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
@@ -38,7 +38,7 @@ _logger = logging.getLogger(__name__)
 TransportName = Literal["auto", "collective", "shared_memory", "kvstore"]
 
 
-def connect_trainers(g: DistGraph, transport: TransportName, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Communicator:
+def connect_trainers(g: DistGraph, transport: TransportName, *, timeout_s: float) -> Communicator:
     """Returns a communicator over all trainers of a job; `timeout_s` as of `create_communicator`. Collective.
 
     Raises:

@@ -114,8 +114,8 @@ class FullGraphLoader:
         transport: What carries rows between the trainers of a `DistGraph`: "collective" (torch.distributed, which the
             script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter between
             trainers of one host, the former between hosts) or "kvstore" (DistDGL's servers); None means "auto".
-        timeout_s: How long the trainers of a `DistGraph` wait for each other, in planning too; None: ten minutes. The
-            same on all ranks.
+        timeout_s: How long the trainers of a `DistGraph` wait for each other, in planning too; None: what
+            `init_process_group(timeout=)` was given, or ten minutes. The same on all ranks.
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import DEFAULT_TIMEOUT_S, create_communicator
+from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
@@ -88,7 +88,8 @@ class PartitionedGraph:
             part_config: The JSON file of a DistDGL partition folder.
             communicator: None makes one over the default process group.
             verify: Check checksums where the folder has them.
-            timeout_s: How long ranks wait for each other, in planning too; None: ten minutes. The same on all ranks.
+            timeout_s: How long ranks wait for each other, in planning too; None: what `init_process_group(timeout=)`
+                was given, or ten minutes. The same on all ranks.
 
         Raises:
             PartitionError: Missing, damaged or unsuitable folder, or a number of ranks other than its parts.
@@ -96,7 +97,7 @@ class PartitionedGraph:
         """
         chosen = communicator
         if chosen is None:
-            chosen = create_communicator(timeout_s=DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s)
+            chosen = create_communicator(timeout_s=timeout_s)
         with chosen.agreed():
             if communicator is not None and timeout_s is not None:
                 raise ValueError(f"timeout_s is for a new communicator (got {timeout_s} with one that has its own)")
@@ -131,8 +132,8 @@ class PartitionedGraph:
                 host that all trainers run on; "auto" (the default) chooses between these two for every pair
                 (`create_communicator`).
                 "kvstore" goes over DistDGL's servers, slowly, where no backend of torch.distributed spans the hosts.
-            timeout_s: How long ranks wait for each other, in planning too; None: ten minutes, or what this graph was
-                seen with before. The same on all ranks.
+            timeout_s: How long ranks wait for each other, in planning too; None: what this graph was seen with before,
+                else what `init_process_group(timeout=)` was given, or ten minutes. The same on all ranks.
 
         Raises:
             ValueError: Another timeout than it was seen with before.
@@ -141,7 +142,7 @@ class PartitionedGraph:
         """
         views: dict[str, tuple[PartitionedGraph, float]] = g.__dict__.setdefault("_dgl_hybrid_views", {})
         if transport not in views:
-            chosen_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
+            chosen_s = default_timeout_s() if timeout_s is None else timeout_s
             communicator = connect_trainers(g, transport, timeout_s=chosen_s)
             part = share_partition(g, communicator)
             view = PartitionedGraph(part, communicator)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
 from dgl_hybrid.exchange.ids import Ownership, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
@@ -133,6 +134,43 @@ def test_the_missing_rank_is_named() -> None:
         assert f"on rank {rank} of 3: rank 1 did not take part" in message
         assert "same calls in the same order" in message
         assert elapsed_s < 100.0
+
+
+def run_apart(rank: int, world_size: int) -> str:
+    """Rank 1 skips an exchange and waits where the others come later."""
+    communicator, plan = create_communicator(timeout_s=2.0, transport="collective"), make_plans(world_size)[rank]
+    extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
+    try:
+        if rank == 1:
+            communicator.barrier()
+            communicator.barrier()
+        extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
+    except ExchangeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_wait_for_each_other_in_different_places_say_where() -> None:
+    """Over a process group each of them came somewhere, so "a peer left or failed" was all that was said."""
+    first, second, third = run_ranks(3, run_apart)
+    assert "exchange 2 (layer 2, forward) did not complete on rank 0 of 3: rank 1 waits in gather after" in first
+    assert "gather after exchange 1 did not complete on rank 1 of 3" in second
+    assert "rank 0 waits in exchange 2 (layer 2, forward); rank 2 waits in exchange 2 (layer 2, forward)" in second
+    assert "rank 1 waits in gather after exchange 1" in third
+
+
+def ask_for_timeouts(rank: int, world_size: int) -> list[float]:
+    dist.destroy_process_group()
+    found = []
+    for options in ({"timeout": timedelta(seconds=77)}, {}):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+        found.append(default_timeout_s())
+        dist.destroy_process_group()
+    return [*found, default_timeout_s()]
+
+
+def test_ranks_wait_as_long_as_the_script_told_its_process_group() -> None:
+    assert run_ranks(1, ask_for_timeouts) == [[77.0, 600.0, 600.0]]
 
 
 def ask_beyond(rank: int, world_size: int) -> str:

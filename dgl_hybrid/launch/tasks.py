@@ -46,7 +46,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     """Plans without training, saves every rank's plan in `payload["out"]` and explains `payload["explain"]`.
 
     Raises:
-        PlanError: On every rank: nothing fits, or a vertex to explain is out of range.
+        PlanError: On every rank: nothing fits, a vertex to explain is out of range, or a plan cannot be written.
     """
     job = TrainJob.from_json(payload["job"])
     g = open_graph(job)
@@ -58,7 +58,14 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     problem, costs = outcome.basis.problem, outcome.basis.costs
     if payload["out"] is not None:
         with communicator.agreed():
-            save_plan(replace(plan, partition_fingerprint=partition_digest(Path(job.part_config))), payload["out"])
+            plan_to_save = replace(plan, partition_fingerprint=partition_digest(Path(job.part_config)))
+            try:
+                save_plan(plan_to_save, payload["out"])
+            except OSError as error:
+                raise PlanError(
+                    f"the plan of rank {communicator.rank} of {communicator.world_size} cannot be written to "
+                    f"{payload['out']}: {error}. Give --out a folder that can be written to, with space left."
+                ) from error
     rows = [asdict(row) for row in report(problem, costs, [plan])]
     counts = count_dependencies(loader)
     explanations: list[str] = []

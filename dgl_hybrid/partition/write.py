@@ -18,6 +18,7 @@ import dgl
 import torch
 from dgl.data.utils import save_tensors
 from dgl.distributed import partition as dgl_partition
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
@@ -141,6 +142,10 @@ def partition_graph(
         _move_into_place(staging, target, graph_name)
     except OSError as error:
         raise _cannot_be_written(target, error) from error
+    except (dgl.DGLError, SafetensorError) as error:
+        if not _is_of_files(error):
+            raise
+        raise _cannot_be_written(target, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return mapping if return_mapping else None
@@ -167,8 +172,15 @@ def _umask() -> int:
     return umask
 
 
-def _cannot_be_written(target: Path, error: OSError) -> PartitionError:
-    return PartitionError(f"{target} cannot be written: {error}. Free space or choose another out_path.")
+def _is_of_files(error: Exception) -> bool:
+    """Whether a file could not be opened or written: libraries tell it in words, DGL by where in its source it was."""
+    return ("local_filesys" if isinstance(error, dgl.DGLError) else "I/O error") in str(error)
+
+
+def _cannot_be_written(target: Path, error: Exception) -> PartitionError:
+    # Of DGL's words, a stack of addresses follows in further lines.
+    why = "DGL could not write a file, as on a full disk" if isinstance(error, dgl.DGLError) else str(error)
+    return PartitionError(f"{target} cannot be written: {why}. Free space or choose another out_path.")
 
 
 def _write_heterograph(
@@ -186,6 +198,8 @@ def _write_heterograph(
                 g, graph_name, num_parts, str(folder), return_mapping=True, **options
             )
     except (IndexError, AssertionError, dgl.DGLError) as error:
+        if _is_of_files(error):
+            raise
         raise PartitionError(
             f"DGL cannot write this heterograph in {num_parts} parts ({type(error).__name__}: {error}); it needs "
             "vertices and edges of every type in every part. Use fewer parts or another part_method."

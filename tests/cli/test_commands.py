@@ -43,6 +43,16 @@ def fails(done: subprocess.CompletedProcess[str], message: str, *, code: int = 1
     assert message in done.stderr
 
 
+def test_a_folder_that_plans_cannot_be_written_to_is_named(partition: Path, folder: Path) -> None:
+    (folder / "file").write_text("")
+    done = run_command("plan", "--partition", partition, *TRAIN, "--out", folder / "file" / "plan")
+    assert done.returncode == 1
+    assert f"cannot be written to {folder / 'file' / 'plan'}" in done.stderr
+    assert "Give --out a folder" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "unexpected" not in done.stderr
+
+
 def test_plan_then_train_by_it(partition: Path, folder: Path) -> None:
     done = run_command("plan", "--partition", partition, *TRAIN, "--explain", "7", "--json", "--out", folder / "plan")
     assert done.returncode == 0, done.stderr

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -372,6 +373,35 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("dgl_hybrid.partition.write.sync_tree", fail)
     with pytest.raises(PartitionError, match=r"cannot be written: .*No space left on device"):
         write(hand_drawn(), tmp_path / "p", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("homogeneous", "DGL could not write a file"),
+        ("its ids", "File too large"),
+        ("heterogeneous", "DGL could not write a file"),
+    ],
+)
+def test_a_disk_that_is_full_where_libraries_write_is_told_as_such(kind: str, words: str, tmp_path: Path) -> None:
+    """They raise errors of their own there, which were shown raw, or taken for a graph that cannot be split."""
+    ends = torch.arange(100)
+    graph = dgl.heterograph({("a", "r", "b"): (ends, ends), ("b", "s", "a"): (ends, ends)})
+    graph = graph if kind == "heterogeneous" else power_law()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1000 if kind == "its ids" else 3000, before[1])
+    )  # of a file, in place of a small disk
+    try:
+        with pytest.raises(PartitionError) as raised:
+            partition_graph(graph, "g", 2, tmp_path / "p", part_method="random")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert f"{tmp_path / 'p'} cannot be written: " in str(raised.value)
+    assert words in str(raised.value)
+    assert "choose another out_path" in str(raised.value)
+    assert "Stack trace" not in str(raised.value)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from dgl_hybrid.errors import HybridError
 
+FOLDER_PREFIX = "dgl_hybrid_job_"
+"""Of the temporary folder in which launcher and ranks meet."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.launch.job import Job, RankError
+from dgl_hybrid.launch.job import FOLDER_PREFIX, Job, RankError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -77,7 +77,7 @@ def run_local(
     from torch.distributed.launcher.api import elastic_launch
 
     threads = threads_per_rank(ranks) if threads is None else threads
-    with tempfile.TemporaryDirectory(prefix="dgl_hybrid_job_") as name:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         folder = Path(name)
         job = Job(
             task=task,
@@ -123,7 +123,8 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
 
     Args:
         errors: What ranks reported, the earliest first.
-        exit_codes: Of ranks that ended by themselves; negative: by that signal.
+        exit_codes: Of ranks that ended by themselves, as they were noticed, then of those that the launcher ended;
+            negative: by that signal.
         ranks: Number of ranks.
     """
     reporting = {error.rank for error in errors}
@@ -137,6 +138,10 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
         rank, number = next(iter(killed.items()))
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         return RankFailure(f"rank {rank} of {ranks} was killed by {signal.Signals(number).name}{hint}", "")
+    # The launcher ends the others by this signal, too; then it has noticed something else before.
+    ended = [rank for rank, code in exit_codes.items() if code == -signal.SIGTERM and rank not in reporting]
+    if not causes and ended and all(_says_that_a_peer_ended(error) for error in errors):
+        return RankFailure(f"rank {ended[0]} of {ranks} was ended by SIGTERM, which the launcher did not send", "")
     if not causes and not errors:
         codes = ", ".join(f"rank {rank}: exit code {code}" for rank, code in sorted(exit_codes.items()))
         return RankFailure(f"a rank of {ranks} ended without a word ({codes or 'exit codes unknown'})", "")
@@ -159,6 +164,10 @@ def _is_consequence(error: RankError) -> bool:
         r"gloo|NCCL|Connection (closed|reset)", error.message
     )
     return error.kind == "ExchangeError" or bool(is_transport)
+
+
+def _says_that_a_peer_ended(error: RankError) -> bool:
+    return re.search(r"has ended|Connection (closed|reset)", error.message) is not None
 
 
 def _launch_config(ranks: int, folder: Path) -> Any:

@@ -6,9 +6,11 @@ Started by `launch.local` as `python -m dgl_hybrid.launch.rank FOLDER`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import shutil
 import sys
 import threading
 import time
@@ -17,13 +19,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import dgl_hybrid  # noqa: F401  mends DGL before anything imports it
-from dgl_hybrid.launch.job import Job, RankError, write_json
+from dgl_hybrid.launch.job import FOLDER_PREFIX, Job, RankError, write_json
 
 
 def main(folder: Path) -> NoReturn:
     """Runs the task of the job in `folder`, then ends this process."""
     job = Job.read(folder)
-    _exit_with(job.launcher_pid)
+    _exit_with(job.launcher_pid, folder)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     logging.basicConfig(
         stream=sys.stderr,
@@ -36,7 +38,8 @@ def main(folder: Path) -> NoReturn:
         if rank == 0:
             write_json(folder / "result.json", result)
     except BaseException as error:  # also SystemExit: a rank that leaves early has failed
-        write_json(folder / f"error_{rank}.json", RankError.of(error, rank, traceback.format_exc()).to_json())
+        with contextlib.suppress(FileNotFoundError):  # a killed launcher's folder: nobody reads it
+            write_json(folder / f"error_{rank}.json", RankError.of(error, rank, traceback.format_exc()).to_json())
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
@@ -59,12 +62,16 @@ def _run(job: Job, folder: Path, rank: int, world_size: int) -> Any:
     return result
 
 
-def _exit_with(launcher_pid: int) -> None:
-    """Ends this process when its launcher is gone, however that ended: ranks are never left behind."""
+def _exit_with(launcher_pid: int, folder: Path) -> None:
+    """Ends this process when its launcher is gone, however that ended: ranks are never left behind, nor is the job's
+    folder, which a launcher that ends by itself removes.
+    """
 
     def watch() -> None:
         while os.getppid() == launcher_pid:
             time.sleep(0.5)
+        if folder.name.startswith(FOLDER_PREFIX):  # all ranks do so, as none knows which is the last
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True, name="launcher-watch").start()

@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -149,6 +150,7 @@ def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedG
     description = describe(data, partition, num_parts)
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     with _locked(root, digest[:16]):
+        _remove_unfinished(root, digest[:16])
         found = _reusable(root, digest[:16])
         if found is not None:
             return found
@@ -228,6 +230,13 @@ def _read_description(part_config: Path) -> tuple[str, int] | None:
         return str(content["name"]), int(content["num_classes"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def _remove_unfinished(root: Path, key: str) -> None:
+    """Removes what killed processes were writing, large as it may be; the caller holds the lock, so nobody writes."""
+    for folder in (root, *root.glob(f"*-{key}")):
+        for path in folder.glob(f".*-{key}.writing-*"):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _reusable(root: Path, key: str) -> PreparedGraph | None:

@@ -151,13 +151,25 @@ def test_a_killed_rank_ends_the_job(partition: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_ended_from_outside_is_named(partition: Path) -> None:
+    process = start_endless(partition)
+    rank_processes(process.pid)[1].terminate()
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert "of 2 was ended by SIGTERM, which the launcher did not send" in errors
+
+
+@pytest.mark.slow
 def test_ranks_do_not_outlive_their_launcher(partition: Path) -> None:
     process = start_endless(partition)
     ranks = rank_processes(process.pid)
+    folder = Path(ranks[0].cmdline()[-1])
+    assert folder.is_dir()
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=TIMEOUT_S)
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive, "a rank was left behind"
+    assert not folder.exists(), "the job's folder was left behind"
 
 
 @pytest.mark.slow

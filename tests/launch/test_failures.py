@@ -63,6 +63,22 @@ def test_ranks_ended_by_the_launcher_are_not_blamed() -> None:
     assert str(failure) == "rank 1 of 2: late"
 
 
+@pytest.mark.parametrize(
+    ("errors", "exit_codes"),
+    [
+        ([], {2: -signal.SIGTERM, 0: -signal.SIGTERM, 1: -signal.SIGTERM}),
+        ([error(0, "ExchangeError", "the process of rank 2 has ended")], {0: 1, 2: -signal.SIGTERM}),
+        (
+            [error(0, "RuntimeError", "gloo: Connection closed by peer", is_expected=False)],
+            {0: 1, 2: -signal.SIGTERM, 1: -signal.SIGTERM},
+        ),
+    ],
+)
+def test_a_rank_that_somebody_else_ended_is_named(errors: list[RankError], exit_codes: dict[int, int]) -> None:
+    failure = explain_failure(errors, exit_codes, 3)
+    assert str(failure) == "rank 2 of 3 was ended by SIGTERM, which the launcher did not send"
+
+
 @pytest.mark.parametrize("operation", ["exchange 5 (layer 2, forward)", "the probe of this cluster", "gather"])
 def test_the_last_words_of_a_trainer_that_lost_its_peer_through_memory(operation: str) -> None:
     """Neither gloo nor a socket comes up in them."""

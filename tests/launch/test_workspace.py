@@ -3,6 +3,9 @@ from __future__ import annotations
 
 import json
 import logging
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +43,29 @@ def test_a_second_run_reuses_the_first_ones_partition(tmp_path: Path) -> None:
         prepare(tmp_path, ranks=3, num_hops=2),
     }
     assert len({first, *others}) == 4, "other options must not share a partition"
+
+
+KILLED = """
+import os, signal, sys
+from dgl_hybrid.launch import workspace
+from dgl_hybrid.partition import write
+
+write.sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGKILL)
+data, partition = workspace.DataConfig(data=sys.argv[2]), workspace.PartitionConfig(ranks=2, workspace=sys.argv[1])
+workspace.prepare_partition(data, partition)
+"""
+
+
+def test_what_a_killed_run_had_written_is_removed_by_the_next(tmp_path: Path) -> None:
+    """It may be as large as a partition, and its name is never used again."""
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), SMALL], check=False, timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = tmp_path.glob(".*.writing-*")
+    others = tmp_path / ".other-2-0123456789abcdef.writing-x"
+    others.mkdir()
+    prepare(tmp_path)
+    assert not left.exists()
+    assert others.exists(), "of another partition, which a process may be writing"
 
 
 def test_a_damaged_partition_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

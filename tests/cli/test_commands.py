@@ -43,6 +43,7 @@ def fails(done: subprocess.CompletedProcess[str], message: str, *, code: int = 1
     assert message in done.stderr
 
 
+@pytest.mark.slow
 def test_a_folder_that_plans_cannot_be_written_to_is_named(partition: Path, folder: Path) -> None:
     (folder / "file").write_text("")
     done = run_command("plan", "--partition", partition, *TRAIN, "--out", folder / "file" / "plan")

@@ -108,7 +108,11 @@ def gradients_in_blocks(
     What a block of the gradient goes through it goes through in the cache.
     """
     if grad.device.type != "cpu":
-        return _gradients_at_once(rows, weights, grad, output, factors, needs_rows, needs_weights, needs_addend)
+        masked = mask_of_relu(grad, output)
+        found = _gradients_at_once(rows, weights, masked, factors, needs_rows, needs_weights)
+        if needs_addend:  # an operation of PyTorch must not hand back what it was given
+            found.append(masked.clone() if masked is grad else masked)
+        return found
     d_rows = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
     sums = [
         _WeightGradient(x, weight) if needs else None
@@ -137,23 +141,18 @@ def gradients_in_blocks(
 def _gradients_at_once(
     rows: list[Tensor],
     weights: list[Tensor],
-    grad: Tensor,
-    output: Tensor | None,
+    masked: Tensor,
     factors: Tensor | None,
     needs_rows: Sequence[bool],
     needs_weights: Sequence[bool],
-    needs_addend: bool,
 ) -> list[Tensor]:
-    """As `_multiply_at_once`."""
-    masked = mask_of_relu(grad, output)
-    d_bias = masked.sum(0, dtype=sum_dtype(grad.dtype)).to(grad.dtype)
+    """As `_multiply_at_once`; of the gradient before the ReLU."""
+    d_bias = masked.sum(0, dtype=sum_dtype(masked.dtype)).to(masked.dtype)
     scaled = masked if factors is None else masked * factors
     found = [torch.mm(scaled, weight.t()) for weight, needs in zip(weights, needs_rows, strict=True) if needs]
     for x, weight, needs in zip(rows, weights, needs_weights, strict=True):
         if needs:
             found.append(torch.mm(scaled.t(), x) if is_turned(weight) else torch.mm(x.t(), scaled))
-    if needs_addend:  # an operation of PyTorch must not hand back what it was given
-        return [*found, d_bias, masked.clone() if masked is grad else masked]
     return [*found, d_bias]
 
 

@@ -48,7 +48,12 @@ def multiply_in_blocks(
 ) -> Tensor:
     """`Backend.row_products`."""
     if rows[0].device.type != "cpu":
-        return _multiply_at_once(rows, weights, factors, addend, bias, relu)
+        is_first = bias is not None and factors is None and bias.dtype == rows[0].dtype
+        result = _multiply_at_once(rows, weights, bias if is_first else None)
+        if factors is not None:
+            result.mul_(factors)
+        finish_rows(result, addend, None if is_first else bias, relu)
+        return result
     result = weights[0].new_empty(len(rows[0]), weights[0].shape[1])
     weights = [weight.contiguous() for weight in weights]  # MKL takes 2 to 10 % longer for one that lies turned
     for block in row_blocks(result):
@@ -62,24 +67,11 @@ def multiply_in_blocks(
     return result
 
 
-def _multiply_at_once(
-    rows: list[Tensor],
-    weights: list[Tensor],
-    factors: Tensor | None,
-    addend: Tensor | None,
-    bias: Tensor | None,
-    relu: bool,
-) -> Tensor:
+def _multiply_at_once(rows: list[Tensor], weights: list[Tensor], bias: Tensor | None) -> Tensor:
     """On a GPU, where it is launches that cost: as few operations as there are."""
-    if bias is not None and factors is None and bias.dtype == rows[0].dtype:
-        result, bias = torch.addmm(bias, rows[0], weights[0]), None
-    else:
-        result = torch.mm(rows[0], weights[0])
+    result = torch.mm(rows[0], weights[0]) if bias is None else torch.addmm(bias, rows[0], weights[0])
     for x, weight in zip(rows[1:], weights[1:], strict=True):
         result.addmm_(x, weight)
-    if factors is not None:
-        result.mul_(factors)
-    finish_rows(result, addend, bias, relu)
     return result
 
 

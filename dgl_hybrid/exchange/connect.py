@@ -18,8 +18,6 @@ from dgl_hybrid.exchange.shared_memory_transport import connect_through_memory
 from dgl_hybrid.exchange.transport import CollectiveTransport
 
 DEFAULT_TIMEOUT_S = 600.0
-_TIMEOUTS_OF_PYTORCH = (dist.distributed_c10d.default_pg_timeout, timedelta(minutes=10))
-"""Of a group that is given none, over gloo and NCCL."""
 RankTransport = Literal["auto", "collective", "shared_memory"]
 
 _logger = logging.getLogger(__name__)
@@ -79,15 +77,16 @@ def create_communicator(
 
 def default_timeout_s() -> float:
     """Returns how long ranks wait for each other if nothing is said: as long as those of the default group, where the
-    script has said it there.
+    script has said it there. Words that are PyTorch's own defaults (30 minutes, NCCL 10) cannot be told from none.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return DEFAULT_TIMEOUT_S
+    unsaid = (dist.distributed_c10d.default_pg_timeout, timedelta(minutes=10))
     group = dist.distributed_c10d._get_default_group()
     for device in group._device_types:
         options = getattr(group._get_backend(device), "options", None)
         timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, timedelta) and timeout not in _TIMEOUTS_OF_PYTORCH:
+        if isinstance(timeout, timedelta) and timeout not in unsaid:
             return timeout.total_seconds()
     return DEFAULT_TIMEOUT_S
 

@@ -2,7 +2,7 @@
 """Functions into which modes of PyTorch's functions do not look.
 
 While a model runs, a `TorchFunctionMode` answers its dropout and batch norm. PyTorch asks it about every call and every
-attribute of a tensor, some two microseconds each, and a layer of attention on our ops had 130 of them: a twentieth of
+attribute of a tensor, some two microseconds each, and a layer of attention on our ops had 140 of them: a twentieth of
 an epoch on a small graph. None of those is anybody's dropout.
 """
 

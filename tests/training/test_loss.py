@@ -159,6 +159,14 @@ def differentiate_twice(rank: int, world_size: int, part_config: str, way: str) 
     return average(world_size, model.parameters()), g.fetch_nodes(g.partition.orig_node_ids, yielded)
 
 
+def assert_gradients(of_ranks: list[list[Tensor]], model: nn.Module) -> None:
+    """Those of every rank are those of the model."""
+    for gradients in of_ranks:
+        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
+            assert parameter.grad is not None
+            assert_close(gradient, parameter.grad, "gradient")
+
+
 @pytest.mark.parametrize("way", ["as many seeds", "weighted by the script"])
 def test_second_derivatives(way: str, partitions: PartitionStore) -> None:
     graph, model = power_law(), Two()
@@ -166,10 +174,7 @@ def test_second_derivatives(way: str, partitions: PartitionStore) -> None:
     seeds = torch.cat([seeds for _, seeds in results])
     loss = F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[seeds], graph.ndata["label"][seeds])
     penalise(loss, list(model.parameters()))
-    for gradients, _ in results:
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert_close(gradient, parameter.grad, "gradient")
+    assert_gradients([gradients for gradients, _ in results], model)
 
 
 def test_second_derivatives_are_refused_where_ranks_weigh_differently(partitions: PartitionStore) -> None:
@@ -219,10 +224,7 @@ def test_a_forward_that_is_the_whole_step(way: str, partitions: PartitionStore) 
     results = run_ranks(3, step_inside, partitions.get("power_law", graph, 3), way)
     seeds = torch.cat([ids for ids, *_ in results])
     F.cross_entropy(model([graph] * 2, graph.ndata["feat"])[seeds], graph.ndata["label"][seeds]).backward()
-    for _, *gradients in results:
-        for gradient, parameter in zip(gradients, model.parameters(), strict=True):
-            assert parameter.grad is not None
-            assert_close(gradient, parameter.grad, "gradient")
+    assert_gradients([gradients for _, *gradients in results], model)
 
 
 def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions: PartitionStore) -> None:

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dgl_hybrid.training.report import TrainReport
+from dgl_hybrid.training.report import PLAIN_DGL
 
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"
-STRATEGY_COLOURS = {"plain DGL": GREY, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
+STRATEGY_COLOURS = {PLAIN_DGL: GREY, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -28,8 +28,7 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
     names = [run["strategy"] for run in runs]
     colours = [STRATEGY_COLOURS.get(name, SKY) for name in names]
 
-    # The epochs of the table beside it: those of other plans, which trials measured, are not this strategy's.
-    times = [[1e3 * epoch.time_s for epoch in TrainReport.from_json(run).steady_epochs()] for run in runs]
+    times = [[1e3 * time_s for time_s in run["turn_times_s"]] for run in runs]
     medians = [statistics.median(values) for values in times]
     low = [median - _quantile(values, 0.2) for median, values in zip(medians, times, strict=True)]
     high = [_quantile(values, 0.8) - median for median, values in zip(medians, times, strict=True)]
@@ -37,9 +36,9 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
     # Above the error bar, or it would run through the figure.
     _label(axes[0], [median + up for median, up in zip(medians, high, strict=True)], [f"{m:.0f} ms" for m in medians])
     axes[0].set_title("How long is an epoch?")
-    axes[0].set_ylabel("time per epoch (ms)\nmedian, bars 20 to 80 %")
+    axes[0].set_ylabel("time per epoch (ms)\nmedian of turns, bars 20 to 80 %")
 
-    ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["strategy"] != "plain DGL"]
+    ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["strategy"] != PLAIN_DGL]
     sent = [run["epochs"][-1]["bytes_sent"] / 1e6 for run, _ in ours]
     axes[1].bar([run["strategy"] for run, _ in ours], sent, color=[colour for _, colour in ours])
     _label(axes[1], sent, [f"{value:.3g} MB" for value in sent])
@@ -61,7 +60,7 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
 
 def draw_plans(lines: Path, folder: Path) -> list[Path]:
     """Draws what each strategy caches and communicates at every layer; returns the files written."""
-    runs = [run for run in read_lines(lines) if run["strategy"] != "plain DGL"]
+    runs = [run for run in read_lines(lines) if run["strategy"] != PLAIN_DGL]
     figure, axes = _figure(len(runs), width=4.0 * len(runs), height=3.9, share_y=True)
     for axis, run in zip(axes, runs, strict=True):
         layers = [f"layer {layer['layer']}" for layer in run["plan"]]

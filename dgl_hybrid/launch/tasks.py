@@ -6,34 +6,44 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.launch.workspace import DataConfig
-from dgl_hybrid.partition.manifest import partition_digest
-from dgl_hybrid.planner import save_plan
 from dgl_hybrid.planner.explain import explain_vertex
 from dgl_hybrid.planner.report import report
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, EpochReport
-from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, train
+from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, save_plan_of, train
+from dgl_hybrid.training.turns import time_in_turns
 
 
 def train_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
-    """Trains each of `payload["jobs"]`, one after another, and returns their reports."""
+    """Trains each of `payload["jobs"]`, one after another, and returns their reports.
+
+    `payload["save_plans_in"]`, if there is one, has a folder or None for each: where ranks save their plans.
+    """
     reports = []
-    for record in payload["jobs"]:
+    folders = payload.get("save_plans_in", [None] * len(payload["jobs"]))
+    for record, folder in zip(payload["jobs"], folders, strict=True):
         job = TrainJob.from_json(record)
         with progress_bar(job, show_progress) as advance:
-            reports.append(train(job, on_epoch=advance).to_json())
+            reports.append(train(job, on_epoch=advance, save_plan_in=folder).to_json())
     return reports
+
+
+def turns_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dict[str, list[float]]:
+    """Times `payload["jobs"]`, by their names, and plain DGL in turns in these processes."""
+    jobs = {name: TrainJob.from_json(record) for name, record in payload["jobs"].items()}
+    dataset = DataConfig(**payload["data"]).load() if dist.get_rank() == 0 else None
+    return time_in_turns(jobs, dataset, threads=payload["threads"])
 
 
 def reference_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> list[dict[str, Any]]:
@@ -57,15 +67,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     assert outcome.basis is not None
     problem, costs = outcome.basis.problem, outcome.basis.costs
     if payload["out"] is not None:
-        with communicator.agreed():
-            plan_to_save = replace(plan, partition_fingerprint=partition_digest(Path(job.part_config)))
-            try:
-                save_plan(plan_to_save, payload["out"])
-            except OSError as error:
-                raise PlanError(
-                    f"the plan of rank {communicator.rank} of {communicator.world_size} cannot be written to "
-                    f"{payload['out']}: {error}. Give --out a folder that can be written to, with space left."
-                ) from error
+        save_plan_of(job, g, plan, payload["out"])
     rows = [asdict(row) for row in report(problem, costs, [plan])]
     counts = count_dependencies(loader)
     explanations: list[str] = []
@@ -147,4 +149,9 @@ def progress_bar(job: TrainJob, show: bool) -> Iterator[Callable[[int, EpochRepo
         yield advance
 
 
-TASKS: dict[str, Callable[..., Any]] = {"train": train_task, "plan": plan_task, "reference": reference_task}
+TASKS: dict[str, Callable[..., Any]] = {
+    "train": train_task,
+    "plan": plan_task,
+    "reference": reference_task,
+    "turns": turns_task,
+}

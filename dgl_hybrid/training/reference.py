@@ -13,7 +13,7 @@ from dgl_hybrid.datasets import GraphDataset
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.models import build_model
-from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
+from dgl_hybrid.training.report import PLAIN_DGL, Accuracy, EpochReport, LayerReport, TrainReport
 
 
 def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
@@ -23,48 +23,20 @@ def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
         job: `part_config` and `strategy` are not used.
         dataset: The graph.
     """
-    base_rss = current_rss_bytes()
-    graph, config = dataset.graph, job.training
-    dtype = getattr(torch, config.dtype)
-    x, label = graph.ndata["feat"].to(dtype), graph.ndata["label"]
-    blocks = [graph] * job.model.num_layers
-    model = build_model(
-        job.model.model,
-        int(x.shape[1]),
-        job.model.hidden,
-        dataset.num_classes,
-        job.model.num_layers,
-        dropout=job.model.dropout,
-        heads=job.model.heads,
-        seed=config.seed,
-        dtype=dtype,
-    )
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    train_mask = graph.ndata["train_mask"]
-    epochs = []
-    for _ in range(config.epochs):
-        model.train()
-        start_s = time.perf_counter()
-        logits = model(blocks, x)
-        loss = F.cross_entropy(logits[train_mask], label[train_mask])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        time_s = time.perf_counter() - start_s
-        epochs.append(
-            EpochReport(loss=loss.item(), time_s=time_s, bytes_sent=0, compute_s=time_s, exchange_s=0.0, wait_s=0.0)
-        )
+    run = ReferenceRun(job, dataset)
+    config, graph, model = job.training, dataset.graph, run.model
+    epochs = [run.run_epoch() for _ in range(config.epochs)]
     model.eval()
     with torch.no_grad():
-        right = model(blocks, x).argmax(1) == label
+        right = model(run.blocks, run.x).argmax(1) == graph.ndata["label"]
     final = Accuracy(
         epoch=config.epochs,
-        train=_share(right, train_mask),
+        train=_share(right, graph.ndata["train_mask"]),
         val=_share(right, graph.ndata["val_mask"]),
         test=_share(right, graph.ndata["test_mask"]),
     )
     return TrainReport(
-        strategy="plain DGL",
+        strategy=PLAIN_DGL,
         ranks=1,
         model=job.model.model,
         dataset=dataset.name,
@@ -77,11 +49,47 @@ def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
         best=final,
         final=final,
         peak_rss_bytes=(peak_rss_bytes(),),
-        base_rss_bytes=(base_rss,),
+        base_rss_bytes=(run.base_rss_bytes,),
         gradient_bytes=_gradient_bytes(model),
         predicted_epoch_s=None,
         chosen_plan="none",
     )
+
+
+class ReferenceRun:
+    """The same, an epoch at a time."""
+
+    def __init__(self, job: TrainJob, dataset: GraphDataset) -> None:
+        self.base_rss_bytes = current_rss_bytes()
+        graph, config = dataset.graph, job.training
+        dtype = getattr(torch, config.dtype)
+        self.x = graph.ndata["feat"].to(dtype)
+        self.blocks = [graph] * job.model.num_layers
+        self.model = build_model(
+            job.model.model,
+            int(self.x.shape[1]),
+            job.model.hidden,
+            dataset.num_classes,
+            job.model.num_layers,
+            dropout=job.model.dropout,
+            heads=job.model.heads,
+            seed=config.seed,
+            dtype=dtype,
+        )
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self._label, self._train_mask = graph.ndata["label"], graph.ndata["train_mask"]
+
+    def run_epoch(self) -> EpochReport:
+        """Trains one epoch."""
+        self.model.train()
+        start_s = time.perf_counter()
+        logits = self.model(self.blocks, self.x)
+        loss = F.cross_entropy(logits[self._train_mask], self._label[self._train_mask])
+        self._optimizer.zero_grad()
+        loss.backward()
+        self._optimizer.step()
+        time_s = time.perf_counter() - start_s
+        return EpochReport(loss=loss.item(), time_s=time_s, bytes_sent=0, compute_s=time_s, exchange_s=0.0, wait_s=0.0)
 
 
 def _share(right: Tensor, mask: Tensor) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -10,6 +11,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dgl_hybrid.exchange.approximate import describe_approximation
+
+PLAIN_DGL = "plain DGL"
+"""The strategy of runs that have nothing of ours."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,6 +32,8 @@ class EpochReport:
     """Time inside exchanges once the last rank had come."""
     wait_s: float
     """Time inside exchanges until the last rank had come."""
+    plan: str = ""
+    """By which dependencies were treated: "hybrid@1", …; empty for plain DGL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,11 +110,17 @@ class TrainReport:
         return describe_approximation(self.approximate)
 
     def steady_epochs(self) -> Sequence[EpochReport]:
-        """Returns the epochs under the plan that stayed, but for its first, which also fetches features.
+        """Returns the epochs under the plan that stayed, whenever they ran, but for the first after each change to it:
+        that one also fetches features.
 
-        If there are none, the last epoch.
+        Not only those after the last trial: a candidate's turn may come near the end, and one epoch would be left. If
+        there are none, the last epoch.
         """
-        return self.epochs[self.trial_epochs + 1 :] or self.epochs[-1:]
+        stayed = self.epochs[-1].plan
+        steady = [
+            epoch for before, epoch in itertools.pairwise(self.epochs) if epoch.plan == stayed and before.plan == stayed
+        ]
+        return steady or self.epochs[-1:]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object that `--json` prints."""

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.datasets import check_features
-from dgl_hybrid.errors import CheckpointError, DatasetError
+from dgl_hybrid.errors import CheckpointError, DatasetError, PlanError
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import partition_digest
-from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan
+from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan, save_plan
 from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
 from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
@@ -35,65 +35,51 @@ OnEpoch = Callable[[int, EpochReport, Accuracy | None], None]
 """Called on every rank after each epoch: epochs done, its report, and the accuracy if it was just measured."""
 
 
-def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
+def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str | Path | None = None) -> TrainReport:
     """Trains on the graph of a partition folder. Collective: every rank calls it with the same job.
 
     Initial weights depend on the seed and the model alone, so that runs of any strategy and number of ranks compare.
     A run that is resumed goes on as it would have without the break, dropout masks included; plans are made anew.
 
+    Args:
+        job: What to train.
+        on_epoch: Called after each epoch.
+        save_plan_in: Folder in which every rank saves the plan that it ended with.
     Returns:
         The report of the whole run, the same on every rank; of a resumed one, from where it went on.
     Raises:
         PartitionError, DatasetError, PlanError, BlockError, CheckpointError, ValueError: On every rank, whichever found
             the fault.
     """
-    torch.manual_seed(job.training.seed)
-    base_rss = current_rss_bytes()
-    g = open_graph(job)
-    job = replace(job, num_classes=count_classes(job, g))
-    model = build(job, g)
-    config, communicator = job.training, g.communicator
-    optimizer = torch.optim.Adam(model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
-    checkpoints = _open_checkpoints(job, g, model, optimizer)
-    progress = _resume(checkpoints, config) if checkpoints is not None else None
-    loader, plan = make_loader(job, g, model)
-    chunk_rows = _chunk_rows_of_evaluations(job, plan)
-    evaluator = Evaluator(g, job.model.num_layers, loader.device, chunk_rows=chunk_rows)
-    wrapped: nn.Module = model
-    if communicator.transport is not None:
-        wrapped = nn.parallel.DistributedDataParallel(model)
-    clock = EpochClock(communicator, job.model.num_layers, loader.device)
+    run = TrainingRun(job)
+    config, loader = run.config, run.loader
+    evaluator = Evaluator(run.g, job.model.num_layers, loader.device, chunk_rows=_chunk_rows_of_evaluations(run))
     epochs: list[EpochReport] = []
     measured: list[Accuracy] = []
-    times: EpochTimes | None = None
     trial_epochs = 0
     first_epoch = 1
-    if progress is not None:
-        loader.load_state_dict(progress.loader)
-        measured.append(progress.best)
-        first_epoch = progress.accuracy.epoch + 1
+    if run.progress is not None:
+        measured.append(run.progress.best)
+        first_epoch = run.progress.accuracy.epoch + 1
     for epoch in range(first_epoch, config.epochs + 1):
-        wrapped.train()
-        clock.start()
-        loss = _step(g, loader, wrapped, optimizer)
-        times = clock.stop()
+        epochs.append(run.run_epoch())
         if loader.is_trying:
             trial_epochs = epoch - first_epoch + 1
-        epochs.append(_epoch_report(g, loss, times))
         last = epoch == config.epochs
         accuracy = None
         if last or (config.eval_every and epoch % config.eval_every == 0):
-            accuracy = evaluator.measure(model, epoch)
+            accuracy = evaluator.measure(run.model, epoch)
             measured.append(accuracy)
-            if checkpoints is not None:
-                checkpoints.save(Progress(accuracy=accuracy, best=_best(measured), loader=loader.state_dict()))
+            if run.checkpoints is not None:
+                run.checkpoints.save(Progress(accuracy=accuracy, best=_best(measured), loader=loader.state_dict()))
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
-    assert times is not None
-    if loader.outcome is not None:
-        plan = loader.outcome.plan
+    plan = run.plan
+    if save_plan_in is not None:
+        save_plan_of(job, run.g, plan, save_plan_in)
+    communicator = run.g.communicator
     is_by_locality = loader.sets.row_order is not None and loader.sets.row_order.order is not None
-    by_rank = communicator.gather_ints([peak_rss_bytes(), base_rss, int(is_by_locality)])
+    by_rank = communicator.gather_ints([peak_rss_bytes(), run.base_rss_bytes, int(is_by_locality)])
     return TrainReport(
         strategy=job.strategy.strategy,
         ranks=communicator.world_size,
@@ -101,12 +87,12 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         dataset=job.dataset,
         dtype=config.dtype,
         epochs=tuple(epochs),
-        layers=_layer_reports(loader, times),
+        layers=_layer_reports(loader, run.times),
         best=_best(measured),
         final=measured[-1],
         peak_rss_bytes=tuple(row[0] for row in by_rank),
         base_rss_bytes=tuple(row[1] for row in by_rank),
-        gradient_bytes=sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad),
+        gradient_bytes=sum(p.numel() * p.element_size() for p in run.model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=plan.strategy,
         trial_epochs=trial_epochs,
@@ -114,6 +100,78 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None) -> TrainReport:
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
         approximate=config.approximate,
     )
+
+
+class TrainingRun:
+    """One rank's part of a run, an epoch at a time: the graph, a model, its loader. Collective, as `train` is.
+
+    Attributes:
+        g: This rank's part of the graph.
+        model: It trains; on one rank and several.
+        progress: Where a run that is resumed goes on; None: from the beginning.
+        base_rss_bytes: What the process held before the graph was opened.
+    """
+
+    def __init__(self, job: TrainJob) -> None:
+        torch.manual_seed(job.training.seed)
+        self.base_rss_bytes = current_rss_bytes()
+        self.g = open_graph(job)
+        self.job = replace(job, num_classes=count_classes(job, self.g))
+        self.model = build(self.job, self.g)
+        self.config = config = job.training
+        self._optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+        self.checkpoints = _open_checkpoints(self.job, self.g, self.model, self._optimizer)
+        self.progress = _resume(self.checkpoints, config) if self.checkpoints is not None else None
+        self.loader, self._first_plan = make_loader(self.job, self.g, self.model)
+        if self.progress is not None:
+            self.loader.load_state_dict(self.progress.loader)
+        communicator = self.g.communicator
+        self._wrapped: nn.Module = self.model
+        if communicator.transport is not None:
+            self._wrapped = nn.parallel.DistributedDataParallel(self.model)
+        self._clock = EpochClock(communicator, job.model.num_layers, self.loader.device)
+        self._times: EpochTimes | None = None
+
+    @property
+    def plan(self) -> DependencyPlan:
+        """This rank's plan, by which the last epoch ran; before the first, by which that will."""
+        return self._first_plan if self.loader.outcome is None else self.loader.outcome.plan
+
+    @property
+    def times(self) -> EpochTimes:
+        """Of the last epoch.
+
+        Raises:
+            RuntimeError: There was none.
+        """
+        if self._times is None:
+            raise RuntimeError("no epoch has been trained")
+        return self._times
+
+    def run_epoch(self) -> EpochReport:
+        """Trains one epoch and returns what it took, the same on every rank. Collective."""
+        self._wrapped.train()
+        self._clock.start()
+        loss = _step(self.g, self.loader, self._wrapped, self._optimizer)
+        self._times = self._clock.stop()
+        return _epoch_report(self.g, loss, self._times, self.plan)
+
+
+def save_plan_of(job: TrainJob, g: PartitionedGraph, plan: DependencyPlan, folder: str | Path) -> None:
+    """Saves this rank's plan for runs on the same partition. Collective.
+
+    Raises:
+        PlanError: On every rank: one of them cannot write.
+    """
+    with g.communicator.agreed():
+        plan_to_save = replace(plan, partition_fingerprint=partition_digest(Path(job.part_config)))
+        try:
+            save_plan(plan_to_save, folder)
+        except OSError as error:
+            raise PlanError(
+                f"the plan of rank {g.rank()} of {g.communicator.world_size} cannot be written to {folder}: {error}. "
+                "Name a folder that can be written to, with space left."
+            ) from error
 
 
 def open_graph(job: TrainJob) -> PartitionedGraph:
@@ -302,12 +360,12 @@ class Evaluator:
         return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2], val_loss=mean_loss)
 
 
-def _chunk_rows_of_evaluations(job: TrainJob, plan: DependencyPlan) -> int | None:
+def _chunk_rows_of_evaluations(run: TrainingRun) -> int | None:
     """Returns how many received rows at a time an evaluation may hold; the same on every rank.
 
     A plan that fits the memory budget by caching says nothing of evaluations, which communicate everything.
     """
-    budget = job.strategy.memory_budget
+    plan, budget = run.plan, run.job.strategy.memory_budget
     if plan.chunk_rows is not None or budget is None or plan.trace is None:
         return plan.chunk_rows
     return chunk_rows_within(plan.trace, budget)
@@ -336,7 +394,7 @@ def _best(measured: Sequence[Accuracy]) -> Accuracy:
     return min(known, key=lambda accuracy: (accuracy.val_loss, accuracy.epoch))
 
 
-def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes) -> EpochReport:
+def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes, plan: DependencyPlan) -> EpochReport:
     shares = [row[0] for row in g.communicator.gather_floats([float(loss)])]
     return EpochReport(
         loss=math.fsum(shares),
@@ -345,6 +403,7 @@ def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes) -> Epoch
         compute_s=times.compute_s,
         exchange_s=times.exchange_s,
         wait_s=times.wait_s,
+        plan=plan.strategy,
     )
 
 

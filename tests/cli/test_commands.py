@@ -49,7 +49,7 @@ def test_a_folder_that_plans_cannot_be_written_to_is_named(partition: Path, fold
     done = run_command("plan", "--partition", partition, *TRAIN, "--out", folder / "file" / "plan")
     assert done.returncode == 1
     assert f"cannot be written to {folder / 'file' / 'plan'}" in done.stderr
-    assert "Give --out a folder" in done.stderr
+    assert "Name a folder that can be written to" in done.stderr
     assert "Traceback" not in done.stderr
     assert "unexpected" not in done.stderr
 

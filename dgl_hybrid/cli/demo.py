@@ -223,7 +223,7 @@ def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
         f"* fastest of ours here. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
         f"Loss: worst of the float64 epochs. Time: float32, all in turns, plain DGL on {cores} threads, ranks share\n"
         "the same cores over loopback, where sending costs little: a real network favours caching more. Memory: peak\n"
-        "of the largest rank above interpreter and libraries. Layer 1 reads raw features: its rows travel in the first\n"
-        "epoch, what is made of them is kept.",
+        "of the largest rank above interpreter and libraries. Layer 1 reads raw features: its rows travel in the\n"
+        "first epoch, what is made of them is kept.",
         markup=False,
     )

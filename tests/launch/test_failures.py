@@ -102,7 +102,7 @@ def test_handlers_of_signals_are_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_what_is_ignored_is_not_handled() -> None:
+def test_what_is_ignored_is_not_handled(tmp_path: Path) -> None:
     """Under `nohup` a job outlives its terminal; torch's elastic agent handles SIGHUP if it is not told otherwise."""
     names = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
     before = {name: signal.signal(getattr(signal, name), signal.SIG_DFL) for name in names}  # of who runs the tests
@@ -110,7 +110,7 @@ def test_what_is_ignored_is_not_handled() -> None:
         assert _signals_to_handle() == [*names]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert _signals_to_handle() == ["SIGTERM", "SIGINT", "SIGQUIT"]
-        assert _launch_config(2, Path("x")).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
+        assert _launch_config(2, tmp_path).signals_to_handle == "SIGTERM,SIGINT,SIGQUIT"
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)

@@ -273,6 +273,11 @@ def flatten(value: Any) -> list[Any]:
     return leaves
 
 
+def float_tensors_in(value: Any) -> list[Tensor]:
+    """Returns the tensors of floating-point numbers among the leaves."""
+    return [x for x in flatten(value) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
 def _flatten(value: Any, leaves: list[Any], done: dict[int, Any]) -> None:
     if _is_record(value):
         if id(value) not in done:

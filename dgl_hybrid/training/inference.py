@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.trace import check_rows_apart
+from dgl_hybrid.graph.rows_apart import check_rows_apart
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.loader import FullGraphLoader

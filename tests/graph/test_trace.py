@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.graph import trace as trace_module
+from dgl_hybrid.graph import tiny_runs, trace_record
 from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
@@ -178,7 +178,7 @@ def test_a_fused_layer_is_priced_by_its_own_time(monkeypatch: pytest.MonkeyPatch
         asked.append((op, num_heads, head_width, device.type, has_dropout))
         return 10.0
 
-    monkeypatch.setattr(trace_module, "attention_slowdown", attention_slowdown)
+    monkeypatch.setattr(trace_record, "attention_slowdown", attention_slowdown)
     model = Stack(dglnn.GATConv(IN, HIDDEN // 3, 3, attn_drop=0.5), dglnn.GATv2Conv(HIDDEN, OUT, 1))
     first, second = trace(optimize(model)).trace.layers
     assert asked == [("gat", 3, HIDDEN // 3, "cpu", True), ("gatv2", 1, OUT, "cpu", False)]
@@ -189,7 +189,7 @@ def test_a_fused_layer_is_priced_by_its_own_time(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("kind", [dglnn.GraphConv, dglnn.SAGEConv, dglnn.GATConv])
 def test_ops_of_ours_are_not_charged_twice(kind: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
     """They are visible to the dispatcher, which DGL's kernels are not; softmax over edges is charged only there."""
-    monkeypatch.setattr(trace_module, "weighted_slowdown", lambda heads, width, device: 3.0)
+    monkeypatch.setattr(trace_record, "weighted_slowdown", lambda heads, width, device: 3.0)
     more = {dglnn.SAGEConv: ("mean",), dglnn.GATConv: (1,)}.get(kind, ())
     ours = trace(Stack(kind(IN, HIDDEN, *more), kind(HIDDEN, OUT, *more))).trace
     route_ops("none")
@@ -584,10 +584,10 @@ def test_a_model_that_cannot_run_in_host_memory_runs_where_it_is() -> None:
             raise RuntimeError("Expected all tensors to be on the same device")
         return "traced"
 
-    assert trace_module._in_memory_or_on(torch.device("cuda", 0), run) == "traced"
+    assert tiny_runs.in_memory_or_on(torch.device("cuda", 0), run) == "traced"
     assert ran == ["cpu", "cuda"]
     with pytest.raises(RuntimeError, match="on the same device"):
-        trace_module._in_memory_or_on(torch.device("cpu"), run)
+        tiny_runs.in_memory_or_on(torch.device("cpu"), run)
 
     def refuse(where: torch.device) -> None:
         ran.append(where.type)
@@ -595,5 +595,5 @@ def test_a_model_that_cannot_run_in_host_memory_runs_where_it_is() -> None:
 
     ran.clear()
     with pytest.raises(BlockError):
-        trace_module._in_memory_or_on(torch.device("cuda", 0), refuse)
+        tiny_runs.in_memory_or_on(torch.device("cuda", 0), refuse)
     assert ran == ["cpu"], "what is wrong with the model is wrong anywhere"

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model mixes rows of different vertices outside message passing, which could not be exact on partitions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import dgl
+import torch
+from torch import Tensor, nn
+
+from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.call_template import CallTemplate, float_tensors_in, map_leaves
+from dgl_hybrid.graph.layer_block import BlockObserver, FusedOp, LayerBlock
+from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness
+from dgl_hybrid.graph.tiny_runs import copy_on, device_of, in_memory_or_on, tiny_blocks_on
+from dgl_hybrid.graph.trace_modes import NoCollectives, QuietMode
+from dgl_hybrid.graph.trace_record import TraceRecord
+
+_logger = logging.getLogger(__name__)
+
+
+def check_rows_apart(model: nn.Module, template: CallTemplate, num_layers: int) -> None:
+    """Runs copies of a model that evaluates on tiny blocks, and looks whether it mixes rows. Not collective.
+
+    Args:
+        model: In evaluation mode, called with blocks; not changed.
+        template: How it is called.
+        num_layers: Number of blocks.
+
+    Raises:
+        BlockError: If it mixes rows of different vertices.
+    """
+
+    def check(where: torch.device) -> None:
+        with with_own_randomness(where), torch.inference_mode(False):
+            pristine = copy_on(where, model)
+            blocks, sizes, num_edges = tiny_blocks_on(where, model, template, num_layers)
+            args, kwargs, _ = template.bind(blocks, torch.Generator().manual_seed(0))
+            record = TraceRecord.empty(num_layers)
+            with template.casting(where.type), NoCollectives():
+                compare_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+
+    in_memory_or_on(device_of(model), check)
+
+
+def compare_rows_apart(
+    make_model: Callable[[], nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    blocks: list[LayerBlock],
+    record: TraceRecord,
+    sizes: list[int],
+    num_edges: list[int],
+) -> list[tuple[Tensor, Tensor]]:
+    """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
+
+    Row 0 of what the model is given, of the fields it finds in the blocks, and of what it first exchanges, which may
+    come from a table of its own.
+
+    A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
+    has a copy and generators in the same state.
+
+    Args:
+        make_model: Makes a copy.
+
+    Returns:
+        The tensors of the output without that change and with it; none, where that cannot be compared.
+    """
+
+    def copied(value: Any) -> Any:
+        # Disturbed rows are no static tensor, and layers sum in another order then: so must the plain ones be.
+        return value.detach().clone() if isinstance(value, Tensor) else value
+
+    def disturb(value: Any) -> Any:
+        changed = copied(value)
+        if isinstance(value, Tensor) and value.dim() and len(value) in sizes:
+            if value.is_floating_point():
+                changed[0] = -3.0 * changed[0] + 1.0
+            elif value.dtype in (torch.int32, torch.int64):
+                changed[0] += 1  # an id: made-up ones are all 0
+        return changed
+
+    frames = [blocks[0].srcdata, blocks[-1].dstdata]
+    given = [{name: rows for name, rows in frame.items() if name != dgl.NID} for frame in frames]
+
+    where = blocks[0].device
+
+    def run(change: Callable[[Any], Any], observer: BlockObserver | None) -> list[Tensor]:
+        for frame, fields in zip(frames, given, strict=True):
+            for name, rows in fields.items():
+                frame[name] = change(rows)
+        blocks[0].observer = observer
+        model = make_model()
+        try:
+            with with_own_randomness(where):
+                seed_generators(0)
+                return float_tensors_in(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
+        finally:
+            blocks[0].observer = None
+
+    with torch.no_grad(), QuietMode(record, sizes):
+        plain, again = run(copied, None), run(copied, None)
+        if not all(map(_are_close, plain, again)):
+            _logger.warning(
+                "two forwards of the model from the same state differ, so it was not checked that rows of different "
+                "vertices are only mixed by message passing and batch norm; anything else would not be exact"
+            )
+            return []
+        try:
+            disturbed = run(disturb, _Disturber())
+        except (IndexError, RuntimeError):  # of a table with one row
+            disturbed = run(lambda x: copied(x) if _is_integer(x) else disturb(x), _Disturber())
+    for before, after in zip(plain, disturbed, strict=True):
+        rows_of_level = before.dim() and len(before) in sizes
+        if rows_of_level and not _are_close(before[1:], after[1:]):
+            raise BlockError(
+                "the model mixes rows of different vertices outside message passing (a norm or a mean over nodes), "
+                "which cannot be exact on a partition. Use BatchNorm1d, which is supported, or a norm over features "
+                "such as LayerNorm."
+            )
+    return list(zip(plain, disturbed, strict=True))
+
+
+def notes_on(
+    outputs: list[tuple[Tensor, Tensor]], differentiable: set[int], sizes: list[int], num_edges: list[int]
+) -> Iterator[tuple[str, str]]:
+    """Yields what is to be said of outputs over which a loss may not be exact, each with a name of its kind.
+
+    Args:
+        outputs: From `compare_rows_apart`.
+        differentiable: How many rows those have that need a gradient.
+    """
+    advice = (
+        "Take losses over rows of the seeds, which are the first ones at every level: h[:len(seeds)], and reduce those "
+        "outside of the model."
+    )
+    for before, after in outputs:
+        rows = len(before) if before.dim() else 0
+        of_lower_level, of_edges = rows in sizes[:-1], rows in num_edges
+        if (of_lower_level or of_edges) and rows in differentiable:
+            what = f"the vertices of level {sizes.index(rows)}" if of_lower_level else "the edges of a layer"
+            yield (
+                what,
+                f"the model returns a tensor with a row for each of {what}, through which gradients may come. Each "
+                f"rank holds those that its seeds need, some of them for several ranks, and weighs its loss by its "
+                f"number of seeds: a loss over all of these rows would not be that of the full graph. {advice}",
+            )
+        is_of_rows = of_lower_level or of_edges or rows == sizes[-1]
+        if not is_of_rows and not torch.allclose(before, after, equal_nan=True):
+            yield (
+                "scalar",
+                f"the model returns a tensor of shape {tuple(before.shape)} that is made of rows. On each rank it is "
+                f"made of the rows held there: right for a mean over the seeds (a loss), wrong for one over the rows "
+                f"of a lower level, also where those are returned and reduced outside. {advice}",
+            )
+
+
+def _are_close(before: Tensor, after: Tensor) -> bool:
+    return before.shape == after.shape and torch.allclose(before, after, rtol=1e-5, atol=1e-7, equal_nan=True)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point()
+
+
+class _Disturber:
+    """Changes row 0 of whatever a block exchanges, in copies: rows may be one row repeated, or a parameter's."""
+
+    def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
+        for position, rows in enumerate(fields):
+            if rows.is_floating_point() and len(rows):
+                fields[position] = rows.clone()
+                fields[position][0] = -3.0 * rows[0] + 1.0
+
+    def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
+
+    def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None: ...
+
+    def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...

@@ -120,7 +120,8 @@ class LayerBlock:
         self._split = split
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
-        self.on_use: Callable[[LayerBlock], None] | None = None
+        self.on_use: Callable[[LayerBlock, Sequence[Tensor]], None] | None = None
+        """Told of each use, with what is read besides fields of this block."""
         self.on_edge_result: Callable[[Tensor], None] | None = None
         self.on_edge_dropout: Callable[[LayerBlock, float], EdgeDropout | None] | None = None
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
@@ -616,9 +617,15 @@ class LayerBlock:
                 f"now (attention, or an operation of dgl.ops) needs them. Make the loader with keep_static=False."
             )
 
-    def _used(self) -> None:
+    def _used(self, *operands: Tensor) -> None:
         if self.on_use is not None:
-            self.on_use(self)
+            self.on_use(self, operands)
+
+    def fields_to_train(self) -> list[Tensor]:
+        """Returns the fields of sources, destinations and edges that need a gradient."""
+        frames: tuple[Mapping[str, Tensor], ...] = (self._source, self._block.dstdata, self._block.edata)
+        fields = [frame[name] for frame in frames for name in frame]  # `values()` of DGL's are not the tensors
+        return [rows for rows in fields if rows.requires_grad]
 
     def _complete(self, func: Any) -> None:
         """Hands the real block the fields that `func` reads: source fields, by an exchange, and ids of edges."""
@@ -638,7 +645,7 @@ class LayerBlock:
         return extend_rows(fields, self.plan, self._communicator, approximation=self.approximation)
 
     def _extend_one(self, field: Tensor) -> Tensor:
-        self._used()
+        self._used(field)
         return self._extend([field])[0]
 
     def _note_edge_result(self, result: Tensor) -> None:

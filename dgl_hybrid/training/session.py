@@ -101,6 +101,8 @@ class _Session:
     def _end(self) -> None:
         if self.call.mode is not None:
             self.call.mode.__exit__(None, None, None)
+        if self.call.step is not None:
+            self.call.step.is_in_call = False
         self.call.forget()
 
     @contextlib.contextmanager
@@ -116,9 +118,12 @@ class _Session:
             vars(self.call).update(call, has_used=has_used)
             if step is not None and used is not None:
                 step.set_uses(used)
+                step.is_in_call = True
 
-    def check_followed(self, step: Step) -> None:
+    def check_followed(self, step: Step, block: LayerBlock, operands: Sequence[Tensor]) -> None:
         """Raises if blocks are used inside a call that is taken to be about others: another loader's, or made-up ones.
+
+        What is used outside of any module gets no weight; then the output of a module that comes after it must.
 
         Raises:
             BlockError: In the first case.
@@ -134,6 +139,8 @@ class _Session:
                     "a module uses blocks that it was not given as arguments, in a thread that has not used any so "
                     "far: dropout, batch norm and the loss weight would be missed. Pass the blocks as arguments."
                 )
+            if torch.is_grad_enabled() and not _is_in_backward():
+                _expect_weighted(step, [*block.fields_to_train(), *operands])
             return
         is_given = call.mode is not None and call.mode.given_blocks
         if call.step is not step and not is_given:
@@ -207,6 +214,8 @@ class _Session:
         assert step is not None
         self._end()
         if output is None or not step.last_block_used:
+            if step.block_used and torch.is_grad_enabled() and not _is_in_backward():
+                _expect_weighted(step, [value for value in flatten(output) if isinstance(value, Tensor)])
             return None
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
@@ -237,6 +246,7 @@ class _Session:
             return weight_gradient(value, step.loss_weight)
 
         weighted = map_leaves(output, weigh)
+        step.was_weighted |= num_weighted > 0
         is_step = num_weighted == 0 and step.was_differentiated and not step.was_backed
         if is_step and torch.is_grad_enabled() and not step.loss_weight.is_one:
             raise BlockError(
@@ -349,3 +359,33 @@ def _comes_from_weighted(nodes: Sequence[Any]) -> bool:
         pending.extend(following)
         seen.update(following)
     return False
+
+
+def _expect_weighted(step: Step, tensors: Sequence[Tensor]) -> None:
+    """Has a backward raise where it comes to one of these and the step's loss weight was not applied to anything.
+
+    So no optimizer steps by such gradients; and on every rank, as what uses the blocks follows from the program.
+    """
+    if step.loss_weight.is_one or step.was_weighted:
+        return
+    for x in tensors:
+        if x.requires_grad:
+            _raise_unless_weighted(step, x)
+
+
+def _raise_unless_weighted(step: Step, x: Tensor) -> None:
+    def check(gradient: Tensor) -> None:
+        handle.remove()  # a parameter outlives the step
+        # What a forward backs itself has the weight, and gradients that it takes besides are its own.
+        if step.was_weighted or step.is_in_call:
+            return
+        raise BlockError(
+            f"a gradient came to a layer, but no module has used the block of layer {len(step.level_sizes) - 1}, the "
+            f"last one: the loss weight of a rank is applied to what that module returns, so gradients would not be "
+            f"those of the full graph. Make the loader for as many layers as the model has (the length of the "
+            f"sampler's fanouts), and use the last block inside of a module. Or weight the loss yourself: "
+            f"FullGraphLoader(..., loss_denominator=1.0), and multiply the mean over this rank's seeds by the number "
+            f"of ranks times this rank's share of all seeds."
+        )
+
+    handle = x.register_hook(check)

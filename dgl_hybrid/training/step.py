@@ -95,8 +95,8 @@ class Step:
     """Levels below this one must hold every vertex: such a module has normalised their rows."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
-    on_use: Callable[[Step], None] | None = None
-    """Told whenever a block is used."""
+    on_use: Callable[[Step, LayerBlock, Sequence[Tensor]], None] | None = None
+    """Told whenever a block is used, and of what is read besides its fields."""
     block_used: bool = False
     last_block_used: bool = False
     runs_on: torch.device | None = None
@@ -107,6 +107,10 @@ class Step:
     """Which took the blocks from the loader."""
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
+    was_weighted: bool = False
+    """The loss weight was applied to what a module made of the last block, where it had a gradient."""
+    is_in_call: bool = False
+    """An outermost module call is running."""
     was_backed: bool = False
     """The outermost module call has backed a loss itself."""
     was_differentiated: bool = False
@@ -130,7 +134,7 @@ class Step:
         """The block that was used last. A layer's copy of one (`local_var`) is gone after the layer: then that one."""
         return next((block for block in (used() for used in self._used) if block is not None), None)
 
-    def note_use(self, block: LayerBlock) -> None:
+    def note_use(self, block: LayerBlock, operands: Sequence[Tensor] = ()) -> None:
         self._used = [weakref.ref(block), self._blocks[block.layer - 1]]
         self.block_used = True
         if self.runs_on is None:
@@ -138,10 +142,11 @@ class Step:
         self.last_block_used |= block.layer == len(self._blocks)
         self.layers_used.add(block.layer)
         if self.on_use is not None:
-            self.on_use(self)
+            self.on_use(self, block, operands)
 
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
+        self.is_in_call = True
         self.set_uses((False, False, set(), False, False))
 
     def uses(self) -> Uses:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import dgl
+import dgl.function as fn
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -233,3 +235,108 @@ def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions:
         assert error.type_name == "BlockError"
         assert "loss.backward()" in error.message
     run_ranks(3, step_inside, folder, "grad, evaluating")
+
+
+UNWEIGHTED = ("deeper than the model", "the last block's size", "last hop outside", "all hops outside", "dgl.ops")
+WEIGHTED = ("by the script", "weights of edges outside", "as many seeds outside", "a step inside after a piece")
+
+
+class StepInside(nn.Module):
+    """The second layer, a loss and its backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, block: Any, h: Tensor, labels: Tensor) -> Tensor:
+        loss = F.cross_entropy(self.layer(block, h), labels)
+        loss.backward()
+        return loss.detach()
+
+
+class Weigher(nn.Module):
+    """Sums over weighted edges, in a module."""
+
+    def forward(self, block: Any, h: Tensor, weights: Tensor) -> Tensor:
+        return propagate(block, h, weights)
+
+
+def propagate(block: Any, h: Tensor, weights: Tensor | None = None) -> Tensor:
+    with block.local_scope():
+        block.srcdata["h"] = h
+        if weights is not None:
+            block.edata["w"] = weights
+            block.update_all(fn.u_mul_e("h", "w", "m"), fn.mean("m", "o"))
+        else:
+            block.update_all(fn.copy_u("h", "m"), fn.mean("m", "o"))
+        out: Tensor = block.dstdata["o"]
+        return out
+
+
+def logits_of(way: str, model: Two, blocks: list[Any], x: Tensor, num_seeds: int) -> Tensor:
+    first, second = model.first, model.second
+    if way in ("deeper than the model", "by the script"):
+        return model(blocks, x)[:num_seeds]  # type: ignore[no-any-return]
+    if way == "the last block's size":
+        return second(blocks[1], first(blocks[0], x))[: blocks[-1].num_dst_nodes()]  # type: ignore[no-any-return]
+    if way in ("last hop outside", "as many seeds outside"):
+        return propagate(blocks[2], second(blocks[1], first(blocks[0], x)))
+    if way == "all hops outside":
+        h = x @ first.fc_neigh.weight.t()
+        h = propagate(blocks[1], propagate(blocks[0], h))
+        return propagate(blocks[2], h @ second.fc_neigh.weight.t())
+    if way == "dgl.ops":
+        return dgl.ops.copy_u_mean(blocks[2], second(blocks[1], first(blocks[0], x)))  # type: ignore[no-any-return]
+    assert way == "weights of edges outside"
+    h = second(blocks[1], first(blocks[0], x))
+    block = blocks[2]
+    with block.local_scope():
+        block.srcdata["h"] = h
+        block.apply_edges(fn.copy_u("h", "e"))
+        weights = block.edata["e"].mean(1, keepdim=True).sigmoid()
+    return Weigher()(block, h, weights)  # type: ignore[no-any-return]
+
+
+def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> list[Tensor]:
+    """Returns ids of seeds and gradients."""
+    g = PartitionedGraph.open(part_config)
+    own = g.nodes.owned()
+    seeds = own[: 5 if way == "as many seeds outside" else 3 + 4 * rank]
+    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "by the script" else {}
+    num_layers = 2 if way == "a step inside after a piece" else 3
+    loader = FullGraphLoader(g, seeds, num_layers, plan=[own[:0]] * num_layers, **options)
+    model = Two()
+    for input_nodes, yielded, blocks in loader:
+        x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][yielded]
+        if num_layers == 2:
+            StepInside(model.second)(blocks[1], model.first(blocks[0], x), labels)
+            continue
+        loss = F.cross_entropy(logits_of(way, model, blocks, x, len(yielded)), labels)
+        if way == "by the script":
+            share = torch.tensor(float(len(yielded)))
+            dist.all_reduce(share)
+            loss = loss * (world_size * len(yielded) / float(share))
+        loss.backward()
+    return [g.fetch_nodes(g.partition.orig_node_ids, yielded), *average(world_size, model.parameters())]
+
+
+@pytest.mark.parametrize("way", UNWEIGHTED)
+def test_gradients_that_miss_the_weight_are_refused(way: str, partitions: PartitionStore) -> None:
+    """They were those of another loss, a few percent off, and nothing was said."""
+    for error in run_ranks_expect_errors(3, train_in_a_way, partitions.get("power_law", power_law(), 3), way):
+        assert error.type_name == "BlockError"
+        assert "no module has used the block of layer 3, the last one" in error.message
+
+
+@pytest.mark.parametrize("way", WEIGHTED)
+def test_gradients_that_have_the_weight_in_other_ways(way: str, partitions: PartitionStore) -> None:
+    graph, model = power_law(), Two()
+    results = run_ranks(3, train_in_a_way, partitions.get("power_law", graph, 3), way)
+    seeds = torch.cat([ids for ids, *_ in results])
+    x, labels = graph.ndata["feat"], graph.ndata["label"]
+    if way == "a step inside after a piece":
+        logits = model([graph] * 2, x)
+    else:
+        logits = logits_of(way, model, [graph] * 3, x, graph.num_nodes())
+    F.cross_entropy(logits[seeds], labels[seeds]).backward()
+    assert_gradients([gradients for _, *gradients in results], model)

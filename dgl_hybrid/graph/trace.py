@@ -64,6 +64,8 @@ class _Record:
     """Those of them whose every edge counts by itself."""
     unsplit: set[int] = field(default_factory=set)
     """Layers that do something along edges which cannot."""
+    ordered: set[int] = field(default_factory=set)
+    """Layers that asked in which order to sum and multiply."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_rows: set[int] = field(default_factory=set)
     """How many rows the outputs have that need a gradient."""
@@ -86,7 +88,7 @@ class _Record:
         for name in ("level_flops", "level_bytes", "level_held", "edge_flops", "edge_bytes", "edge_held"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours[:] = [max(pair) for pair in zip(ours, theirs, strict=True)]
-        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "batch_norm_levels"):
+        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "ordered", "batch_norm_levels"):
             getattr(self, name).update(getattr(other, name))
 
     @staticmethod
@@ -117,6 +119,9 @@ class _Observer:
         self.record.kept.add(layer)
         for x in operands:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), False))
+
+    def on_choice_of_order(self, layer: int) -> None:
+        self.record.ordered.add(layer)
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
         slowdown = partial(weighted_slowdown, device=self.device) if is_weighted else lambda heads, width: 1.0
@@ -535,6 +540,7 @@ def _summarise(
             operand_bytes_bwd=float(sum(width * size for width, size, grad in record.fields[index] if grad)),
             operand_width=sum(width for width, _, _ in record.fields[index]),
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
+            can_sum_first=index + 1 in record.ordered,
             sums_first=sums_first[index],
             can_split=index + 1 in record.summed - record.unsplit,
             can_sum_apart=index + 1 in record.summed - record.unsplit - record.attended,
@@ -690,6 +696,8 @@ class _Disturber:
     def on_attention(self, layer: int, op: FusedOp, x: Tensor, *, has_dropout: bool) -> None: ...
 
     def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...
+
+    def on_choice_of_order(self, layer: int) -> None: ...
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -42,7 +42,7 @@ from tests.helpers.exactness import (
 )
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.thinning import pairwise
+from tests.helpers.thinning import each_value, pairwise
 from tests.helpers.world import run_ranks
 
 EPOCHS = 3
@@ -233,7 +233,7 @@ def train_at_rest(rank: int, world_size: int, part_config: str, case: Case, **op
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
-@pairwise(
+@each_value(
     kind=["gcn_both", "gcn_none", "sage_gcn", "gin", "gin_learned", "sage_mean", "gat"],
     world_size=[1, 2, 3, 4],
     plan=["depcomm", "planned:depcache", "planned-random:1:0.5"],

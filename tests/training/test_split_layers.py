@@ -69,8 +69,9 @@ def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: Part
     assert all(num_split(counts) == case.num_layers for _, counts in outcomes)
 
 
-@pairwise(kind=[*SUMS, "gat"], world_size=[2, 3, 4], partial_sums=[True, False])
+@each_value(kind=[*SUMS, "gat"], world_size=[2, 3, 4], partial_sums=[True, False])
 def test_partial_sums(kind: str, world_size: int, partial_sums: bool, partitions: PartitionStore) -> None:
+    """Either way on 2 to 4 ranks: in `test_split_volume`."""
     case = Case(kind=kind, num_layers=3, epochs=2, partial_sums=partial_sums, optimized=True)
     run_case(case, world_size, "power_law", partitions)
 

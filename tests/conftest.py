@@ -50,10 +50,17 @@ def why_no_netns() -> str | None:
 WHY_NOT = {"data": why_no_data, "cuda": why_no_cuda, "netns": why_no_netns}
 
 
+def folder_in_memory() -> Path | None:
+    """Where there is room for thousands of small files: a test would wait until a disk has each of them."""
+    folder = Path("/dev/shm")
+    is_there = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free > 1 << 30
+    return folder if is_there else None
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels that a test compiles serve the others, in this run and not in the next: nothing in the user's folders."""
     if CODE_VARIABLE not in os.environ:  # workers and the processes of tests have it from here
-        folder = tempfile.mkdtemp(prefix="dgl_hybrid_code_")
+        folder = tempfile.mkdtemp(prefix="dgl_hybrid_code_", dir=folder_in_memory())
         os.environ[CODE_VARIABLE] = folder
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 

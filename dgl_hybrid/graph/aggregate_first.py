@@ -100,7 +100,7 @@ def _multiplies(weight: Tensor | None, graph: Any, feat: Any, edge_weight: Tenso
 
 def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight: Tensor) -> Any:
     num_columns = weight.shape[1]
-    if graph.sums_first or weight.shape[0] <= num_columns:
+    if graph.sums_before_product(is_narrower=num_columns < weight.shape[0]):
         # DGL scales these rows, too.
         is_source_scaled = self._norm in ("left", "both")
         of_sources = _degree_factors(graph, feat, self._norm, of_sources=True) if is_source_scaled else None
@@ -182,7 +182,7 @@ def _is_plain_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | N
 
 def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     with graph.local_scope():
-        if graph.sums_first or self._in_src_feats <= self._out_feats:
+        if graph.sums_before_product(is_narrower=self._out_feats < self._in_src_feats):
             rows, own = rows_and_own(self.feat_drop(feat), self.fc_self, graph.num_dst_nodes())
             mean = _mean(graph, rows)
             count("sageconv", "ours: sum first")
@@ -205,7 +205,7 @@ def _mean(graph: LayerBlock, rows: Tensor) -> Tensor:
 def _forward_plain_gcn(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     x, weight, num_dst = self.feat_drop(feat), self.fc_neigh.weight.t(), graph.num_dst_nodes()
     factors = 1.0 / (graph.in_degrees().to(feat).reshape(-1, 1) + 1)
-    if graph.sums_first or self._in_src_feats <= self._out_feats:
+    if graph.sums_before_product(is_narrower=self._out_feats < self._in_src_feats):
         relu = is_relu(self.activation)
         count("sageconv", "ours: sum first")
         rst = product(_sum(graph, x, None) + x[:num_dst], weight, self.bias, factors=factors, relu=relu)
@@ -231,7 +231,7 @@ def forward_ginconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None
     if operands:
         return _forward_static_ginconv(self, graph, feat, edge_weight, operands, first, rest)
     is_plain = is_linear and isinstance(graph, LayerBlock) and edge_weight is None
-    if not is_plain or first is None or graph.sums_first or first.in_features <= first.out_features:
+    if not is_plain or first is None or graph.sums_before_product(is_narrower=first.out_features < first.in_features):
         return dglnn.GINConv.forward(self, graph, feat, edge_weight)
     own, neigh = _sum_of_narrowed(graph, feat, first.weight.t(), _REDUCES[self._aggregator_type])
     count("ginconv", "ours: fewer passes")

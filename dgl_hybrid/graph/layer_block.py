@@ -65,6 +65,8 @@ class BlockObserver(Protocol):
 
     def on_kept_result(self, layer: int, operands: tuple[Tensor, ...]) -> None: ...
 
+    def on_choice_of_order(self, layer: int) -> None: ...
+
 
 @untraced(
     *("update_all", "apply_edges", "in_degrees", "out_degrees", "scaled_sum", "keep", "complete_sources"),
@@ -409,6 +411,12 @@ class LayerBlock:
         if self.observer is not None:
             self.observer.on_kept_result(self.layer, operands)
         return result
+
+    def sums_before_product(self, *, is_narrower: bool) -> bool:
+        """Returns whether a layer whose product makes rows narrower, or does not, is to sum before it multiplies."""
+        if is_narrower and self.observer is not None:
+            self.observer.on_choice_of_order(self.layer)
+        return self.sums_first or not is_narrower
 
     def _operands_of(self, message_func: Any, reduce_func: Any) -> tuple[Tensor, ...]:
         """Returns the fields that builtins read, if they are all of sources and edges, and are set; else nothing."""

@@ -91,6 +91,7 @@ class InEdgeSum:
         return summed
 
 
+@functools.cache
 def row_slowdown(function: Callable[[Tensor], Tensor], device: torch.device = _CPU) -> float:
     """Returns the time of a row-local function over that of a product, forward and backward; at least 1."""
     x = _random_rows(4 * _num_nodes(device), 64, device=device)

@@ -35,6 +35,8 @@ class TraceRecord:
     """Those of them whose every edge counts by itself."""
     unsplit: set[int] = field(default_factory=set)
     """Layers that do something along edges which cannot."""
+    ordered: set[int] = field(default_factory=set)
+    """Layers that asked in which order to sum and multiply."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_rows: set[int] = field(default_factory=set)
     """How many rows the outputs have that need a gradient."""
@@ -57,7 +59,7 @@ class TraceRecord:
         for name in ("level_flops", "level_bytes", "level_held", "edge_flops", "edge_bytes", "edge_held"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours[:] = [max(pair) for pair in zip(ours, theirs, strict=True)]
-        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "batch_norm_levels"):
+        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "ordered", "batch_norm_levels"):
             getattr(self, name).update(getattr(other, name))
 
     @staticmethod
@@ -96,6 +98,9 @@ class TraceObserver:
         self.record.kept.add(layer)
         for x in operands:
             self.record.fields[layer - 1].append((_row_numel(x), x.element_size(), False))
+
+    def on_choice_of_order(self, layer: int) -> None:
+        self.record.ordered.add(layer)
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
         slowdown = partial(weighted_slowdown, device=self.device) if is_weighted else lambda heads, width: 1.0

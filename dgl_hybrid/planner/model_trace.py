@@ -53,6 +53,8 @@ class LayerTrace:
     """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
     can_sum_apart: bool = False
     """A sum without weights: owners can add up what a reader needs, and send sums in place of more rows."""
+    can_sum_first: bool = True
+    """There are two orders of its sum and its product to choose from."""
     sums_first: bool = False
     """The layer sums before it multiplies although products make rows narrower: see `order.py`."""
     keeps_result: bool = False

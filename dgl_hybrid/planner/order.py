@@ -45,7 +45,7 @@ def order_products(
     """
     best, best_s = trace, work_s(trace, topology, counts)
     for layer in reversed(range(trace.num_layers)):
-        if trace.layers[layer].keeps_result:
+        if trace.layers[layer].keeps_result or not trace.layers[layer].can_sum_first:
             continue
         tried = trace_with([is_first or index == layer for index, is_first in enumerate(best.sums_first)])
         tried_s = work_s(tried, topology, counts)

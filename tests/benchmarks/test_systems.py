@@ -648,8 +648,9 @@ def test_turns_are_as_long_as_epochs_of_the_plan_that_stays_allow(
     assert entry.turn == turn
 
 
+@pytest.mark.parametrize("starts", [1, pytest.param(2, marks=pytest.mark.slow)])  # figures of several: above
 def test_tiny_grid_end_to_end_and_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(results, "code_version", lambda: "of this test")  # whoever edits sources meanwhile
     words = "--json --graph powerlaw --scale 0.01 --model sage --layers 2 --hidden 128 --ranks 2 --network loopback"
@@ -663,7 +664,7 @@ def test_tiny_grid_end_to_end_and_again(
         "--rounds",
         "1",
         "--starts",
-        "2",
+        str(starts),
         "--peers",
         str(tmp_path),
     )
@@ -685,7 +686,7 @@ def test_tiny_grid_end_to_end_and_again(
     assert own["gate"]["losses"] == 3
     assert own["gate"]["vertices"] > 50
     assert own["iters"] >= 2
-    assert len(own["starts"]) == 2
+    assert len(own["starts"]) == starts
     assert min(s["p50"] for s in own["starts"]) <= own["p50"] <= max(s["p50"] for s in own["starts"])
     assert own["wire_bytes"] is not None
     assert len(own["peak_rss_bytes"]) == 2

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands as users start them; each start costs seconds, so one run answers several questions.
 
-The default run plans, trains, is told of damage, and loses a rank; the slow run has the rest.
+The default run plans, trains, cannot keep results, loses a rank, and is ended; the slow run has the rest.
 """
 
 from __future__ import annotations
@@ -109,6 +109,7 @@ def test_results_that_cannot_be_kept_are_no_end_of_training(partition: Path, fol
     fails(done, f"--out {out} must be a folder that can be written into: ")
 
 
+@pytest.mark.slow  # training/test_trainer has the error on all ranks, and above one of them ends in one line
 def test_damaged_partition(partition: Path, folder: Path) -> None:
     shutil.copytree(partition.parent, folder / "damaged")
     file = folder / "damaged" / "part1" / "graph.dgl"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The DistDGL examples, each in two partitions: plain, and with the plugin that they know nothing of.
 
-By default each script runs once, but for link prediction; that, and that all run on DistDGL as it is, is left to the
-slow run.
+By default each script runs once, but for link prediction and the full-graph twin, which differs in the loader alone
+from a script that runs. Those, and that all run on DistDGL as it is, are left to the slow run.
 """
 
 from __future__ import annotations
@@ -89,6 +89,7 @@ def test_sampled_sage(powerlaw: Path, start: tuple[str, ...]) -> None:
     assert last_figure(lines, "test accuracy") > 0.4
 
 
+@pytest.mark.slow  # its script but for one object runs above; that loader on servers: training/test_distdgl_full_graph
 def test_full_graph_sage(powerlaw: Path) -> None:
     words = ("--graph-name", "powerlaw", "--num-epochs", 40, "--lr", 0.01, "--eval-every", 40)
     _, lines = run_job(powerlaw, EXAMPLES / "distdgl_full_graph_sage.py", *words, "--part-config", powerlaw)

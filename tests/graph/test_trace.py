@@ -134,6 +134,26 @@ def test_only_plain_sums_can_be_summed_apart() -> None:
     assert can_sum_apart(dglnn.GraphConv(IN, HIDDEN), dglnn.SAGEConv(HIDDEN, OUT, "pool")) == [True, False]
 
 
+def test_optimised_layers_whose_products_narrow_have_two_orders() -> None:
+    """Others would be traced again, for each layer, to find what was found before."""
+
+    def can_sum_first(*layers: nn.Module, optimized: bool = True) -> list[bool]:
+        model = Stack(*layers)
+        return [layer.can_sum_first for layer in trace(optimize(model) if optimized else model).trace.layers]
+
+    for narrow in (
+        dglnn.GraphConv(HIDDEN, OUT),
+        dglnn.SAGEConv(HIDDEN, OUT, "mean"),
+        dglnn.SAGEConv(HIDDEN, OUT, "gcn"),
+        dglnn.GINConv(nn.Linear(HIDDEN, OUT), "sum"),
+    ):
+        assert can_sum_first(dglnn.GraphConv(IN, HIDDEN), narrow, optimized=False) == [False, False]
+        # The first layer widens.
+        assert can_sum_first(dglnn.GraphConv(IN, HIDDEN), narrow) == [False, True]
+    for other in (dglnn.GATConv(HIDDEN, OUT, 1), dglnn.GINConv(None, "sum"), dglnn.SAGEConv(HIDDEN, OUT, "pool")):
+        assert can_sum_first(dglnn.GraphConv(IN, HIDDEN), other) == [False, False]
+
+
 def test_raw_features_cost_nothing_to_hold() -> None:
     levels = trace(Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))).trace.levels
     assert levels[0].row_flops == 0

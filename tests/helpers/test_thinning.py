@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 
-from tests.helpers.thinning import covering, pairwise
+from tests.helpers.thinning import covering, each_value, pairwise
 
 
 @pytest.mark.parametrize("sizes", [(1,), (5,), (3, 4), (17, 4, 3), (6, 5, 3), (4, 4, 3), (2, 2, 2, 2), (5, 1, 3)])
@@ -27,3 +27,11 @@ def test_the_whole_product_is_there_and_the_rest_is_slow() -> None:
     quick = [param for param in params if not param.marks]
     assert len(quick) == 6
     assert all(param.marks[0].name == "slow" for param in params if param not in quick)
+
+
+def test_each_value_has_a_turn_and_the_rest_is_slow() -> None:
+    (names, params) = each_value(a="xy", b=(1, 2, 3)).args
+    assert names == ("a", "b")
+    assert [param.values for param in params] == list(itertools.product("xy", (1, 2, 3)))
+    assert [param.values for param in params if not param.marks] == [("x", 1), ("x", 3), ("y", 2)]
+    assert all(param.marks[0].name == "slow" for param in params if param.marks)

@@ -30,6 +30,22 @@ def pairwise(**axes: Sequence[object]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(tuple(axes), params)
 
 
+def each_value(**axes: Sequence[object]) -> pytest.MarkDecorator:
+    """Parametrises over the product of the axes; by default each value has a turn, with whichever of the others.
+
+    For what other tests run in pairs.
+    """
+    sizes = [len(values) for values in axes.values()]
+    kept = {tuple(turn % size for size in sizes) for turn in range(max(sizes))}
+    params = [
+        pytest.param(
+            *(values[at] for values, at in zip(axes.values(), combination)), marks=marks_of(combination in kept)
+        )
+        for combination in itertools.product(*map(range, sizes))
+    ]
+    return pytest.mark.parametrize(tuple(axes), params)
+
+
 def marks_of(is_kept: bool) -> tuple[pytest.MarkDecorator, ...]:
     """Returns what to give `pytest.param` as marks."""
     return () if is_kept else (pytest.mark.slow,)

@@ -3,10 +3,14 @@
 
 The default run takes turns where shapes only choose other kernels: each check sees every second of them, and each of
 them every second check; the slow run has them all. Dtypes, indices, orders of edges and odd graphs meet every check.
+Of `sddmm`, whose every op on every pair of targets is a kernel of its own, each case has a third, in turn: each dtype
+sees them all.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -15,7 +19,7 @@ import torch
 from dgl_hybrid.errors import CompatError, KernelError
 from dgl_hybrid.ops.backend import Backend, BackendName, load_backend
 from tests.helpers.thinning import marks_of
-from tests.ops.backend_checks import CASES, CHECKS, SHAPES, Case
+from tests.ops.backend_checks import CASES, CHECKS, SHAPES, Case, check_sddmm
 
 SHAPES_OF_THE_REFERENCE = ((1, 1), (2, 12), (4, 16), (1, 40), (1, 0), (3, 0), (0, 4))
 """The reference has one path for every width; the kernels have several."""
@@ -33,16 +37,21 @@ def backend(request: pytest.FixtureRequest) -> tuple[Backend, str]:
 
 def taking_turns() -> list[object]:
     shapes = [Case("power-law", torch.float32, heads, width) for heads, width in SHAPES]
-    return [
-        pytest.param(
-            check,
-            case,
-            id=f"{check.__name__.removeprefix('check_')}-{case}",
-            marks=marks_of(case not in shapes or (shapes.index(case) + turn) % 2 == 0),
-        )
-        for turn, check in enumerate(CHECKS)
-        for case in CASES
-    ]
+    params = []
+    for turn, check in enumerate(CHECKS):
+        seen: Counter[torch.dtype] = Counter()
+        for case in CASES:
+            name = f"{check.__name__.removeprefix('check_')}-{case}"
+            is_kept = case not in shapes or (shapes.index(case) + turn) % 2 == 0
+            if check is not check_sddmm:
+                params.append(pytest.param(check, case, id=name, marks=marks_of(is_kept)))
+                continue
+            for third in range(3):
+                part = functools.partial(check_sddmm, third=third)
+                marks = marks_of(is_kept and third == seen[case.dtype] % 3)
+                params.append(pytest.param(part, case, id=f"{name}-{third + 1}of3", marks=marks))
+            seen[case.dtype] += is_kept
+    return params
 
 
 @pytest.mark.parametrize(("check", "case"), taking_turns())

@@ -81,6 +81,17 @@ def test_an_order_that_changes_nothing_stays_dgls() -> None:
     assert asked == [(False, True)], "a kept result costs nothing in any order"
 
 
+def test_no_order_is_tried_where_there_is_one_only() -> None:
+    trace = traced((False, False))
+    trace = replace(trace, layers=tuple(replace(layer, can_sum_first=False) for layer in trace.layers))
+
+    def trace_with(sums_first: Sequence[bool]) -> ModelTrace:
+        raise AssertionError(f"traced with {sums_first}")
+
+    counts = WorkCounts(rows=(9, 9, 1), edges=(9, 9), received=(0, 0))
+    assert order_products(trace, trace_with, uniform_topology(1), counts) is trace
+
+
 def test_traces_on_disk_know_the_order() -> None:
     trace = traced((False, True))
     assert ModelTrace.from_json(trace.to_json()).sums_first == (False, True)

@@ -34,6 +34,7 @@ from tests.exchange.test_rows import NUM_ROWS, make_plans
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import hand_drawn, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.rates import assumed_rates
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 # -------------------------------------------------------------------- the exchange alone
@@ -308,7 +309,8 @@ def make_job(part_config: str, name: str | None, **options: Any) -> TrainJob:
 
 
 def run_jobs(rank: int, world_size: int, jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [train(TrainJob.from_json(job)).to_json() for job in jobs]
+    with assumed_rates(world_size):
+        return [train(TrainJob.from_json(job)).to_json() for job in jobs]
 
 
 def reports_of(world_size: int, jobs: list[TrainJob]) -> list[TrainReport]:

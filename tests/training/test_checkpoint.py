@@ -18,19 +18,18 @@ import dgl_hybrid
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
 from dgl_hybrid.errors import CheckpointError
-from dgl_hybrid.planner import durable, uniform_topology
-from dgl_hybrid.training import planning
+from dgl_hybrid.planner import durable
 from dgl_hybrid.training.checkpoint import BEST_NAME, LAST_NAME, load_model
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
 from dgl_hybrid.training.trainer import train
+from tests.helpers.rates import assumed_rates
 from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
 
 
 def run_job(rank: int, world_size: int, record: dict[str, Any], is_disk_full: bool = False) -> dict[str, Any]:
-    assumed = mock.patch.object(planning, "probe", return_value=uniform_topology(world_size))
     full = mock.patch.object(durable.os, "fsync", side_effect=OSError(28, "No space left on device"))
-    with assumed:
+    with assumed_rates(world_size):
         if is_disk_full and rank == 0:
             with full:
                 return train(TrainJob.from_json(record)).to_json()

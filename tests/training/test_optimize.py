@@ -25,6 +25,7 @@ from dgl_hybrid.training.models import build_model
 from tests.helpers.exactness import Case, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.rates import assumed_rates
 from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
@@ -177,7 +178,8 @@ def train_job(rank: int, world_size: int, record: dict[str, Any], is_optimized: 
         trainer.build = lambda job, g: restore(build(job, g))  # type: ignore[assignment]
     reset_op_counts()
     try:
-        report = trainer.train(TrainJob.from_json(record))
+        with assumed_rates(world_size):
+            report = trainer.train(TrainJob.from_json(record))
     finally:
         if not is_optimized:
             trainer.build = build  # type: ignore[assignment]

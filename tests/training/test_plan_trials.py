@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from dgl_hybrid.training.plan_trials import (
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.rates import BUDGET_S
 from tests.helpers.world import run_ranks
 
 AT_ONCE = math.inf
@@ -430,7 +432,7 @@ def train_tuned(
     seeds = g.owned_nodes("train_mask")
     made_up_ns = num_probes = 0
     real_clock, real_build = loader_module.time.perf_counter_ns, FullGraphLoader._build
-    real_probe, real_begin = planning.probe, PlanTrials.begin_anew
+    real_probe, real_timing, real_begin = planning.probe, planning.time_model, PlanTrials.begin_anew
     begun: list[list[float]] = []
 
     def begin_anew(self: PlanTrials, *args: Any, predicted_s: Sequence[float] = (), **options: Any) -> None:
@@ -450,6 +452,7 @@ def train_tuned(
     loader_module.time.perf_counter_ns = lambda: made_up_ns
     FullGraphLoader._build = build
     planning.probe = probe
+    planning.time_model = functools.partial(real_timing, budget_s=BUDGET_S)
     PlanTrials.begin_anew = begin_anew
     try:
         loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
@@ -483,7 +486,7 @@ def train_tuned(
     finally:
         loader_module.time.perf_counter_ns = real_clock
         FullGraphLoader._build = real_build
-        planning.probe = real_probe
+        planning.probe, planning.time_model = real_probe, real_timing
         PlanTrials.begin_anew = real_begin
     tuned.begun = begun
     return tuned

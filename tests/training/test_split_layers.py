@@ -20,7 +20,7 @@ from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.thinning import pairwise
+from tests.helpers.thinning import each_value, pairwise
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 SUMS = ("gcn_both", "sage_mean", "gin", "edge_weight_norm")
@@ -47,9 +47,9 @@ def num_split(counts: dict[str, int]) -> int:
     return sum(number for route, number in counts.items() if "split by source" in route)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", [*SUMS, *ATTENTION])
+@each_value(kind=[*SUMS, *ATTENTION], world_size=[2, 3, 4])
 def test_in_one_message(kind: str, world_size: int, partitions: PartitionStore) -> None:
+    """Each kind on 2 to 4 ranks: in chunks, below."""
     case = Case(kind=kind, num_layers=3, plan="random:1:0.3", epochs=2, optimized=True)
     for result, counts in run_case(case, world_size, "power_law", partitions):
         assert num_split(counts) == case.num_layers * case.epochs
@@ -69,8 +69,9 @@ def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: Part
     assert all(num_split(counts) == case.num_layers for _, counts in outcomes)
 
 
-@pairwise(kind=[*SUMS, "gat"], world_size=[2, 3, 4], partial_sums=[True, False])
+@each_value(kind=[*SUMS, "gat"], world_size=[2, 3, 4], partial_sums=[True, False])
 def test_partial_sums(kind: str, world_size: int, partial_sums: bool, partitions: PartitionStore) -> None:
+    """Either way on 2 to 4 ranks: in `test_split_volume`."""
     case = Case(kind=kind, num_layers=3, epochs=2, partial_sums=partial_sums, optimized=True)
     run_case(case, world_size, "power_law", partitions)
 

@@ -42,7 +42,7 @@ from tests.helpers.exactness import (
 )
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.thinning import pairwise
+from tests.helpers.thinning import each_value, pairwise
 from tests.helpers.world import run_ranks
 
 EPOCHS = 3
@@ -233,9 +233,9 @@ def train_at_rest(rank: int, world_size: int, part_config: str, case: Case, **op
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
-@pairwise(
+@each_value(
     kind=["gcn_both", "gcn_none", "sage_gcn", "gin", "gin_learned", "sage_mean", "gat"],
-    world_size=[1, 2, 3, 4],
+    world_size=[2, 3, 4, 1],
     plan=["depcomm", "planned:depcache", "planned-random:1:0.5"],
 )
 def test_raw_rows_that_nobody_reads_can_be_left_on_disk(
@@ -504,7 +504,7 @@ SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1,
 """Layer to the number of operands of its first products: sums, rows, or both."""
 
 
-@pairwise(kind=sorted(SPARSE), world_size=[1, 2, 3, 4], plan=["depcomm", "depcache", "planned:hybrid"])
+@each_value(kind=sorted(SPARSE), world_size=[2, 3, 4, 1], plan=["depcomm", "depcache", "planned:hybrid"])
 def test_features_that_are_mostly_zeros(kind: str, world_size: int, plan: str, partitions: PartitionStore) -> None:
     graph = mostly_zeros()
     case = Case(kind=kind, plan=plan)
@@ -514,8 +514,14 @@ def test_features_that_are_mostly_zeros(kind: str, world_size: int, plan: str, p
     # Sums have too many entries where a rank holds the hub and little else; rows are needed once or in two numbers.
     assert all(run.num_sparse <= SPARSE[kind] for run in runs)
     assert any(run.num_sparse in (SPARSE[kind], 1) for run in runs)
-    plain = run_ranks(world_size, train, folder, case)
-    assert all(run.num_sparse == 0 for run in plain)
+
+
+@pytest.mark.parametrize("kind", sorted(SPARSE))
+def test_layers_as_they_are_take_zeros_as_well(kind: str, partitions: PartitionStore) -> None:
+    graph, case = mostly_zeros(), Case(kind=kind)
+    runs = run_ranks(3, train, partitions.get("mostly_zeros", graph, 3), case)
+    assert_same(runs, reference(case, graph=graph))
+    assert all(run.num_sparse == 0 for run in runs)
 
 
 def test_sparse_features_that_are_set_are_taken_anew(partitions: PartitionStore) -> None:

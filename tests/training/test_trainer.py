@@ -19,12 +19,13 @@ from dgl_hybrid import planner
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
 from dgl_hybrid.partition.manifest import partition_digest
-from dgl_hybrid.planner import DependencyPlan, uniform_topology
-from dgl_hybrid.training import planning, trainer
+from dgl_hybrid.planner import DependencyPlan
+from dgl_hybrid.training import trainer
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, TrainReport
 from dgl_hybrid.training.trainer import Evaluator, train
+from tests.helpers.rates import assumed_rates
 from tests.helpers.thinning import marks_of
 from tests.helpers.world import RaisedError, run_ranks, run_ranks_expect_errors
 
@@ -32,9 +33,8 @@ NUM_LAYERS = 3
 
 
 def run_job(rank: int, world_size: int, record: dict[str, Any], is_probed: bool = True) -> dict[str, Any]:
-    """Trains; without probing the ranks (a second of computing) where figures of time say nothing."""
-    assumed = mock.patch.object(planning, "probe", return_value=uniform_topology(world_size))
-    with contextlib.nullcontext() if is_probed else assumed:
+    """Trains; without measuring rates where figures of time say nothing."""
+    with contextlib.nullcontext() if is_probed else assumed_rates(world_size):
         return train(TrainJob.from_json(record)).to_json()
 
 
@@ -234,7 +234,7 @@ def test_a_graph_without_validation_nodes(tmp_path: Path, dataset: GraphDataset)
     graph = dataset.graph.clone()
     graph.ndata["val_mask"] = torch.zeros(graph.num_nodes(), dtype=torch.bool)
     dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
-    record = run_ranks(2, run_job, make_job(tmp_path, 2).to_json())[0]
+    record = run_ranks(2, run_job, make_job(tmp_path, 2).to_json(), False)[0]
     assert record["val_accuracy"] is None
     assert record["best_epoch"] == 4
 
@@ -242,7 +242,8 @@ def test_a_graph_without_validation_nodes(tmp_path: Path, dataset: GraphDataset)
 def save_plan(rank: int, world_size: int, record: dict[str, Any], out: str) -> None:
     from dgl_hybrid.launch.tasks import plan_task
 
-    plan_task({"job": record, "out": out, "explain": None, "explain_is_global": False})
+    with assumed_rates(world_size):
+        plan_task({"job": record, "out": out, "explain": None, "explain_is_global": False})
 
 
 def test_saved_plans(tmp_path: Path, folder: Path) -> None:
@@ -268,7 +269,7 @@ def chunks_of_evaluations(rank: int, world_size: int, record: dict[str, Any]) ->
             made.append(self)
 
     with mock.patch.object(trainer, "Evaluator", Noted):
-        run_job(rank, world_size, record)
+        run_job(rank, world_size, record, is_probed=False)
     return [evaluator._loader._chunk_rows for evaluator in made]
 
 

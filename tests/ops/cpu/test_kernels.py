@@ -52,7 +52,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, unit: VectorUnit) -> None:
 )
 def test_narrower_registers_give_the_same(monkeypatch: pytest.MonkeyPatch, unit: VectorUnit, check: Callable) -> None:
     pretend(monkeypatch, unit)
-    check(CpuBackend(), Case("power-law", heads=3, width=23))
+    part = {"third": 0} if check is check_sddmm else {}  # each op, with each target on each side: they load rows alike
+    check(CpuBackend(), Case("power-law", heads=3, width=23), **part)
 
 
 @pytest.mark.parametrize("graph", ["power-law", "hand"])

@@ -113,6 +113,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It cannot be read.
     """
+    if path.suffix not in (".toml", ".json"):
+        raise ValueError(f"config file {path} must be a .toml or a .json file")
     try:
         text = path.read_text(encoding="utf-8")
         content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from pathlib import Path
 
 from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
     )
     print_plan(result)
-    make_console().print(f"saved in {out}; train with --plan {out}", soft_wrap=True, markup=False)
+    make_console().print(f"saved in {out}; train with --plan {shlex.quote(str(out))}", soft_wrap=True, markup=False)
     if args.json:
         print(json.dumps({**result, "out": str(out)}))
     return 0

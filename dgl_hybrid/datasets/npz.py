@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import zipfile
 import zlib
 from pathlib import Path
@@ -17,6 +18,11 @@ from dgl_hybrid.errors import DatasetError
 
 Array = npt.NDArray[np.generic]
 _SPARSE_KEYS = ("feat_data", "feat_indices", "feat_indptr", "feat_shape")
+_KEYS = frozenset(
+    ("src", "dst", "num_nodes", "feat", *_SPARSE_KEYS, "label", *MASKS, *(f"{key}s" for key in MASKS), "meta")
+)
+
+_logger = logging.getLogger(__name__)
 
 
 def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
@@ -25,7 +31,7 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
     Keys: `src`, `dst` integers (num_arcs,); `num_nodes`; `feat` (num_nodes, F), or CSR as `feat_data`, `feat_indices`,
     `feat_indptr`, `feat_shape`; `label` integers (num_nodes,), -1 for none; `train_mask`, `val_mask`, `test_mask` bool
     (num_nodes,); optionally `train_masks` etc. (splits, num_nodes) and `meta`, a JSON string. Directed graphs stay
-    directed.
+    directed. Other keys (weights of edges, say) are not read, and a warning says so.
 
     Args:
         path: The file.
@@ -35,6 +41,9 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
     """
     path = Path(path)
     arrays = _read_arrays(path)
+    unread = sorted(set(arrays) - _KEYS)
+    if unread:
+        _logger.warning("%s: %s is not read; load_npz says which keys are", path, ", ".join(unread))
     num_nodes = _scalar(arrays, "num_nodes", path)
     feat = _features(arrays, num_nodes, path)
     masks: dict[str, torch.Tensor] = {}
@@ -68,6 +77,13 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     try:
+        if not path.is_dir() and path.stat().st_size and not zipfile.is_zipfile(path):
+            with path.open("rb") as stream:
+                is_array = stream.read(6) == np.lib.format.MAGIC_PREFIX
+            if not is_array:  # NumPy would take it for pickled objects
+                raise DatasetError(
+                    f"{path} is not an .npz archive, or was cut short. Save it with numpy.savez_compressed."
+                )
         # The stream is ours, so that a file numpy rejects is closed all the same.
         with path.open("rb") as stream:
             stored = np.load(stream, allow_pickle=False)
@@ -93,6 +109,8 @@ def _integers(arrays: dict[str, Array], key: str, path: Path) -> npt.NDArray[np.
     array = _get(arrays, key, path)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise DatasetError(f"{path}: {key} must be integers of one dimension (got {array.dtype} {array.shape})")
+    if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
+        raise DatasetError(f"{path}: {key} must fit into 64 bits with a sign (got {int(array.max())})")
     return array.astype(np.int64)
 
 

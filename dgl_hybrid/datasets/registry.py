@@ -42,8 +42,11 @@ def load_dataset(
     Returns:
         The checked dataset; what was done to it stands in `meta["transforms"]`.
     Raises:
+        TypeError: the spec is no string.
         DatasetError: unknown spec (lists what exists), missing or malformed data.
     """
+    if not isinstance(spec, str):
+        raise TypeError(f"a dataset is named by a string (got {type(spec).__name__})")
     parsed = parse_spec(spec)
     if parsed is None:
         hint = f" Did you mean {Path(spec + '.npz')}?" if spec and Path(spec + ".npz").is_file() else ""

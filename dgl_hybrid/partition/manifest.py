@@ -149,6 +149,8 @@ def read_json_object(path: Path) -> dict[str, object]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise PartitionError(f"{path} does not exist. Give the path of a partition's <graph name>.json.") from error
+    except IsADirectoryError as error:
+        raise PartitionError(f"{path} is a folder: give the <graph name>.json of the partition in it.") from error
     except OSError as error:
         raise PartitionError(f"{path} cannot be read: {error.strerror}. Check the path and its permissions.") from error
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -88,9 +88,12 @@ def partition_graph(
         None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
         (dicts by type for heterographs).
     Raises:
+        TypeError: `g` is no graph.
         ValueError: an argument is out of range or unknown.
         PartitionError: the folder cannot be written, or METIS failed.
     """
+    if not isinstance(g, dgl.DGLGraph):
+        raise TypeError(f"partition_graph needs a dgl.DGLGraph (got {type(g).__name__})")
     check_method(part_method)
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
     target = Path(out_path).absolute()

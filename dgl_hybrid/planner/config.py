@@ -33,6 +33,10 @@ class PlannerConfig:
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
+        for name in ("cache_ratio", "memory_budget_bytes", "max_cut_arcs", "max_sweep_edges", "max_halo_edges"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and not (value is None and name == "memory_budget_bytes"):
+                raise TypeError(f"{name} must be a number (got {value!r})")
         if not 0.0 <= self.cache_ratio <= 1.0:
             raise ValueError(f"cache_ratio must lie in 0..1 (got {self.cache_ratio})")
         budget = self.memory_budget_bytes

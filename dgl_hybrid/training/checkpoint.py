@@ -252,6 +252,8 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     Raises:
         CheckpointError: Missing, damaged, or of another version.
     """
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder: name {BEST_NAME} or {LAST_NAME} in it")
     try:
         with safe_open(path, framework="pt") as file:
             record = json.loads((file.metadata() or {})[_KEY])

@@ -48,6 +48,7 @@ def infer(
     loader: FullGraphLoader | None = None,
     transport: TransportName | None = None,
     chunk_rows: int | None = None,
+    timeout_s: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Runs `model(blocks, x)` in evaluation mode for some nodes. Collective; no gradients.
 
@@ -57,10 +58,10 @@ def infer(
         sampler: A DGL sampler or the number of layers, as for `FullGraphLoader`.
         device: Of the blocks; by default where the model's first parameter lies.
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
-        feature: The node field that is the model's input.
         loader: One made before for the same nodes, to save building it.
         transport: Of a `DistGraph`, as for `FullGraphLoader`.
         chunk_rows: As for `FullGraphLoader`, where not all received rows fit.
+        timeout_s: Of a `DistGraph`, as for `FullGraphLoader`.
 
     Returns:
         `(nids, output)`: the ids this rank owns among all those asked for, ascending, and their output rows.
@@ -68,12 +69,15 @@ def infer(
     Raises:
         BlockError: On all ranks, if the model mixes rows of different vertices outside message passing. This is looked
             for once a model, on small blocks; of one that cannot be run on them it is only said.
+        TypeError: The model is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
     inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     if loader is None:
         if device is None:
             device = next((parameter.device for parameter in inner.parameters()), None)
-        graph = as_partitioned(g, transport)
+        graph = as_partitioned(g, transport, timeout_s=timeout_s)
         wanted = graph.owned_nodes() if nids is None else nids
         loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)
     with evaluating(inner), torch.no_grad():

@@ -31,6 +31,7 @@ from dgl_hybrid.training.edge_keys import EdgeKeys
 from dgl_hybrid.training.loader_arguments import (
     IGNORED,
     cached_of,
+    check_model,
     config_of,
     dense_below_of,
     keeps_first_layer,
@@ -169,10 +170,11 @@ class FullGraphLoader:
             sums_first = sums_first_of(plan, self.num_layers)
             local_seeds = seed_ids(nids, g)
             self._row_order = check_row_order(row_order)
-            if chunk_rows is not None and chunk_rows < 1:
-                raise ValueError(f"chunk_rows must be positive or None (got {chunk_rows})")
-            if not autotune >= 0.0:
-                raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune})")
+            check_model(model)
+            if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
+                raise ValueError(f"chunk_rows must be a positive integer or None (got {chunk_rows!r})")
+            if not isinstance(autotune, (bool, int, float)) or not autotune >= 0.0:
+                raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune!r})")
             check_reduction(loss_reduction, loss_denominator)
         self.approximation = agree_on_approximation(approximate, self.communicator)
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
@@ -476,7 +478,8 @@ class FullGraphLoader:
         Raises:
             ValueError: If this is not what `state_dict` returns.
         """
-        if set(state) != {"steps", "seed"} or not all(isinstance(v, int) and v >= 0 for v in state.values()):
+        is_state = set(state) == {"steps", "seed"} and all(isinstance(value, int) for value in state.values())
+        if not is_state or state["steps"] < 0:  # any integer is a seed
             raise ValueError(f"expected what FullGraphLoader.state_dict returns: steps and seed (got {dict(state)!r})")
         self._steps_done, self.seed = state["steps"], state["seed"]
         self.__dict__.pop("_step", None)

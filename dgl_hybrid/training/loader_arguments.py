@@ -4,11 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import dgl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig
@@ -74,8 +76,11 @@ def config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerCon
     """Returns the planner's options.
 
     Raises:
+        TypeError: Of something else than options.
         ValueError: Of an unknown strategy, or two different ones.
     """
+    if not isinstance(planner, (PlannerConfig, NoneType)):
+        raise TypeError(f"planner must be a PlannerConfig (got {type(planner).__name__})")
     if planner is None:
         return PlannerConfig() if strategy is None else PlannerConfig(strategy=strategy)
     if strategy is not None and strategy != planner.strategy:
@@ -86,15 +91,31 @@ def config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerCon
     return planner
 
 
+def check_model(model: object) -> None:
+    """Checks what is to be planned for.
+
+    Raises:
+        TypeError: It is no module.
+    """
+    if not isinstance(model, (nn.Module, NoneType)):
+        raise TypeError(f"model must be the torch.nn.Module that is trained, or None (got {type(model).__name__})")
+
+
 def seed_ids(nids: Any, g: PartitionedGraph) -> Tensor:
     """Returns the global ids a script asks for by ids, or by a mask over its own nodes; on the CPU, unchecked.
 
     Raises:
-        TypeError, ValueError: Of a dictionary by node type, or a mask of another length.
+        TypeError, ValueError: Of a dictionary by node type, what is no ids, or a mask of another length.
     """
     if isinstance(nids, dict):
         raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
-    ids = torch.as_tensor(nids)
+    try:
+        ids = torch.as_tensor(nids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(
+            f"nids must be ids of nodes, or a mask over this rank's own (got {type(nids).__name__} {nids!r:.60}): "
+            f"g.owned_nodes('train_mask'), say, or dgl.distributed.node_split of a DistGraph"
+        ) from error
     if ids.numel() == 0 and ids.dim() == 1 and ids.dtype != torch.bool:
         return ids.new_empty(0, dtype=torch.int64, device="cpu")  # an empty list or array is floating by default
     if ids.dtype == torch.bool:
@@ -122,6 +143,11 @@ def cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: Parti
             )
         cached = list(plan.cached)
     else:
+        if isinstance(plan, (str, Path)):
+            raise TypeError(
+                f"plan must be a DependencyPlan, or ids by level (got {str(plan)!r}): "
+                f"dgl_hybrid.planner.load_plan(folder, rank) reads a rank's own"
+            )
         given = [torch.as_tensor(ids) for ids in plan]
         if any(ids.is_floating_point() and len(ids) for ids in given):
             raise TypeError(f"the ids of a plan must be integers (got {[str(ids.dtype) for ids in given]}) on {where}")

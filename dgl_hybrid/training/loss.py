@@ -12,6 +12,7 @@ derivatives have it, a term that is added to them has not. Where weights are not
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -95,13 +96,15 @@ def find_loss_weight(
             without seeds of its own it is not looked at: the one it borrows counts with its owner.
 
     Raises:
-        ValueError: On every rank, if the denominators do not sum to a positive number.
+        ValueError: On every rank, if a denominator is negative or not finite, or all are 0.
     """
     here = float(num_seeds) if denominator is None or num_seeds == 0 else float(denominator)
     of_ranks = [row[0] for row in communicator.gather_floats([here])]
     if reduction == "sum":
         return LossWeight(float(communicator.world_size) if num_seeds else 0.0, is_one=communicator.world_size == 1)
     total = sum(of_ranks)
-    if not total > 0:
-        raise ValueError(f"loss denominators must sum to a positive number over ranks (got {total})")
+    if not all(0.0 <= of_rank < math.inf for of_rank in of_ranks) or not 0.0 < total < math.inf:
+        raise ValueError(
+            f"loss denominators of ranks must be finite and not negative, and not all 0 (got {of_ranks} by rank)"
+        )
     return LossWeight(communicator.world_size * here / total, is_one=len(set(of_ranks)) == 1)

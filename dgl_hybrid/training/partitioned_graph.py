@@ -171,9 +171,18 @@ class PartitionedGraph:
     number_of_nodes, number_of_edges = num_nodes, num_edges
 
     def owned_nodes(self, mask: str | None = None) -> Tensor:
-        """Returns the global ids of this rank's nodes, or of those where the node field `mask` is true."""
+        """Returns the global ids of this rank's nodes, or of those where the node field `mask` is true.
+
+        Raises:
+            ValueError: The field has several numbers for a node.
+        """
         owned = self.nodes.owned()
-        return owned if mask is None else owned[self.ndata[mask].local.bool()]
+        if mask is None:
+            return owned
+        rows = self.ndata[mask].local
+        if rows.dim() != 1:
+            raise ValueError(f"a mask has one entry for each node (field {mask!r} has {tuple(rows.shape[1:])})")
+        return owned[rows.bool()]
 
     def fetch_nodes(self, local_rows: Tensor, ids_global: Tensor) -> Tensor:
         """Fetches static per-node rows by global id from their owners. Collective."""

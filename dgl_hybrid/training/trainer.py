@@ -179,7 +179,7 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
 
     Raises:
         PartitionError: Missing or damaged folder, or a number of ranks other than its parts.
-        DatasetError: On every rank: fields missing, NaN features, or labels out of range.
+        DatasetError: On every rank: fields missing, NaN features, labels out of range, or nothing to train on.
     """
     g = PartitionedGraph.open(job.part_config, timeout_s=job.training.exchange_timeout_s)
     dtype = getattr(torch, job.training.dtype)
@@ -198,6 +198,8 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
                 raise DatasetError(f"{split} of part {g.rank()} selects vertices without a label")
             if job.num_classes is not None and len(chosen) and int(chosen.max()) >= job.num_classes:
                 raise DatasetError(f"labels must be below num_classes={job.num_classes} (got {int(chosen.max())})")
+    if not any(count for (count,) in g.communicator.gather_ints([int(g.ndata["train_mask"].local.sum())])):
+        raise DatasetError(f"train_mask of {job.part_config} selects no vertex, so there is nothing to train on")
     g.ndata["feat"] = g.ndata["feat"].local.to(dtype)
     return g
 
@@ -350,6 +352,8 @@ class Evaluator:
             for input_nodes, _, blocks in self._loader:
                 logits = model(blocks, self._graph.ndata["feat"][input_nodes])
         rows = logits[: len(self._labels)]
+        if rows.shape[1] == 1:  # of a graph with one class; `count_correct` takes one column for a yes or no
+            rows = F.pad(rows, (0, 1), value=-math.inf)
         counts = torch.stack([count_correct(rows, self._labels, split) for split in self._splits]).double()
         val = self._splits[SPLITS.index("val_mask")]
         val_loss = F.cross_entropy(rows[val].double(), self._labels[val], reduction="sum")

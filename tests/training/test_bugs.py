@@ -737,6 +737,9 @@ class OnGpu:
 
     layer, device = 1, torch.device("cuda", 0)
 
+    def fields_to_train(self) -> list[torch.Tensor]:
+        return []
+
 
 def test_a_script_that_moves_its_blocks_is_measured_where_it_runs(
     folder_of_one: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

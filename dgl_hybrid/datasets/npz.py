@@ -82,7 +82,8 @@ def _read_arrays(path: Path) -> dict[str, Array]:
                 is_array = stream.read(6) == np.lib.format.MAGIC_PREFIX
             if not is_array:  # NumPy would take it for pickled objects
                 raise DatasetError(
-                    f"{path} is not an .npz archive, or was cut short. Save it with numpy.savez_compressed."
+                    f"{path} cannot be read as .npz (it is no such archive). It may be truncated; "
+                    f"numpy.savez_compressed writes them."
                 )
         # The stream is ours, so that a file numpy rejects is closed all the same.
         with path.open("rb") as stream:

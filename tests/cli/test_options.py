@@ -134,6 +134,9 @@ def test_wrong_config_files(content: str, message: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         resolve(parse("--config", str(file)), train.CONFIGS)
+    other = file.rename(tmp_path / "c.yaml")
+    with pytest.raises(ValueError, match=r"c\.yaml must be a \.toml or a \.json file"):
+        resolve(parse("--config", str(other)), train.CONFIGS)
 
 
 @pytest.mark.parametrize(

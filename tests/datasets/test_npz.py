@@ -124,6 +124,10 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
         ({"dst": np.array([0, 1, 2, 0, -1])}, r"dst must be in 0\.\.3 \(got -1\.\.2\)"),
         ({"src": np.array([0, 1])}, r"src and dst must be of one shape \(num_arcs,\) \(got \(2,\), \(5,\)\)"),
         ({"src": np.zeros(5)}, "src must be integers of one dimension"),
+        (
+            {"src": np.full(5, 2**63, dtype=np.uint64)},
+            r"src must fit into 64 bits with a sign \(got 9223372036854775808\)",
+        ),
         ({"num_nodes": np.array(-4)}, "num_nodes must be one non-negative integer"),
         ({"num_nodes": np.array([4, 4])}, "num_nodes must be one non-negative integer"),
         ({"label": np.array([0, 1, 2, -2])}, r"label must be -1 \(none\) or a class id \(got -2\)"),
@@ -156,11 +160,23 @@ def test_wrong_sparse_features(changes: Arrays, message: str, tmp_path: Path) ->
         load_dataset(save(tmp_path, {**sparse(), **changes}))
 
 
+def test_what_is_not_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights of edges were ignored without a word."""
+    load_dataset(save(tmp_path, good()))
+    assert not caplog.records
+    load_dataset(save(tmp_path, {**good(), "edge_weight": np.ones(5), "extra": np.ones(1)}))
+    assert "toy.npz: edge_weight, extra is not read" in caplog.text
+
+
 def test_files_that_are_no_archives(tmp_path: Path) -> None:
     path = Path(save(tmp_path, good()))
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DatasetError, match=r"toy\.npz cannot be read as \.npz .* It may be truncated"):
         load_dataset(str(path))
+    path.write_bytes(b"no archive")
+    with pytest.raises(DatasetError, match=r"cannot be read as \.npz \(it is no such archive\)") as caught:
+        load_dataset(str(path))
+    assert "pickle" not in str(caught.value), "which it is not either"
     path.write_bytes(b"")
     with pytest.raises(DatasetError, match=r"cannot be read as \.npz"):
         load_dataset(str(path))

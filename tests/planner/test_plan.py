@@ -186,6 +186,10 @@ def test_configuration_errors() -> None:
         PlannerConfig(strategy="magic")
     with pytest.raises(ValueError, match=r"cache_ratio must lie in 0..1 \(got 1.5\)"):
         PlannerConfig(cache_ratio=1.5)
+    with pytest.raises(TypeError, match=r"memory_budget_bytes must be a number \(got '1MB'\)"):
+        PlannerConfig(memory_budget_bytes="1MB")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"cache_ratio must be a number \(got None\)"):
+        PlannerConfig(cache_ratio=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"memory_budget_bytes must be finite and not negative, or None"):
         PlannerConfig(memory_budget_bytes=-1)
     with pytest.raises(ValueError, match=r"max_cut_arcs must not be negative"):

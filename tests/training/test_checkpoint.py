@@ -180,6 +180,8 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / BEST_NAME
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         load_model(path)
+    with pytest.raises(CheckpointError, match=rf"is a folder: name {BEST_NAME} or last\.safetensors in it"):
+        load_model(tmp_path)
     save_file({"x": torch.zeros(2)}, path)
     with pytest.raises(CheckpointError, match="not a checkpoint"):
         load_model(path)

@@ -345,7 +345,10 @@ def load_wrong_states(rank: int, world_size: int, part_config: str) -> tuple[dic
             loader.load_state_dict(state)
         except ValueError as error:
             messages[name] = str(error)
-    return messages, loader.state_dict()
+    unchanged = loader.state_dict()
+    loader.load_state_dict({"steps": 0, "seed": -1})  # any integer is one
+    assert loader.state_dict()["seed"] == -1
+    return messages, unchanged
 
 
 def test_a_wrong_state_is_refused(partitions: PartitionStore) -> None:
@@ -385,6 +388,28 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["topology"] = None
     elif mistake == "float plan":
         options["plan"] = [torch.tensor([1.5]), seeds[:0]]
+    elif mistake == "mask by name" and rank == 0:
+        seeds = "train_mask"
+    elif mistake == "no ids" and rank == 2:
+        seeds = None
+    elif mistake == "plan by folder":
+        options["plan"] = "plans"
+    elif mistake == "planner as a dictionary" and rank == 1:
+        options["planner"] = {"strategy": "depcomm"}
+    elif mistake == "half a row":
+        options["chunk_rows"] = 1.5
+    elif mistake == "autotune in words":
+        options["autotune"] = "yes"
+    elif mistake == "model by name":
+        options["model"] = "sage"
+    elif mistake == "mask of two columns" and rank == 0:
+        with g.communicator.agreed():
+            g.owned_nodes("feat")
+    elif mistake == "mask of two columns":
+        with g.communicator.agreed():
+            pass
+    elif mistake == "function to infer":
+        infer(lambda blocks, x: x, g, 2)  # type: ignore[arg-type]
     elif mistake == "mixing in a dataclass":
         options["model"] = _Wrapped(_Centred(model))
     elif mistake == "mixing":
@@ -441,6 +466,18 @@ class _Centred(nn.Module):
         ("unlike strategies", r"make the same loader: strategy is \d on rank 0 and \d on rank 1$"),
         ("unlike rates", "make the same loader: rates given is 0 on rank 0 and 1 on rank 1$"),
         ("float plan", "the ids of a plan must be integers"),
+        ("mask by name", r"nids must be ids of nodes.*got str 'train_mask'\): g\.owned_nodes\('train_mask'\), say"),
+        ("no ids", r"nids must be ids of nodes, or a mask over this rank's own \(got NoneType None\)"),
+        (
+            "plan by folder",
+            r"plan must be a DependencyPlan, or ids by level \(got 'plans'\): .*load_plan\(folder, rank\)",
+        ),
+        ("planner as a dictionary", r"planner must be a PlannerConfig \(got dict\)"),
+        ("half a row", r"chunk_rows must be a positive integer or None \(got 1\.5\)"),
+        ("autotune in words", r"autotune must be a bool or a share of at least 0 \(got 'yes'\)"),
+        ("model by name", r"model must be the torch\.nn\.Module that is trained, or None \(got str\)"),
+        ("mask of two columns", r"a mask has one entry for each node \(field 'feat' has \(\d+,\)\)"),
+        ("function to infer", r"infer needs a torch\.nn\.Module, called as model\(blocks, x\) \(got function\)"),
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),
         ("mixing", "mixes rows of different vertices"),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -120,6 +121,21 @@ def test_weights_of_ranks() -> None:
         [1.0, 3.0, 1.5, pytest.approx(3 * 2 / 5)],
         [2.0, 3.0, 1.5, pytest.approx(3 * 3 / 5)],
     ]
+
+
+def weigh_by(rank: int, world_size: int, denominators: list[float]) -> None:
+    find_loss_weight(Communicator(CollectiveTransport(dist.new_group())), 3, denominator=denominators[rank])
+
+
+@pytest.mark.parametrize(
+    "denominators",
+    [(1.0, math.inf, 1.0), (9.0, -1.0, -1.0), (0.0, 0.0, 0.0), (1.0, 1.0, math.nan), (1e308, 1e308, 1e308)],
+)
+def test_denominators_that_weigh_nothing_are_refused(denominators: tuple[float, ...]) -> None:
+    """Of an infinite one, weights were NaN; of a negative one, gradients had the other sign."""
+    for error in run_ranks_expect_errors(3, weigh_by, list(denominators)):
+        assert error.type_name == "ValueError"
+        assert "must be finite and not negative, and not all 0 (got [" in error.message
 
 
 # -------------------------------------------------------------------- gradients that the script takes itself

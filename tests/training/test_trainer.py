@@ -216,6 +216,23 @@ def test_labels_past_the_number_of_classes(folder: Path) -> None:
     expect_everywhere(errors, "DatasetError", r"labels must be below num_classes=2 \(got 3\)")
 
 
+def test_nothing_to_train_on(tmp_path: Path, dataset: GraphDataset) -> None:
+    graph = dataset.graph.clone()
+    graph.ndata["train_mask"] = torch.zeros_like(graph.ndata["train_mask"])
+    dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
+    errors = run_ranks_expect_errors(2, run_job, make_job(tmp_path, 2).to_json())
+    expect_everywhere(errors, "DatasetError", r"train_mask of .*g\.json selects no vertex")
+
+
+def test_one_class(tmp_path: Path, dataset: GraphDataset) -> None:
+    """One logit was taken for a yes or no: right or wrong by its sign."""
+    graph = dataset.graph.clone()
+    graph.ndata["label"] = torch.zeros_like(graph.ndata["label"])
+    dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
+    report = run(replace(make_job(tmp_path, 2), num_classes=1), 2)
+    assert (report.final.train, report.final.val, report.final.test) == (1.0, 1.0, 1.0)
+
+
 def test_missing_fields(tmp_path: Path, dataset: GraphDataset) -> None:
     graph = dataset.graph.clone()
     del graph.ndata["val_mask"]

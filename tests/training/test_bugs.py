@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
@@ -626,18 +626,25 @@ def test_edge_weights_of_layers_with_equally_many_edges_are_told_apart(folder: s
 # -------------------------------------------------------------------------------- one rank is not like the others
 
 
+class LostPlan:
+    """Of a script's own, which reads ids as they are asked for."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        raise OSError("the disk is gone")
+
+
 def fail_on_one_rank(rank: int, world_size: int, part_config: str, mistake: str) -> None:
     g, plan = open_graph(part_config)
     if mistake == "assertion":
         with g.communicator.agreed():
             assert rank != 1
-    seeds: Any = object() if rank == 1 else g.owned_nodes("train_mask")
-    FullGraphLoader(g, seeds, 2, plan=plan)
+    given: Any = LostPlan() if rank == 1 else plan
+    FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=given)
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
-    [("assertion", "AssertionError"), ("seeds", "RuntimeError: Could not infer dtype of object")],
+    [("assertion", "AssertionError"), ("plan", "OSError: the disk is gone")],
 )
 def test_a_peers_error_of_unknown_kind_keeps_its_name_and_words(mistake: str, message: str, folder: str) -> None:
     """The other ranks raised an error without words where a peer had failed at an assertion."""

@@ -81,6 +81,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     args = parser.parse_args(arguments)
     # Memory that is free goes back to the system, so that what is resident is what is used.
-    settings = Settings(rounds=5, starts=2, timeout_s=900.0, allocator="default")
+    settings = Settings(rounds=5, starts=2, timeout_s=900.0, allocator="mapped")
     results = COMPARISON.measure(cells_of(args.graph or [GRAPH], args.scale, args.hidden), settings, args.cache)
     COMPARISON.report(results, args, budgets_mib=[LARGE_MIB, SMALL_MIB])

@@ -26,6 +26,8 @@ Allocator = Literal["keep", "default"]
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc maps large blocks anew each time and hands them back when freed: every epoch then pays for its page faults.
     "keep": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)},
+    # Every large tensor is mapped by itself and goes back when it is freed: memory that is resident is in use.
+    "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
     "default": {},
 }
 """Settings of glibc's malloc, the same for every system."""

@@ -113,15 +113,13 @@ def read_config_file(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It cannot be read.
     """
-    if path.suffix not in (".toml", ".json"):
-        raise ValueError(f"config file {path} must be a .toml or a .json file")
     try:
         text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # includes both decoders' errors
-        kind = "TOML" if path.suffix == ".toml" else "JSON"
+        kind = "TOML" if path.suffix.lower() == ".toml" else "JSON, as which all but .toml files are read"
         raise ValueError(f"config file {path} is not valid {kind}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config file {path} must hold options by name (got {type(content).__name__})")

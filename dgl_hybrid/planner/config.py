@@ -35,7 +35,8 @@ class PlannerConfig:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
         for name in ("cache_ratio", "memory_budget_bytes", "max_cut_arcs", "max_sweep_edges", "max_halo_edges"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) and not (value is None and name == "memory_budget_bytes"):
+            is_number = not isinstance(value, str) and hasattr(value, "__float__")  # NumPy's and PyTorch's, too
+            if not is_number and not (value is None and name == "memory_budget_bytes"):
                 raise TypeError(f"{name} must be a number (got {value!r})")
         if not 0.0 <= self.cache_ratio <= 1.0:
             raise ValueError(f"cache_ratio must lie in 0..1 (got {self.cache_ratio})")

@@ -31,6 +31,7 @@ from dgl_hybrid.training.edge_keys import EdgeKeys
 from dgl_hybrid.training.loader_arguments import (
     IGNORED,
     cached_of,
+    check_autotune,
     check_model,
     config_of,
     dense_below_of,
@@ -171,10 +172,9 @@ class FullGraphLoader:
             local_seeds = seed_ids(nids, g)
             self._row_order = check_row_order(row_order)
             check_model(model)
-            if chunk_rows is not None and (not isinstance(chunk_rows, int) or chunk_rows < 1):
+            if chunk_rows is not None and (chunk_rows < 1 or chunk_rows != int(chunk_rows)):
                 raise ValueError(f"chunk_rows must be a positive integer or None (got {chunk_rows!r})")
-            if not isinstance(autotune, (bool, int, float)) or not autotune >= 0.0:
-                raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune!r})")
+            check_autotune(autotune)
             check_reduction(loss_reduction, loss_denominator)
         self.approximation = agree_on_approximation(approximate, self.communicator)
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
@@ -182,7 +182,7 @@ class FullGraphLoader:
             _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
         self._keep_static, self._overlap = keep_static, overlap
         self._trial_share = (SHARE if autotune else 0.0) if isinstance(autotune, bool) else float(autotune)
-        self._chunk_rows = chunk_rows
+        self._chunk_rows = None if chunk_rows is None else int(chunk_rows)
         through_memory = self.communicator.backend == "shared_memory"
         self._partial_sums = not through_memory if partial_sums is None else partial_sums
         self._check_alike(
@@ -319,6 +319,11 @@ class FullGraphLoader:
     def outcome(self) -> PlanOutcome | None:
         """The plan that runs, and why; None until there is one."""
         return self._choice.outcome
+
+    @property
+    def best_plan(self) -> DependencyPlan | None:
+        """This rank's plan that is the fastest known so far: that of `outcome`, unless it only has its turn."""
+        return self._choice.best_plan
 
     @property
     def is_settled(self) -> bool:
@@ -511,6 +516,9 @@ class FullGraphLoader:
         if self.is_settled:
             self._forget_how_it_was_planned()
         self._free_memory.give_back_if_cheap()
+        previous: Step | None = self.__dict__.get("_step")
+        if previous is not None:
+            previous.is_replaced = True
         step = Step(
             communicator=self.communicator,
             level_sizes=self.sets.sizes,

@@ -91,6 +91,16 @@ def config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerCon
     return planner
 
 
+def check_autotune(autotune: Any) -> None:
+    """Checks how much trials of plans may take.
+
+    Raises:
+        ValueError: It is no bool and no share of at least 0.
+    """
+    if isinstance(autotune, str) or not autotune >= 0.0:
+        raise ValueError(f"autotune must be a bool or a share of at least 0 (got {autotune!r})")
+
+
 def check_model(model: object) -> None:
     """Checks what is to be planned for.
 

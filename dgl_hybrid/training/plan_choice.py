@@ -12,6 +12,7 @@ from torch import nn
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.seen_calls import Call, SeenCalls
@@ -57,6 +58,15 @@ class PlanChoice:
         self._is_warned = False
 
     # ---------------------------------------------------------------- where it stands
+
+    @property
+    def best_plan(self) -> DependencyPlan | None:
+        """The fastest known so far; None: there is none yet."""
+        if self.outcome is None:
+            return None
+        if self.trials is None or not self.trials.is_trying:
+            return self.outcome.plan
+        return self.outcome.candidates[self.trials.fastest]
 
     @property
     def is_settled(self) -> bool:

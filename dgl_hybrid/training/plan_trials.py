@@ -129,6 +129,13 @@ class PlanTrials:
         """Whether the current candidate runs to be measured, not because it is the best one known."""
         return not self.is_settled and not self.is_waiting
 
+    @property
+    def fastest(self) -> int:
+        """Position of the candidate that measured fastest so far; the current one, if none was measured."""
+        if all(time_s is None for time_s in self.measured_s):
+            return self.current
+        return min(range(self._num_candidates), key=self._time_of)
+
     def record(self, epoch_s: float, change_s: float = 0.0) -> None:
         """Takes the time of an epoch under the current candidate and decides which one the next epoch runs.
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -12,6 +11,8 @@ from typing import Any
 
 from dgl_hybrid.exchange.approximate import describe_approximation
 
+FEW = 5
+"""Epochs that tell nothing reliable of a time."""
 PLAIN_DGL = "plain DGL"
 """The strategy of runs that have nothing of ours."""
 
@@ -32,8 +33,8 @@ class EpochReport:
     """Time inside exchanges once the last rank had come."""
     wait_s: float
     """Time inside exchanges until the last rank had come."""
-    plan: str = ""
-    """By which dependencies were treated: "hybrid@1", …; empty for plain DGL."""
+    plan: int = 0
+    """Which of the plans that this run has had, from 0, in the order in which they first ran."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,17 +111,20 @@ class TrainReport:
         return describe_approximation(self.approximate)
 
     def steady_epochs(self) -> Sequence[EpochReport]:
-        """Returns the epochs under the plan that stayed, whenever they ran, but for the first after each change to it:
-        that one also fetches features.
+        """Returns the epochs under the plan that stayed, but for the first after each change to it: that one also
+        fetches features.
 
-        Not only those after the last trial: a candidate's turn may come near the end, and one epoch would be left. If
-        there are none, the last epoch.
+        Those after the last trial, if they are `FEW` at least; else all, as a candidate's turn may come near the end,
+        where one epoch would be left. If there are none, the last epoch.
         """
-        stayed = self.epochs[-1].plan
+        last = len(self.epochs) - 1
         steady = [
-            epoch for before, epoch in itertools.pairwise(self.epochs) if epoch.plan == stayed and before.plan == stayed
+            number
+            for number in range(1, last + 1)
+            if self.epochs[number].plan == self.epochs[number - 1].plan == self.epochs[last].plan
         ]
-        return steady or self.epochs[-1:]
+        settled = [number for number in steady if number >= self.trial_epochs]
+        return [self.epochs[number] for number in (settled if len(settled) >= FEW else steady)] or self.epochs[-1:]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the object that `--json` prints."""

@@ -218,6 +218,7 @@ class RowMode(TorchFunctionMode):
         """Returns the gradient that enters at a loss, with the weight; None where none can be made up."""
         if gradient is None and isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
             gradient = torch.ones_like(loss)
+        self.step.was_weighted = True
         return None if gradient is None else gradient * self.step.loss_weight.value  # None: PyTorch's error
 
     def _batch_norm_of_piece(self, level: int, *args: Any, **kwargs: Any) -> Tensor:

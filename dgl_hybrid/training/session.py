@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import flatten, map_leaves
@@ -58,7 +59,7 @@ class _Call(threading.local):
         self.mode: RowMode | None = None
 
 
-@untraced("enter", "leave")
+@untraced("enter", "leave", "check_step")
 class _Session:
     """The state of the hooks: which call is outermost, and for which step."""
 
@@ -101,8 +102,6 @@ class _Session:
     def _end(self) -> None:
         if self.call.mode is not None:
             self.call.mode.__exit__(None, None, None)
-        if self.call.step is not None:
-            self.call.step.is_in_call = False
         self.call.forget()
 
     @contextlib.contextmanager
@@ -118,12 +117,9 @@ class _Session:
             vars(self.call).update(call, has_used=has_used)
             if step is not None and used is not None:
                 step.set_uses(used)
-                step.is_in_call = True
 
     def check_followed(self, step: Step, block: LayerBlock, operands: Sequence[Tensor]) -> None:
         """Raises if blocks are used inside a call that is taken to be about others: another loader's, or made-up ones.
-
-        What is used outside of any module gets no weight; then the output of a module that comes after it must.
 
         Raises:
             BlockError: In the first case.
@@ -139,8 +135,8 @@ class _Session:
                     "a module uses blocks that it was not given as arguments, in a thread that has not used any so "
                     "far: dropout, batch norm and the loss weight would be missed. Pass the blocks as arguments."
                 )
-            if torch.is_grad_enabled() and not _is_in_backward():
-                _expect_weighted(step, [*block.fields_to_train(), *operands])
+            if torch.is_grad_enabled():
+                step.note_training_use(None, lambda: [*block.fields_to_train(), *operands])
             return
         is_given = call.mode is not None and call.mode.given_blocks
         if call.step is not step and not is_given:
@@ -150,6 +146,30 @@ class _Session:
                 f"arguments, in lists, tuples or dicts if need be."
             )
         call.has_used = self.is_used = True
+        if call.outermost is not None and torch.is_grad_enabled():
+            step.note_training_use(call.outermost, call.outermost.parameters)
+
+    def check_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raises where an optimizer steps by gradients that have no loss weight.
+
+        On every rank, as what uses the blocks follows from the program. Not as gradients pass, which may be of anything
+        (saliency, a term of the script's own) and on one rank alone.
+        """
+        latest = self.latest()
+        for step in (ref() for ref in self.followed):
+            if step is None or not self._is_of_this_thread(step):
+                continue
+            parameters = (x for group in optimizer.param_groups for x in group["params"])
+            if not step.misses_weight(parameters, is_latest=step is latest):
+                continue
+            raise BlockError(
+                f"an optimizer steps by gradients that lack the loss weight of this rank: it is applied to what a "
+                f"module returns that uses the block of layer {len(step.level_sizes) - 1}, the last one, and none has "
+                f"used it in this epoch. Make the loader for as many layers as the model has (the length of the "
+                f"sampler's fanouts), and use the last block inside of a module. Or weight the loss yourself: "
+                f"FullGraphLoader(..., loss_denominator=1.0), and multiply the mean over this rank's seeds by the "
+                f"number of ranks times this rank's share of all seeds."
+            )
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         call = self.call
@@ -214,8 +234,6 @@ class _Session:
         assert step is not None
         self._end()
         if output is None or not step.last_block_used:
-            if step.block_used and torch.is_grad_enabled() and not _is_in_backward():
-                _expect_weighted(step, [value for value in flatten(output) if isinstance(value, Tensor)])
             return None
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
@@ -229,8 +247,14 @@ class _Session:
             step.on_call(module, args, kwargs)
         return self._weighted(output, step)
 
-    @staticmethod
-    def _weighted(output: Any, step: Step) -> Any:
+    def _note_weighted(self, step: Step) -> None:
+        """Of a step, and of those of other loaders whose last block the call has used, where ranks weigh alike."""
+        step.was_weighted = True
+        for other in (ref() for ref in self.followed):
+            if other is not None and other.last_block_used and other.loss_weight == step.loss_weight:
+                other.was_weighted = True
+
+    def _weighted(self, output: Any, step: Step) -> Any:
         if step.communicator.world_size == 1:
             return None  # the weight is one
         num_tensors = num_weighted = 0
@@ -246,7 +270,8 @@ class _Session:
             return weight_gradient(value, step.loss_weight)
 
         weighted = map_leaves(output, weigh)
-        step.was_weighted |= num_weighted > 0
+        if num_weighted:
+            self._note_weighted(step)
         is_step = num_weighted == 0 and step.was_differentiated and not step.was_backed
         if is_step and torch.is_grad_enabled() and not step.loss_weight.is_one:
             raise BlockError(
@@ -289,6 +314,8 @@ def _install() -> None:
         return
     _session.installed.append(register_module_forward_pre_hook(_session.enter))
     _session.installed.append(register_module_forward_hook(_session.leave, with_kwargs=True, always_call=True))
+    _session.installed.append(register_optimizer_step_pre_hook(_session.check_step))
+    _session.installed.append(register_optimizer_step_post_hook(_session.check_step))  # closures train inside of it
 
 
 @contextlib.contextmanager
@@ -359,33 +386,3 @@ def _comes_from_weighted(nodes: Sequence[Any]) -> bool:
         pending.extend(following)
         seen.update(following)
     return False
-
-
-def _expect_weighted(step: Step, tensors: Sequence[Tensor]) -> None:
-    """Has a backward raise where it comes to one of these and the step's loss weight was not applied to anything.
-
-    So no optimizer steps by such gradients; and on every rank, as what uses the blocks follows from the program.
-    """
-    if step.loss_weight.is_one or step.was_weighted:
-        return
-    for x in tensors:
-        if x.requires_grad:
-            _raise_unless_weighted(step, x)
-
-
-def _raise_unless_weighted(step: Step, x: Tensor) -> None:
-    def check(gradient: Tensor) -> None:
-        handle.remove()  # a parameter outlives the step
-        # What a forward backs itself has the weight, and gradients that it takes besides are its own.
-        if step.was_weighted or step.is_in_call:
-            return
-        raise BlockError(
-            f"a gradient came to a layer, but no module has used the block of layer {len(step.level_sizes) - 1}, the "
-            f"last one: the loss weight of a rank is applied to what that module returns, so gradients would not be "
-            f"those of the full graph. Make the loader for as many layers as the model has (the length of the "
-            f"sampler's fanouts), and use the last block inside of a module. Or weight the loss yourself: "
-            f"FullGraphLoader(..., loss_denominator=1.0), and multiply the mean over this rank's seeds by the number "
-            f"of ranks times this rank's share of all seeds."
-        )
-
-    handle = x.register_hook(check)

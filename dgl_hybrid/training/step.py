@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.untraced import untraced
 from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.training.edge_keys import EdgeKeys
 from dgl_hybrid.training.loss import LossWeight
@@ -59,6 +60,7 @@ _counts_of_blocks: weakref.WeakKeyDictionary[EdgeKeys, RowCounts] = weakref.Weak
 """By what is made once with the blocks of a plan, on all ranks."""
 
 
+@untraced("note_use")
 @dataclass(kw_only=True)
 class Step:
     """One yield of a loader; alive until its next, or for as long as somebody holds one of its blocks.
@@ -91,6 +93,8 @@ class Step:
     """It was yielded where gradients are taken."""
     is_over: bool = False
     """The loader's epoch has ended."""
+    is_replaced: bool = False
+    """The loader has yielded another step since."""
     dense_below: int = 0
     """Levels below this one must hold every vertex: such a module has normalised their rows."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -108,9 +112,15 @@ class Step:
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
     was_weighted: bool = False
-    """The loss weight was applied to what a module made of the last block, where it had a gradient."""
-    is_in_call: bool = False
-    """An outermost module call is running."""
+    """The loss weight was applied to something that had a gradient: what a module made of the last block."""
+    users: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
+    """Outermost modules that have used blocks where gradients are taken."""
+    trained: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    """Their parameters, by `id`: such a module may be made for a call, by `torch.compile`, say."""
+    has_trained_fields: bool = False
+    """Outside of modules, blocks have read what needs a gradient."""
+    was_used_besides: bool = False
+    """Blocks were used where gradients are taken, by what has none itself: what comes after may."""
     was_backed: bool = False
     """The outermost module call has backed a loss itself."""
     was_differentiated: bool = False
@@ -144,9 +154,37 @@ class Step:
         if self.on_use is not None:
             self.on_use(self, block, operands)
 
+    def note_training_use(self, module: nn.Module | None, read: Callable[[], Iterable[Tensor]]) -> None:
+        """Remembers who uses a block where gradients are taken, for `misses_weight`.
+
+        Args:
+            module: The outermost that runs.
+            read: Returns its parameters; of no module, what the block reads.
+        """
+        if self.loss_weight.is_one or (module is not None and module in self.users):
+            return
+        to_train = [x for x in read() if x.requires_grad]
+        self.was_used_besides |= not to_train
+        if module is None:
+            self.has_trained_fields |= bool(to_train)
+        else:
+            self.users.add(module)
+            self.trained.update((id(x), weakref.ref(x)) for x in to_train)
+
+    def misses_weight(self, parameters: Iterable[Tensor], *, is_latest: bool) -> bool:
+        """Whether gradients of this step that these parameters may have lack the loss weight.
+
+        Args:
+            is_latest: No other step was yielded since.
+        """
+        if self.loss_weight.is_one or self.was_weighted or self.is_replaced or not (is_latest or not self.is_over):
+            return False
+        if self.has_trained_fields or (self.was_used_besides and not self.is_over):
+            return True
+        return any((known := self.trained.get(id(x))) is not None and known() is x for x in parameters)
+
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
-        self.is_in_call = True
         self.set_uses((False, False, set(), False, False))
 
     def uses(self) -> Uses:

@@ -44,7 +44,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
     Args:
         job: What to train.
         on_epoch: Called after each epoch.
-        save_plan_in: Folder in which every rank saves the plan that it ended with.
+        save_plan_in: Folder in which every rank saves the best plan that is known by the end.
     Returns:
         The report of the whole run, the same on every rank; of a resumed one, from where it went on.
     Raises:
@@ -74,7 +74,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
                 run.checkpoints.save(Progress(accuracy=accuracy, best=_best(measured), loader=loader.state_dict()))
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
-    plan = run.plan
+    plan = loader.best_plan or run.plan
     if save_plan_in is not None:
         save_plan_of(job, run.g, plan, save_plan_in)
     communicator = run.g.communicator
@@ -131,6 +131,7 @@ class TrainingRun:
             self._wrapped = nn.parallel.DistributedDataParallel(self.model)
         self._clock = EpochClock(communicator, job.model.num_layers, self.loader.device)
         self._times: EpochTimes | None = None
+        self._plans: list[DependencyPlan] = []
 
     @property
     def plan(self) -> DependencyPlan:
@@ -154,7 +155,11 @@ class TrainingRun:
         self._clock.start()
         loss = _step(self.g, self.loader, self._wrapped, self._optimizer)
         self._times = self._clock.stop()
-        return _epoch_report(self.g, loss, self._times, self.plan)
+        # Ranks change plans together, so these numbers are the same on all of them; names of plans need not be.
+        if not any(self.plan is plan for plan in self._plans):
+            self._plans.append(self.plan)
+        number = next(number for number, plan in enumerate(self._plans) if plan is self.plan)
+        return _epoch_report(self.g, loss, self._times, number)
 
 
 def save_plan_of(job: TrainJob, g: PartitionedGraph, plan: DependencyPlan, folder: str | Path) -> None:
@@ -198,7 +203,7 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
                 raise DatasetError(f"{split} of part {g.rank()} selects vertices without a label")
             if job.num_classes is not None and len(chosen) and int(chosen.max()) >= job.num_classes:
                 raise DatasetError(f"labels must be below num_classes={job.num_classes} (got {int(chosen.max())})")
-    if not any(count for (count,) in g.communicator.gather_ints([int(g.ndata["train_mask"].local.sum())])):
+    if not any(count for (count,) in g.communicator.gather_ints([int(g.ndata["train_mask"].local.bool().sum())])):
         raise DatasetError(f"train_mask of {job.part_config} selects no vertex, so there is nothing to train on")
     g.ndata["feat"] = g.ndata["feat"].local.to(dtype)
     return g
@@ -398,7 +403,7 @@ def _best(measured: Sequence[Accuracy]) -> Accuracy:
     return min(known, key=lambda accuracy: (accuracy.val_loss, accuracy.epoch))
 
 
-def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes, plan: DependencyPlan) -> EpochReport:
+def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes, plan: int) -> EpochReport:
     shares = [row[0] for row in g.communicator.gather_floats([float(loss)])]
     return EpochReport(
         loss=math.fsum(shares),
@@ -407,7 +412,7 @@ def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes, plan: De
         compute_s=times.compute_s,
         exchange_s=times.exchange_s,
         wait_s=times.wait_s,
-        plan=plan.strategy,
+        plan=plan,
     )
 
 

@@ -111,15 +111,20 @@ def test_bars_are_of_the_epochs_that_the_table_is_of(tmp_path: Path, monkeypatch
 
 def test_steady_epochs_are_those_of_the_plan_that_stayed() -> None:
     """Whenever they ran, but for the first after each change: trials may end at the last epoch but one."""
-    names = "aaabbabbbaabb"
     (epoch, *_) = report("hybrid").epochs
-    epochs = tuple(replace(epoch, time_s=float(number), plan=name) for number, name in enumerate(names))
-    run = replace(report("hybrid"), epochs=epochs, trial_epochs=11)
-    assert [epoch.time_s for epoch in run.steady_epochs()] == [4, 7, 8, 12]
-    assert run.epoch_time_s == 7.5
-    assert TrainReport.from_json(run.to_json()) == run
-    changed_last = replace(run, epochs=run.epochs[:4])
-    assert [epoch.time_s for epoch in changed_last.steady_epochs()] == [3], "there is no other"
+
+    def run(plans: str, trial_epochs: int) -> TrainReport:
+        epochs = (replace(epoch, time_s=float(number), plan=int(plan)) for number, plan in enumerate(plans))
+        return replace(report("hybrid"), epochs=tuple(epochs), trial_epochs=trial_epochs)
+
+    tried_late = run("0001101110011", 11)
+    assert [epoch.time_s for epoch in tried_late.steady_epochs()] == [4, 7, 8, 12]
+    assert tried_late.epoch_time_s == 7.5
+    assert TrainReport.from_json(tried_late.to_json()) == tried_late
+    assert [epoch.time_s for epoch in run("0001", 3).steady_epochs()] == [3], "there is no other"
+    # Costs have drifted in between, and the same plan stayed.
+    assert [epoch.time_s for epoch in run("000001000000", 6).steady_epochs()] == [7, 8, 9, 10, 11]
+    assert [epoch.time_s for epoch in run("00000100000", 6).steady_epochs()] == [1, 2, 3, 4, 7, 8, 9, 10]
 
 
 @pytest.mark.parametrize(

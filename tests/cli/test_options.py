@@ -134,9 +134,15 @@ def test_wrong_config_files(content: str, message: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         resolve(parse("--config", str(file)), train.CONFIGS)
-    other = file.rename(tmp_path / "c.yaml")
-    with pytest.raises(ValueError, match=r"c\.yaml must be a \.toml or a \.json file"):
-        resolve(parse("--config", str(other)), train.CONFIGS)
+
+
+def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("epochs: 3\n")
+    with pytest.raises(ValueError, match=r"c\.yaml is not valid JSON, as which all but \.toml files are read"):
+        resolve(parse("--config", str(file)), train.CONFIGS)
+    file.rename(tmp_path / "c.TOML").write_text("epochs = 3\n")
+    assert resolve(parse("--config", str(tmp_path / "c.TOML")), train.CONFIGS)[-2].epochs == 3
 
 
 @pytest.mark.parametrize(

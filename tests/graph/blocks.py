@@ -35,7 +35,6 @@ def one_layer(
         plan=[torch.empty(0, dtype=torch.int64)],
         seed=7,
         keep_static=keep_static,
-        loss_denominator=1.0,  # losses are sums over ranks: none has a weight
     )
     ((input_nodes, _, (block,)),) = list(loader)
     x = g.ndata["feat"][input_nodes].clone().requires_grad_()

@@ -15,6 +15,7 @@ from typing import Any
 
 import dgl
 import dgl.nn as dglnn
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -328,6 +329,25 @@ def test_a_loader_that_loads_a_state_goes_on_with_the_same_masks(partitions: Par
     for (losses, _), (expected, _) in zip(other, straight, strict=True):
         assert losses[:2] == expected[:2]
         assert losses[2] != expected[2], "masks of another seed"
+
+
+def load_with_numbers_of_numpy(rank: int, world_size: int, part_config: str) -> list[int | None]:
+    g, _ = open_graph(part_config)
+    nothing = [torch.arange(0)] * 2
+    rows = [
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=nothing, chunk_rows=number)._chunk_rows  # type: ignore[arg-type]
+        for number in (np.int64(5), torch.tensor(6), 7.0, None)
+    ]
+    for share in (np.float32(0.5), np.int64(1), torch.tensor(0.1), np.True_):
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=nothing, autotune=share)  # type: ignore[arg-type]
+    return rows
+
+
+def test_numbers_of_numpy_are_numbers(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 1)
+    assert run_ranks(1, load_with_numbers_of_numpy, folder) == [[5, 6, 7, None]]
+    for budget in (np.int64(10**9), np.float32(1e9), torch.tensor(1e9)):
+        PlannerConfig(memory_budget_bytes=budget)  # type: ignore[arg-type]
 
 
 def load_wrong_states(rank: int, world_size: int, part_config: str) -> tuple[dict[str, str], dict[str, int]]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.communicator import Communicator
@@ -253,21 +254,65 @@ def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions:
     run_ranks(3, step_inside, folder, "grad, evaluating")
 
 
-UNWEIGHTED = ("deeper than the model", "the last block's size", "last hop outside", "all hops outside", "dgl.ops")
-WEIGHTED = ("by the script", "weights of edges outside", "as many seeds outside", "a step inside after a piece")
+UNWEIGHTED = (
+    *("deeper than the model", "deeper, repeated", "deeper, backed inside", "deeper, an object", "deeper, a closure"),
+    *("the last block's size", "last hop outside", "all hops outside", "hops before a linear layer"),
+    *("dgl.ops", "weights of dgl.ops"),
+)
+WEIGHTED = (
+    *("by the script", "as many seeds outside", "weights of edges outside", "two loaders, one module"),
+    *("a step inside after a piece", "a step inside, repeated", "a look before"),
+    *("a term of its own before", "another optimizer before", "whole model repeated"),
+)
 
 
 class StepInside(nn.Module):
     """The second layer, a loss and its backward."""
 
+    def __init__(self, layer: nn.Module, *, repeats: bool) -> None:
+        super().__init__()
+        self.layer, self.repeats = layer, repeats
+
+    def forward(self, block: Any, h: Tensor, labels: Tensor) -> Tensor:
+        logits = checkpoint(self.layer, block, h, use_reentrant=False) if self.repeats else self.layer(block, h)
+        loss = F.cross_entropy(logits, labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+class Backing(nn.Module):
+    """A model that backs the loss of its first rows."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[Any], x: Tensor, labels: Tensor) -> None:
+        F.cross_entropy(self.model(blocks, x)[: len(labels)], labels).backward()  # type: ignore[no-untyped-call]
+
+
+class Wrapping(nn.Module):
+    """A model whose output is in an object that nobody looks into."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Any:
+        logits = self.model(blocks, x)
+        return lambda: logits
+
+
+class Both(nn.Module):
+    """The second layer on blocks of two loaders."""
+
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
-    def forward(self, block: Any, h: Tensor, labels: Tensor) -> Tensor:
-        loss = F.cross_entropy(self.layer(block, h), labels)
-        loss.backward()
-        return loss.detach()
+    def forward(self, first: Any, second: Any, h: Tensor, g: Tensor) -> Tensor:
+        out: Tensor = self.layer(first, h) + self.layer(second, g)
+        return out
 
 
 class Weigher(nn.Module):
@@ -290,58 +335,124 @@ def propagate(block: Any, h: Tensor, weights: Tensor | None = None) -> Tensor:
 
 
 def logits_of(way: str, model: Two, blocks: list[Any], x: Tensor, num_seeds: int) -> Tensor:
+    """What is weighted, or not, in these ways; blocks of three layers."""
     first, second = model.first, model.second
-    if way in ("deeper than the model", "by the script"):
-        return model(blocks, x)[:num_seeds]  # type: ignore[no-any-return]
-    if way == "the last block's size":
-        return second(blocks[1], first(blocks[0], x))[: blocks[-1].num_dst_nodes()]  # type: ignore[no-any-return]
-    if way in ("last hop outside", "as many seeds outside"):
-        return propagate(blocks[2], second(blocks[1], first(blocks[0], x)))
-    if way == "all hops outside":
-        h = x @ first.fc_neigh.weight.t()
-        h = propagate(blocks[1], propagate(blocks[0], h))
-        return propagate(blocks[2], h @ second.fc_neigh.weight.t())
-    if way == "dgl.ops":
-        return dgl.ops.copy_u_mean(blocks[2], second(blocks[1], first(blocks[0], x)))  # type: ignore[no-any-return]
-    assert way == "weights of edges outside"
-    h = second(blocks[1], first(blocks[0], x))
-    block = blocks[2]
-    with block.local_scope():
-        block.srcdata["h"] = h
-        block.apply_edges(fn.copy_u("h", "e"))
-        weights = block.edata["e"].mean(1, keepdim=True).sigmoid()
-    return Weigher()(block, h, weights)  # type: ignore[no-any-return]
+    logits: Tensor
+    if way in ("deeper than the model", "deeper, a closure", "by the script"):
+        logits = model(blocks, x)[:num_seeds]
+    elif way == "deeper, repeated":
+        logits = checkpoint(model, blocks, x.requires_grad_(), use_reentrant=True)[:num_seeds]
+    elif way == "deeper, an object":
+        logits = Wrapping(model)(blocks, x)()[:num_seeds]
+    elif way == "the last block's size":
+        logits = second(blocks[1], first(blocks[0], x))[: blocks[-1].num_dst_nodes()]
+    elif way in ("last hop outside", "as many seeds outside"):
+        logits = propagate(blocks[2], second(blocks[1], first(blocks[0], x)))
+    elif way == "all hops outside":
+        h = propagate(blocks[1], propagate(blocks[0], x @ first.fc_neigh.weight.t()))
+        logits = propagate(blocks[2], h @ second.fc_neigh.weight.t())
+    elif way == "hops before a linear layer":
+        h = propagate(blocks[2], propagate(blocks[1], propagate(blocks[0], x)))
+        logits = second.fc_neigh(first.fc_neigh(h))
+    elif way == "dgl.ops":
+        logits = dgl.ops.copy_u_mean(blocks[2], second(blocks[1], first(blocks[0], x)))
+    elif way == "weights of dgl.ops":
+        h = propagate(blocks[1], propagate(blocks[0], x[:, :NUM_CLASSES]))
+        logits = dgl.ops.u_mul_e_sum(blocks[2], h, model.second.fc_neigh.weight.sum().expand(blocks[2].num_edges(), 1))
+    else:
+        assert way == "weights of edges outside"
+        h = second(blocks[1], first(blocks[0], x))
+        with blocks[2].local_scope():
+            blocks[2].srcdata["h"] = h
+            blocks[2].apply_edges(fn.copy_u("h", "e"))
+            weights = blocks[2].edata["e"].mean(1, keepdim=True).sigmoid()
+        logits = Weigher()(blocks[2], h, weights)
+    return logits
 
 
-def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> list[Tensor]:
-    """Returns ids of seeds and gradients."""
-    g = PartitionedGraph.open(part_config)
-    own = g.nodes.owned()
-    seeds = own[: 5 if way == "as many seeds outside" else 3 + 4 * rank]
-    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "by the script" else {}
-    num_layers = 2 if way == "a step inside after a piece" else 3
-    loader = FullGraphLoader(g, seeds, num_layers, plan=[own[:0]] * num_layers, **options)
-    model = Two()
-    for input_nodes, yielded, blocks in loader:
-        x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][yielded]
-        if num_layers == 2:
-            StepInside(model.second)(blocks[1], model.first(blocks[0], x), labels)
-            continue
+def train_deep(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: Any, x: Tensor, labels: Tensor) -> None:
+    """On blocks of three layers."""
+    _, yielded, blocks = batch
+    if way == "deeper, backed inside":
+        Backing(model)(blocks, x, labels)
+    elif way == "deeper, a closure":
+
+        def close() -> float:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(logits_of(way, model, blocks, x, len(yielded)), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss)
+
+        optimizer.step(close)
+        return
+    else:
         loss = F.cross_entropy(logits_of(way, model, blocks, x, len(yielded)), labels)
         if way == "by the script":
             share = torch.tensor(float(len(yielded)))
             dist.all_reduce(share)
-            loss = loss * (world_size * len(yielded) / float(share))
-        loss.backward()
+            loss = loss * (dist.get_world_size() * len(yielded) / float(share))
+        loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def train_pieces(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: Any, x: Tensor, labels: Tensor) -> None:
+    """On blocks of two layers, which the script gives to one after the other."""
+    _, _, blocks = batch
+    if way == "whole model repeated":
+        logits = checkpoint(model, blocks, x.requires_grad_(), use_reentrant=True)
+        F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        return
+    h = model.first(blocks[0], x)
+    if way.startswith("a step inside"):
+        StepInside(model.second, repeats=way.endswith("repeated"))(blocks[1], h, labels)
+        optimizer.step()
+        return
+    if way == "a look before":
+        torch.autograd.grad(h.pow(2).mean(), model.first.fc_neigh.weight, retain_graph=True)
+    if way == "a term of its own before":
+        (0.0 * h.pow(2).sum()).backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    if way == "another optimizer before":
+        other = nn.Linear(h.shape[1], 1).double()
+        other(h.detach()).mean().backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    F.cross_entropy(model.second(blocks[1], h), labels).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> list[Tensor]:
+    """Returns ids of seeds, and gradients."""
+    g = PartitionedGraph.open(part_config)
+    own = g.nodes.owned()
+    seeds = own[: 5 if way == "as many seeds outside" else 3 + 4 * rank]
+    is_deep = way in UNWEIGHTED or way in WEIGHTED[:3]
+    num_layers = 3 if is_deep else 2
+    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "by the script" else {}
+    loaders = [FullGraphLoader(g, seeds, num_layers, plan=[own[:0]] * num_layers, **options) for _ in range(2)]
+    model = Two()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for batch, other in zip(*loaders, strict=True):
+        input_nodes, yielded, blocks = batch
+        x, labels = g.ndata["feat"][input_nodes].clone(), g.ndata["label"][yielded]
+        if way == "two loaders, one module":
+            h, k = model.first(blocks[0], x), model.first(other[2][0], g.ndata["feat"][other[0]])
+            logits = Both(model.second)(blocks[1], other[2][1], h, k)
+            F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        else:
+            (train_deep if is_deep else train_pieces)(way, model, optimizer, batch, x, labels)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return [g.fetch_nodes(g.partition.orig_node_ids, yielded), *average(world_size, model.parameters())]
 
 
 @pytest.mark.parametrize("way", UNWEIGHTED)
-def test_gradients_that_miss_the_weight_are_refused(way: str, partitions: PartitionStore) -> None:
-    """They were those of another loss, a few percent off, and nothing was said."""
+def test_an_optimizer_does_not_step_without_the_weight(way: str, partitions: PartitionStore) -> None:
+    """Gradients were those of another loss, up to 70 % off, and nothing was said."""
     for error in run_ranks_expect_errors(3, train_in_a_way, partitions.get("power_law", power_law(), 3), way):
         assert error.type_name == "BlockError"
-        assert "no module has used the block of layer 3, the last one" in error.message
+        assert "an optimizer steps by gradients that lack the loss weight" in error.message
+        assert "uses the block of layer 3, the last one" in error.message
 
 
 @pytest.mark.parametrize("way", WEIGHTED)
@@ -350,9 +461,9 @@ def test_gradients_that_have_the_weight_in_other_ways(way: str, partitions: Part
     results = run_ranks(3, train_in_a_way, partitions.get("power_law", graph, 3), way)
     seeds = torch.cat([ids for ids, *_ in results])
     x, labels = graph.ndata["feat"], graph.ndata["label"]
-    if way == "a step inside after a piece":
-        logits = model([graph] * 2, x)
-    else:
+    if way in WEIGHTED[:3]:
         logits = logits_of(way, model, [graph] * 3, x, graph.num_nodes())
+    else:
+        logits = model([graph] * 2, x) * (2 if way == "two loaders, one module" else 1)
     F.cross_entropy(logits[seeds], labels[seeds]).backward()
     assert_gradients([gradients for _, *gradients in results], model)

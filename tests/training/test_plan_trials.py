@@ -756,3 +756,17 @@ def test_who_takes_the_batch_by_next_is_told_once_that_epochs_cannot_be_timed(pa
     assert "next(iter(loader))" in first.warnings[0]
     assert "autotune=False" in first.warnings[0]
     assert second.warnings == []
+
+
+def test_the_fastest_so_far_is_known_while_others_have_their_turns() -> None:
+    trials = PlanTrials(3)
+    assert trials.fastest == 0, "nobody was measured"
+    for seconds in (2.0, 1.0, 3.0):
+        position = trials.current
+        while trials.current == position and not trials.is_settled:
+            assert trials.fastest == {0: 0, 1: 0, 2: 1}[position] or trials.measured_s[position] is not None
+            trials.record(seconds)
+        if position == 1:
+            break
+    assert trials.fastest == 1
+    assert trials.current == 2, "has its turn"

@@ -114,13 +114,7 @@ def run_double_backward(rank: int, world_size: int, folder: str, chunk_rows: int
     for overlap in (True, False):
         nothing = [torch.empty(0, dtype=torch.int64)]
         loader = FullGraphLoader(
-            g,
-            g.nodes.owned(),
-            1,
-            plan=nothing,
-            overlap=overlap,
-            chunk_rows=chunk_rows if overlap else None,
-            loss_denominator=1.0,
+            g, g.nodes.owned(), 1, plan=nothing, overlap=overlap, chunk_rows=chunk_rows if overlap else None
         )
         for input_nodes, _, (block,) in loader:
             x = torch.sin(input_nodes.double())[:, None].repeat(1, 3).requires_grad_()

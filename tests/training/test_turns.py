@@ -82,7 +82,8 @@ def test_turns(world_size: int, tmp_path: Path) -> None:
         assert all(len(times) == 2 * NUM_TURNS for times in result["times_s"].values()), "two epochs of a turn count"
         assert all(time_s > 0.0 for times in result["times_s"].values() for time_s in times)
         order = [name for name in names for _ in range(3)]  # one before those that count
-        expected = [*names, *order, *order[::-1], *order]
+        twice = [name for name in names for _ in range(2)]
+        expected = [*twice, *order, *order[::-1], *order]
         here = [name for name in expected if rank == 0 or name != "plain DGL"]
         assert [name for name, *_ in result["trained"]] == here
         threads = {name: set(counts) for name, *counts in result["trained"]}

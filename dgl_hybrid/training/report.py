@@ -91,6 +91,8 @@ class TrainReport:
     predicted_epoch_s: float | None
     chosen_plan: str
     """Which candidate was taken: "hybrid@1", "depcomm", …"""
+    stayed_plan: int | None = None
+    """Which of the plans in `epochs` that is; None: that of the last one."""
     trial_epochs: int = 0
     """The last of `epochs`, from 1, whose plan ran to be measured, not as the best one known; 0 if none did."""
     rows_by_locality: tuple[bool, ...] = ()
@@ -117,11 +119,11 @@ class TrainReport:
         Those after the last trial, if they are `FEW` at least; else all, as a candidate's turn may come near the end,
         where one epoch would be left. If there are none, the last epoch.
         """
-        last = len(self.epochs) - 1
+        stayed = self.epochs[-1].plan if self.stayed_plan is None else self.stayed_plan
         steady = [
             number
-            for number in range(1, last + 1)
-            if self.epochs[number].plan == self.epochs[number - 1].plan == self.epochs[last].plan
+            for number in range(1, len(self.epochs))
+            if self.epochs[number].plan == self.epochs[number - 1].plan == stayed
         ]
         settled = [number for number in steady if number >= self.trial_epochs]
         return [self.epochs[number] for number in (settled if len(settled) >= FEW else steady)] or self.epochs[-1:]
@@ -148,6 +150,7 @@ class TrainReport:
             "chosen_plan": self.chosen_plan,
             "predicted_epoch_s": self.predicted_epoch_s,
             "gradient_bytes": self.gradient_bytes,
+            "stayed_plan": self.stayed_plan,
             "trial_epochs": self.trial_epochs,
             "first_epoch": self.first_epoch,
             "rows_by_locality": list(self.rows_by_locality),
@@ -179,6 +182,7 @@ class TrainReport:
             gradient_bytes=data["gradient_bytes"],
             predicted_epoch_s=data["predicted_epoch_s"],
             chosen_plan=data["chosen_plan"],
+            stayed_plan=data["stayed_plan"],
             trial_epochs=data["trial_epochs"],
             rows_by_locality=tuple(data["rows_by_locality"]),
             first_epoch=data["first_epoch"],

@@ -95,6 +95,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
         gradient_bytes=sum(p.numel() * p.element_size() for p in run.model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=plan.strategy,
+        stayed_plan=run.number_of(plan),
         trial_epochs=trial_epochs,
         first_epoch=first_epoch,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
@@ -155,11 +156,16 @@ class TrainingRun:
         self._clock.start()
         loss = _step(self.g, self.loader, self._wrapped, self._optimizer)
         self._times = self._clock.stop()
-        # Ranks change plans together, so these numbers are the same on all of them; names of plans need not be.
-        if not any(self.plan is plan for plan in self._plans):
+        if self.number_of(self.plan) is None:
             self._plans.append(self.plan)
-        number = next(number for number, plan in enumerate(self._plans) if plan is self.plan)
-        return _epoch_report(self.g, loss, self._times, number)
+        return _epoch_report(self.g, loss, self._times, self.number_of(self.plan) or 0)
+
+    def number_of(self, plan: DependencyPlan) -> int | None:
+        """Returns which of the plans that epochs have run by this is, from 0; None: of none.
+
+        Ranks change plans together, so that it is the same on all of them; names of plans need not be.
+        """
+        return next((number for number, known in enumerate(self._plans) if known is plan), None)
 
 
 def save_plan_of(job: TrainJob, g: PartitionedGraph, plan: DependencyPlan, folder: str | Path) -> None:

@@ -122,6 +122,8 @@ def test_steady_epochs_are_those_of_the_plan_that_stayed() -> None:
     assert tried_late.epoch_time_s == 7.5
     assert TrainReport.from_json(tried_late.to_json()) == tried_late
     assert [epoch.time_s for epoch in run("0001", 3).steady_epochs()] == [3], "there is no other"
+    ended_in_a_turn = replace(run("0000011", 7), stayed_plan=0)
+    assert [epoch.time_s for epoch in ended_in_a_turn.steady_epochs()] == [1, 2, 3, 4]
     # Costs have drifted in between, and the same plan stayed.
     assert [epoch.time_s for epoch in run("000001000000", 6).steady_epochs()] == [7, 8, 9, 10, 11]
     assert [epoch.time_s for epoch in run("00000100000", 6).steady_epochs()] == [1, 2, 3, 4, 7, 8, 9, 10]

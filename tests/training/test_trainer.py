@@ -161,7 +161,7 @@ def test_json_has_the_promised_keys(folder: Path) -> None:
         *("strategy", "ranks", "model", "dataset", "epochs", "train_accuracy", "val_accuracy", "test_accuracy"),
         *("peak_rss_bytes", "plan", "predicted_epoch_s"),
     } <= set(record)
-    assert {"loss", "time_s", "bytes_sent"} <= set(record["epochs"][0])
+    assert {"loss", "time_s", "bytes_sent", "plan"} <= set(record["epochs"][0])
     assert {"layer", "cached", "communicated"} <= set(record["plan"][0])
     assert TrainReport.from_json(record).to_json() == record
     # A loss that has diverged is null: JSON has no infinity and no NaN.

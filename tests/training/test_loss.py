@@ -257,12 +257,12 @@ def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions:
 UNWEIGHTED = (
     *("deeper than the model", "deeper, repeated", "deeper, backed inside", "deeper, an object", "deeper, a closure"),
     *("the last block's size", "last hop outside", "all hops outside", "hops before a linear layer"),
-    *("dgl.ops", "weights of dgl.ops"),
+    *("dgl.ops", "weights of dgl.ops", "deeper, stepped after the epoch"),
 )
 WEIGHTED = (
     *("by the script", "as many seeds outside", "weights of edges outside", "two loaders, one module"),
     *("a step inside after a piece", "a step inside, repeated", "a look before"),
-    *("a term of its own before", "another optimizer before", "whole model repeated"),
+    *("a term of its own before", "another optimizer before", "whole model repeated", "a batch held before"),
 )
 
 
@@ -338,7 +338,7 @@ def logits_of(way: str, model: Two, blocks: list[Any], x: Tensor, num_seeds: int
     """What is weighted, or not, in these ways; blocks of three layers."""
     first, second = model.first, model.second
     logits: Tensor
-    if way in ("deeper than the model", "deeper, a closure", "by the script"):
+    if way in ("deeper than the model", "deeper, a closure", "deeper, stepped after the epoch", "by the script"):
         logits = model(blocks, x)[:num_seeds]
     elif way == "deeper, repeated":
         logits = checkpoint(model, blocks, x.requires_grad_(), use_reentrant=True)[:num_seeds]
@@ -392,7 +392,8 @@ def train_deep(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: An
             dist.all_reduce(share)
             loss = loss * (dist.get_world_size() * len(yielded) / float(share))
         loss.backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
+    if way != "deeper, stepped after the epoch":
+        optimizer.step()
 
 
 def train_pieces(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: Any, x: Tensor, labels: Tensor) -> None:
@@ -431,7 +432,12 @@ def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> li
     loaders = [FullGraphLoader(g, seeds, num_layers, plan=[own[:0]] * num_layers, **options) for _ in range(2)]
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    for batch, other in zip(*loaders, strict=True):
+    if way == "a batch held before":
+        held = next(iter(loaders[0]))
+        model.first(held[2][0], g.ndata["feat"][held[0]])
+    for batch, other in (
+        zip(*loaders[::-1], strict=True) if way == "two loaders, one module" else zip(loaders[0], [None])
+    ):
         input_nodes, yielded, blocks = batch
         x, labels = g.ndata["feat"][input_nodes].clone(), g.ndata["label"][yielded]
         if way == "two loaders, one module":
@@ -441,6 +447,7 @@ def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> li
             optimizer.step()
         else:
             (train_deep if is_deep else train_pieces)(way, model, optimizer, batch, x, labels)
+    optimizer.step()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return [g.fetch_nodes(g.partition.orig_node_ids, yielded), *average(world_size, model.parameters())]

@@ -22,7 +22,7 @@ from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
 
 ROOT = Path(__file__).resolve().parents[2]
-Allocator = Literal["keep", "default"]
+Allocator = Literal["keep", "mapped", "default"]
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc maps large blocks anew each time and hands them back when freed: every epoch then pays for its page faults.
     "keep": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)},

@@ -25,8 +25,8 @@ from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_par
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import PLAIN_DGL, TrainReport
 
-TIE = 1.02
-"""Medians of turns of one plan differ by as much."""
+TIE = 1.04
+"""Medians of turns of one plan differ by as much: 42.3 and 43.8 ms, where hybrid took depcomm's."""
 STRATEGIES = ("depcache", "depcomm", "hybrid")
 
 
@@ -222,7 +222,7 @@ def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
     hybrid = next(row.measured for row in rows if row.measured.strategy == "hybrid")
     predicted = "-" if hybrid.predicted_epoch_s is None else format_seconds(hybrid.predicted_epoch_s)
     console.print(
-        f"* fastest of ours, or within 2 % of it. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
+        f"* fastest of ours, or within 4 % of it. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
         f"Loss: worst of the float64 epochs. Time: float32, all in turns, plain DGL on {cores} threads, ranks share\n"
         "the same cores over loopback, where sending costs little: a real network favours caching more. Memory: peak\n"
         "of the largest rank above interpreter and libraries. Layer 1 reads raw features: its rows travel in the\n"

@@ -24,7 +24,11 @@ class CostMode(TorchDispatchMode):
 
     def __init__(self, record: TraceRecord, sizes: list[int], num_edges: list[int]) -> None:
         super().__init__()
-        self.record, self.sizes, self.num_edges = record, sizes, num_edges
+        self.record, self.num_edges = record, num_edges
+        self._costs = (
+            (sizes, (record.level_flops, record.level_bytes, record.level_held)),
+            (num_edges, (record.edge_flops, record.edge_bytes, record.edge_held)),
+        )
         self.forward = True
         self.factor = 1.0
         """On the next operations' traffic, for an operation that stands for a dearer one."""
@@ -46,18 +50,13 @@ class CostMode(TorchDispatchMode):
         held = float(sum(x.numel() * x.element_size() for x in outputs)) if self.forward else 0.0
         for x in (*outputs, *inputs):
             for dimension in x.shape:
-                if dimension in self.sizes:
-                    level = self.sizes.index(dimension)
-                    self.record.level_flops[level] += flops
-                    self.record.level_bytes[level] += self.factor * moved
-                    self.record.level_held[level] += held
-                    return out
-                if dimension in self.num_edges:
-                    layer = self.num_edges.index(dimension)
-                    self.record.edge_flops[layer] += flops
-                    self.record.edge_bytes[layer] += self.factor * moved
-                    self.record.edge_held[layer] += held
-                    return out
+                for counts, (flops_of, bytes_of, held_of) in self._costs:
+                    if dimension in counts:
+                        at = counts.index(dimension)
+                        flops_of[at] += flops
+                        bytes_of[at] += self.factor * moved
+                        held_of[at] += held
+                        return out
         return out
 
 

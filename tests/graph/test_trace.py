@@ -154,6 +154,21 @@ def test_optimised_layers_whose_products_narrow_have_two_orders() -> None:
         assert can_sum_first(dglnn.GraphConv(IN, HIDDEN), other) == [False, False]
 
 
+class Halving(nn.Module):
+    """A product of rows with a number."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * 0.5
+
+
+def test_an_operation_on_rows_costs_what_it_reads_and_writes() -> None:
+    """In its forward, and as much in its backward."""
+    layers = (dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))
+    plain, halved = (trace(Stack(*layers, norm=norm)).trace.levels[1] for norm in (None, Halving()))
+    assert halved.row_bytes - plain.row_bytes == 2 * 2 * 4 * HIDDEN
+    assert halved.held_bytes - plain.held_bytes == 4 * HIDDEN
+
+
 def test_raw_features_cost_nothing_to_hold() -> None:
     levels = trace(Stack(dglnn.SAGEConv(IN, HIDDEN, "mean"), dglnn.SAGEConv(HIDDEN, OUT, "mean"))).trace.levels
     assert levels[0].row_flops == 0

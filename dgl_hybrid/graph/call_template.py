@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.static_results import MAX_DENSITY
+from dgl_hybrid.graph.static_results import most_entries_of
 
 SAMPLED_ROWS = 1024
 _FEATURE_NAMES = ("feat", "features", "feature", "x", "h")
@@ -204,10 +204,11 @@ def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, gene
 
 
 def _is_sparse(x: Tensor) -> bool:
-    if not x.is_floating_point() or x.dim() != 2 or not x.numel():
+    most = most_entries_of(x)
+    if most == 0.0 or not x.numel():
         return False
     some = x[:: max(1, len(x) // SAMPLED_ROWS)]
-    return int(torch.count_nonzero(some)) <= MAX_DENSITY * some.numel()
+    return int(torch.count_nonzero(some)) <= most * some.numel()
 
 
 def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:

@@ -560,7 +560,7 @@ class LayerBlock:
             if split is not None:
                 count("copy_u", "ours: split by source")
                 return split.sum(x, Scale(factors.reshape(-1), of_sources))
-            edges = sparse_graph_of(self.real_index, x.device) if self.plan.is_idle and x.requires_grad else None
+            edges = sparse_graph_of(self._block._graph, x.device) if self.plan.is_idle and x.requires_grad else None
             if edges is not None and not torch.is_autocast_enabled(x.device.type):
                 count("copy_u", "ours: with factors")
                 return scaled_sum(edges, x, factors, of_sources=of_sources)
@@ -618,6 +618,7 @@ class LayerBlock:
 
     def _check_has_all_edges(self) -> None:
         """For operations whose results this block does not see, so that it could not take some of them from others."""
+        self.static_results.are_not_all = True
         if self._replicas is not None:
             raise BlockError(
                 f"{self._where}: when the plan was made, this layer did nothing but sum up features that never change, "

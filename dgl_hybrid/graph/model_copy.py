@@ -7,12 +7,12 @@ import contextlib
 import copy
 import random
 from collections.abc import Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from dgl.distributed import DistGraph, DistTensor, PartitionPolicy
-from torch import nn
+from torch import Tensor, nn
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -27,8 +27,16 @@ def copy_of(model: ModelT) -> ModelT:
     A `DistEmbedding` inside is copied, so that it remembers its own reads alone, but the tensor it reads is the same:
     copies may read it and must not write to it. Not collective.
     """
+    # What an earlier call has left in attributes (a weight that `weight_norm` makes of two, rows kept to be looked at)
+    # hangs on that call's graph of gradients, and no tensor of one is copied.
+    left: dict[int, Any] = {
+        id(tensor): tensor.detach().clone()
+        for module in model.modules()
+        for tensor in vars(module).values()
+        if isinstance(tensor, Tensor) and not tensor.is_leaf
+    }
     with _shared_by_copies(_ON_SERVERS):
-        return copy.deepcopy(model)
+        return copy.deepcopy(model, left)
 
 
 @contextlib.contextmanager

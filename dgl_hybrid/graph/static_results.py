@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops import SparseRows
+from dgl_hybrid.ops.cpu.products import most_entries
 
 RowsT = TypeVar("RowsT", Tensor, Tensor | SparseRows)
 KeptT = TypeVar("KeptT", bound=Tensor | SparseRows | None)
@@ -38,8 +39,6 @@ Rows = Tensor | SparseRows
 
 NUM_SAMPLES, SAMPLED_ELEMENTS = 16, 256
 """Of an operand that is compared: so many runs of so many elements, on as many pages. Rows may lie on disk."""
-MAX_DENSITY = 0.4
-"""Of rows that are kept by their entries, on CPU: an entry takes as long as 1.7 to 2 elements of a dense product."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,9 +109,15 @@ def _version_of(result: Rows | None) -> int:
 
 def sparse_or_dense(x: Tensor) -> Rows:
     """Returns (N, F) rows by their entries if most are zero and products gain by it here, else as they are."""
+    most = most_entries_of(x)
+    return x if most == 0.0 else SparseRows.from_dense(x, most) or x
+
+
+def most_entries_of(x: Tensor) -> float:
+    """Returns up to what share of entries that are not zero such rows go by these; 0: never."""
     if x.device.type != "cpu" or x.dim() != 2 or x.dtype not in (torch.float32, torch.float64):
-        return x
-    return SparseRows.from_dense(x, MAX_DENSITY) or x
+        return 0.0
+    return most_entries(x.shape[1], x.dtype)
 
 
 class StaticResults:
@@ -127,6 +132,9 @@ class StaticResults:
         self._kept: dict[Hashable, _Kept] = {}
         self._is_making = False
         self._asked: set[Hashable] = set()
+        self.are_not_all = False
+        """Whether the block, or a copy of it, was also read by an operation whose result cannot be kept, and which
+        needs the in-edges of every vertex held here."""
 
     def are_static(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""

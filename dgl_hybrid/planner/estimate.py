@@ -202,8 +202,8 @@ def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
         worst = max(range(len(least)), key=lambda rank: least[rank])
         raise PlanError(
             f"no plan fits the memory budget of every rank: rank {worst} of {len(least)} needs at least "
-            f"{least[worst]:.0f} bytes for its halo rows. Possible solutions: 1) raise memory_budget_bytes, "
-            "2) use more partitions, 3) use a narrower model or fewer layers"
+            f"{least[worst]:.0f} bytes for its halo rows. Possible solutions: 1) raise memory_budget_bytes "
+            "(--memory-budget), 2) use more partitions (--ranks), 3) use a narrower model or fewer layers"
         )
     epochs = {i: EpochEstimate(ranks=tuple(estimates[i] for estimates in estimates_by_rank)) for i in fitting}
     return min(fitting, key=lambda i: (epochs[i].epoch_s, i))

@@ -149,6 +149,7 @@ def too_large(items: Items, costs: ItemCosts, held_bytes: float, budget_bytes: f
     return PlanError(
         f"the plan needs at least {held_bytes:.0f} bytes for halo rows, memory_budget_bytes is {budget_bytes:.0f} "
         f"(rows owned vertices read: {per_level} bytes). Possible solutions: "
-        f"1) raise memory_budget_bytes to {held_bytes:.0f}, 2) use more partitions or a partition with fewer halo "
-        "vertices, 3) use a narrower model or fewer layers, 4) choose strategy hybrid, which trades time for bytes"
+        f"1) raise memory_budget_bytes (--memory-budget) to {held_bytes:.0f}, 2) use more partitions (--ranks) or a "
+        "partition with fewer halo vertices, "
+        "3) use a narrower model or fewer layers, 4) choose strategy hybrid, which trades time for bytes"
     )

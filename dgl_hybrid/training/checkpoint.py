@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +103,7 @@ class Checkpoints:
     """The folder of one run. Rank 0 alone reads and writes it; methods are collective, and fail on every rank or none.
 
     Args:
-        folder: Made when something is saved.
+        folder: Made by `make_folder`, or when something is saved.
         communicator: Of the ranks that train.
         model: Alike on every rank; not wrapped.
         optimizer: Of all the model's parameters, in their order.
@@ -122,6 +123,23 @@ class Checkpoints:
         self._folder = Path(folder)
         self._communicator = communicator
         self._model, self._optimizer, self._facts, self._dataset = model, optimizer, facts, dataset
+
+    def make_folder(self) -> None:
+        """Makes the folder, and sure that it can be written into: before training, and not after it.
+
+        Raises:
+            CheckpointError: It cannot.
+        """
+        with self._communicator.agreed():
+            if self._communicator.rank == 0:
+                try:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    with tempfile.TemporaryFile(dir=self._folder):
+                        pass
+                except OSError as error:
+                    raise CheckpointError(
+                        f"--checkpoint {self._folder} must be a folder that can be written into: {error.strerror}"
+                    ) from error
 
     def refuse_to_overwrite(self) -> None:
         """Makes sure that no earlier run's weights would be lost.

@@ -63,6 +63,10 @@ class StrategyConfig:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
         self.planner_config()
+        if self.strategy != "ratio" and self.cache_ratio != type(self)().cache_ratio:
+            raise ValueError(
+                f"cache_ratio is of strategy ratio alone (got {self.cache_ratio} with strategy {self.strategy})"
+            )
 
     def planner_config(self) -> PlannerConfig:
         """Returns the planner's options."""

@@ -22,6 +22,7 @@ from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
+from dgl_hybrid.ops.cpu.memory import keep_freed_memory
 from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
@@ -256,6 +257,8 @@ class FullGraphLoader:
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
+        if config.memory_budget_bytes is None:
+            keep_freed_memory()  # before planning, which times the model as epochs will run it
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
             chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
@@ -606,12 +609,13 @@ class FullGraphLoader:
                 *(int(choice.is_called_otherwise), len(written)),
                 *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
                 0 if step is None else step.dense_below,
-                int(self._runs_on.type == "cuda"),
+                *(int(self._runs_on.type == "cuda"), int(kept[0].are_not_all)),
                 *(results.take_num_asked() for results in kept),
             ]
         )
         self._check_same_masks([(row[6], row[7]) for row in told])
         choice.maker.dense_below = max(choice.maker.dense_below, *(row[9] for row in told))
+        choice.maker.needs_in_edges |= any(row[11] for row in told)
         if len({row[10] for row in told}) == 1:  # or ranks would not probe together
             choice.maker.device = self._runs_on
         is_written = any(row[5] for row in told)
@@ -626,7 +630,7 @@ class FullGraphLoader:
             for results in kept:
                 results.clear()
         if self._keep_static:
-            self._check_same_kept([row[11:] for row in told], kept)
+            self._check_same_kept([row[12:] for row in told], kept)
         del step, kept  # a change of plan drops what they hold
         if all(row[8] for row in told):
             choice.check_other_model()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from dgl.distributed import DistGraph
@@ -73,6 +74,10 @@ class PartitionedGraph:
         """Whether the script was told what moving blocks costs: once, and not by every loader."""
         self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[int, Tensor]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
+        """A copy of a model that holds its graph holds this one: ranks see one graph, not one for each copy."""
+        return self
 
     @staticmethod
     def open(

@@ -132,6 +132,9 @@ class PlanMaker:
         self._given_topology, self._approximation = topology, approximation
         self.dense_below = 0
         """Levels below this one hold every vertex, whatever the trace of the model says."""
+        self.needs_in_edges = False
+        """Whether something else than the model that is planned for reads the in-edges of layer 1: vertices that are
+        cached there have them then, whatever the trace says, and are priced as if what they sum up were not kept."""
         self.device = torch.device(device)
         """Of the same type on all ranks."""
 
@@ -155,6 +158,8 @@ class PlanMaker:
         sets = self._sets_of_depcomm(dense_below)
         shares = self._sent_shares(trace, sets)
         trace = self._order_products(model, template, trace, sets, shares)
+        if self.needs_in_edges:
+            trace = replace(trace, layers=(replace(trace.layers[0], keeps_result=False), *trace.layers[1:]))
         times = self.time(model, template, trace, sets) if self._given_topology is None else None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for

@@ -280,8 +280,10 @@ def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
     """Returns where the run goes on; None for a new one, which overwrites nothing. Collective."""
     if not config.resume:
         checkpoints.refuse_to_overwrite()
+        checkpoints.make_folder()
         return None
     progress = checkpoints.restore()
+    checkpoints.make_folder()
     if progress.accuracy.epoch >= config.epochs:
         raise CheckpointError(
             f"{config.checkpoint} has done {progress.accuracy.epoch} epochs, and --epochs is {config.epochs}, all of "

@@ -7,9 +7,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
-from benchmarks.ops import cpu, packing, products
+from benchmarks.ops import cpu, entries, packing, products
+from dgl_hybrid.ops.cpu.products import most_entries
 
 
 def test_the_grid_runs_and_is_summed_up(
@@ -80,6 +82,32 @@ def test_packed_sums_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(packing.Operand, "columns", shifted)
     with pytest.raises(AssertionError, match="not close"):
         packing.measure_here((100, 4, 64), 1)
+
+
+def test_entries_are_measured_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n\n" + entries.MARK + "\nold\n" + entries.END + "\n\nbelow\n")
+    monkeypatch.setattr(entries, "README", readme)
+    entries.main(["--rows", "300", "--rounds", "2", "--json", "--write"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["inputs"], cell["outputs"], cell["share"]) for cell in result["cells"]] == [
+        (*shape, share) for shape in entries.SHAPES for share in entries.SHARES
+    ]
+    for cell in result["cells"]:
+        assert cell["gain"] == cell["all_s"] / cell["entries_s"]
+        assert cell["by_rule"] == (cell["share"] <= most_entries(cell["inputs"], torch.float32))
+    assert result["entries_gain_max"] == max(cell["gain"] for cell in result["cells"] if cell["by_rule"])
+    assert "old" not in readme.read_text()
+    assert readme.read_text().count("\n| ") == 2 + len(result["cells"])
+
+
+def test_products_by_entries_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = entries.SparseRows.times
+    monkeypatch.setattr(entries.SparseRows, "times", lambda *args, **options: times(*args, **options) * 1.001)
+    with pytest.raises(AssertionError, match="not close"):
+        entries.measure_here((100, 400, 16, 0.02), 1)
 
 
 @pytest.mark.slow

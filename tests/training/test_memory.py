@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
@@ -152,3 +153,22 @@ def test_the_compiler_does_not_stay_for_what_a_later_epoch_compiled(
         in_use = resident()
     assert in_use > 5e6
     assert resident() < in_use / 4
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 34])
+def test_a_loader_keeps_freed_memory_before_it_plans_unless_memory_is_scarce(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch, partitions: PartitionStore
+) -> None:
+    calls: list[str] = []
+    plan = loader_module.PlanChoice.plan
+
+    def noted_plan(*args: Any, **options: Any) -> Any:
+        calls.append("plan")
+        return plan(*args, **options)
+
+    monkeypatch.setattr(loader_module, "keep_freed_memory", lambda: calls.append("keep"))
+    monkeypatch.setattr(loader_module.PlanChoice, "plan", noted_plan)
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=PlannerConfig(memory_budget_bytes=budget))
+    assert calls == (["keep", "plan"] if budget is None else ["plan"])

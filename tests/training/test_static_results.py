@@ -29,6 +29,7 @@ from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu import resting_rows
+from dgl_hybrid.ops.cpu.products import most_entries
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.models import GraphStack
 from tests.helpers.exactness import (
@@ -490,12 +491,12 @@ def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
         assert run.first_layer_exchanges[0] == run.first_layer_exchanges[1] > 0
 
 
-def mostly_zeros(num_features: int = 12) -> dgl.DGLGraph:
+def mostly_zeros(num_features: int = 400) -> dgl.DGLGraph:
     """Bags of words: one vertex in five has none."""
     graph = power_law()
     generator = torch.Generator().manual_seed(11)
     counts = torch.randint(1, 4, (graph.num_nodes(), num_features), generator=generator).double()
-    graph.ndata["feat"] = counts * (torch.rand(graph.num_nodes(), num_features, generator=generator) < 0.08)
+    graph.ndata["feat"] = counts * (torch.rand(graph.num_nodes(), num_features, generator=generator) < 0.04)
     graph.ndata["feat"][::5] = 0.0
     return graph
 
@@ -532,8 +533,9 @@ def test_sparse_features_that_are_set_are_taken_anew(partitions: PartitionStore)
 
 
 def test_rows_go_by_their_entries_where_most_are_zero() -> None:
-    x = torch.zeros(10, 10)
-    x[:4] = 1.0
+    x = torch.zeros(10, 400)
+    most = int(most_entries(400, x.dtype) * x.numel())
+    x.view(-1)[:most] = 1.0
     results = StaticResults(lambda tensor: tensor is x)
     assert isinstance(results.rows_of(x, 10), SparseRows)
     assert results.rows_of(x, 10) is results.rows_of(x, 10)
@@ -542,9 +544,9 @@ def test_rows_go_by_their_entries_where_most_are_zero() -> None:
     assert isinstance(few, Tensor)
     assert torch.equal(few, x[:4])
     assert few.data_ptr() == x.data_ptr()
-    x[4, 0] = 1.0  # counted by PyTorch: made anew
+    x.view(-1)[most] = 1.0  # counted by PyTorch: made anew
     dense = results.rows_of(x, 10)
-    assert isinstance(dense, Tensor), "41 of 100"
+    assert isinstance(dense, Tensor), "one too many"
     for other in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4, 2), torch.zeros(3, 4, device="meta")):
         assert sparse_or_dense(other) is other
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory as the operating system sees it: huge pages for tensors, and code that is not needed any more.
+"""Memory as the operating system sees it: huge pages for tensors, freed memory that is kept for the next ones, and
+code that is not needed any more.
 
 The first write to a page costs more than what the kernels do with it: filling 48 MiB of fresh memory takes 80 ms in
 4 KiB pages and 20 ms in huge ones (one thread, Linux 6.18). Rows gathered from huge pages also need fewer
@@ -13,6 +14,7 @@ import functools
 import math
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +33,12 @@ MIN_UNMAPPED_BYTES = 1 << 20
 
 MIN_PAST_CACHE_BYTES = 16 << 20
 """What is smaller mostly stays in the last cache until it is read."""
+
+_MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"}
+_MALLOC_TUNABLES = re.compile(r"\bglibc\.malloc\.(mmap_max|mmap_threshold|trim_threshold|top_pad)\b")
+_KEEPING = ((-4, 0), (-1, -1), (-2, 64 << 20))
+"""Of `mallopt`, as `malloc.h` numbers them: nothing is mapped by itself (M_MMAP_MAX), the heap is not trimmed
+(M_TRIM_THRESHOLD), and grows by so much at once (M_TOP_PAD)."""
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -79,6 +87,25 @@ def ask_for_huge_heap() -> None:
         return
     for begin, end in heaps:
         advise(int(begin, 16), int(end, 16) - int(begin, 16))
+
+
+def keep_freed_memory() -> bool:
+    """Has glibc keep what is freed, for what is allocated next; returns whether it does so by this, for good.
+
+    By itself it asks the system for each tensor above its threshold (32 MiB at most) and hands it back when it is
+    freed, so that every layer of every epoch writes to fresh pages: two layers of GCN of width 256 over 46,000 rows, as
+    `dgl.nn` with a ReLU between, took 145 ms and take 90, and at most 70 to 150 MB more of 1.0 to 1.1 GB (one thread).
+    `malloc_trim` still gives everything back that is free.
+
+    Whoever has set how glibc allocates, by `MALLOC_..._` or `GLIBC_TUNABLES`, keeps that: nothing is changed then, nor
+    where the C library is another one.
+    """
+    if _MALLOC_VARIABLES & os.environ.keys() or _MALLOC_TUNABLES.search(os.environ.get("GLIBC_TUNABLES", "")):
+        return False
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
+        return False
+    return all(library.mallopt(option, value) for option, value in _KEEPING)
 
 
 def unmap_code_in(folder: Path) -> int:

@@ -32,6 +32,10 @@ MAX_COLUMNS = 2048
 _MIN_REGISTER_BYTES = 32
 _MIN_FILLED = 0.7
 """Of what registers of the matrix unit hold, which multiply what fills them up, too."""
+_ENTRIES_ON_VECTORS, _ENTRIES_ON_MATRIX_UNIT, _ENTRIES_ON_PYTORCH = (3.3, 90), (5.0, 120), (2.5, 0)
+"""What a product of rows by their entries takes, forward and its gradient of the weight: of an entry, and of a row
+besides (what a kernel does in its one pass takes passes of its own), in columns of a product of all entries
+(`benchmarks/ops/entries.py`)."""
 _NOTHING = torch.empty(0)
 """Parts that nobody asks for."""
 _MIN_GRADIENT_COLUMNS = 96
@@ -73,6 +77,26 @@ def are_served(
         and all(x is None or x.dtype == dtype for x in others)
         and shape[0] > 0
     )
+
+
+def most_entries(num_columns: int, dtype: torch.dtype) -> float:
+    """Up to what share of entries that are not zero rows are multiplied faster by these (`SparseRows`) than by all.
+
+    Says the same on one machine, so that results do not depend on what happened to be faster in a run.
+    """
+    on_unit = (
+        dtype == torch.float32
+        and num_columns <= MAX_COLUMNS
+        and matrix_unit.has_matrix_unit()
+        and matrix_unit_kernels.num_steps(num_columns) <= matrix_unit_kernels.MAX_STEPS
+    )
+    if on_unit:
+        of_entry, of_row = _ENTRIES_ON_MATRIX_UNIT
+    elif vector_unit().register_bytes >= _MIN_REGISTER_BYTES and num_columns <= MAX_COLUMNS:
+        of_entry, of_row = _ENTRIES_ON_VECTORS
+    else:
+        of_entry, of_row = _ENTRIES_ON_PYTORCH
+    return max(0.0, (num_columns - of_row) / (of_entry * max(num_columns, 1)))
 
 
 def multiply(

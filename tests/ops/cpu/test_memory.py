@@ -44,6 +44,53 @@ def test_the_heap_is_advised_and_its_memory_stays() -> None:
     assert all(bool((rows == number).all()) for number, rows in enumerate(kept))
 
 
+FAULTS_OF_A_TENSOR = """
+import resource, sys
+import torch
+import dgl_hybrid
+from dgl_hybrid.ops.cpu.memory import keep_freed_memory
+
+def fill():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(8):
+        torch.ones(12 << 20)  # 48 MiB, which glibc maps by itself
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+held = torch.ones(12 << 20)
+first = fill()
+is_kept = keep_freed_memory()
+fill()
+print(int(is_kept), first, fill(), int(held.sum()))
+del held
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc of Linux")
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)},
+        {"GLIBC_TUNABLES": "glibc.malloc.check=0:glibc.malloc.mmap_threshold=1048576"},
+        {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=3"},
+    ],
+    ids=["untold", "variable", "tunable", "another tunable"],
+)
+def test_freed_memory_is_taken_again_unless_the_user_has_told_how(variables: dict[str, str]) -> None:
+    if not hasattr(ctypes.CDLL(None), "gnu_get_libc_version"):
+        pytest.skip("another C library than glibc")
+    environment = {name: value for name, value in os.environ.items() if "MALLOC" not in name} | variables
+    command = [sys.executable, "-c", FAULTS_OF_A_TENSOR]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    is_kept, first, then, total = (int(word) for word in done.stdout.split())
+    assert total == 12 << 20, "what was allocated before stays"
+    assert first > 100, "every tensor of fresh pages"
+    is_told = any("mmap_threshold" in text.lower() for text in (*variables, *variables.values()))
+    assert is_kept == (not is_told)
+    assert then < 50 if is_kept else then > 100
+
+
 def test_the_compiler_leaves_memory_and_comes_back_when_it_is_needed() -> None:
     """In a process of its own: this one may have compiled long ago, or be shared with other tests."""
     code = """

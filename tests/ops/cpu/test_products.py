@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -227,3 +228,21 @@ def test_what_has_no_kernel() -> None:
         ours.row_products([wide], [torch.ones(wide.shape[1], 1)], None, None, None, False),
         torch.full((3, 1), float(wide.shape[1])),
     )
+
+
+def test_from_how_many_zeros_on_entries_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More columns leave more of what a row costs besides; what multiplies faster leaves less to entries."""
+
+    def shares(dtype: torch.dtype, has_unit: bool, register_bytes: int = 64) -> list[float]:
+        monkeypatch.setattr(matrix_unit, "has_matrix_unit", lambda: has_unit)
+        monkeypatch.setattr(products, "vector_unit", lambda: SimpleNamespace(register_bytes=register_bytes))
+        return [products.most_entries(num_columns, dtype) for num_columns in (0, 64, 128, 512, 2048, 2049)]
+
+    of_unit, of_vectors = shares(torch.float32, True), shares(torch.float32, False)
+    assert shares(torch.float64, True) == of_vectors, "the unit multiplies float32"
+    assert of_unit[:2] == of_vectors[:2] == [0.0, 0.0], "passes over results cost more than products of so few columns"
+    assert all(0.0 < of_unit[i] < of_vectors[i] < 0.4 for i in (2, 3))
+    assert of_vectors == sorted(of_vectors)
+    assert of_unit[4] == of_vectors[4], "too many columns for the unit"
+    assert of_vectors[5] == 0.4, "PyTorch multiplies them"
+    assert shares(torch.float32, False, register_bytes=16)[1:] == [0.4] * 5

@@ -102,7 +102,9 @@ def keep_freed_memory() -> bool:
     """
     if _MALLOC_VARIABLES & os.environ.keys() or _MALLOC_TUNABLES.search(os.environ.get("GLIBC_TUNABLES", "")):
         return False
-    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return False
+    library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return False
     return all(library.mallopt(option, value) for option, value in _KEEPING)

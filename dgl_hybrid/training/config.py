@@ -15,6 +15,8 @@ from dgl_hybrid.planner import STRATEGIES, PlannerConfig
 MODELS = ("gcn", "sage", "gat", "gatv2", "gin")
 DTYPES = ("float32", "float64")
 DEVICES = ("cpu", "cuda")
+_CACHE_RATIO = 0.5
+"""If none is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +53,7 @@ class StrategyConfig:
 
     strategy: str = "hybrid"
     """Who decides: the planner, or one rule for all."""
-    cache_ratio: float = 0.5
+    cache_ratio: float = _CACHE_RATIO
     """Strategy ratio only: share of the dependencies of each layer to cache."""
     memory_budget: float | None = None
     """Bytes the halo rows of one rank may hold, e.g. 200e6 or 200MB; without it there is no limit."""
@@ -63,7 +65,7 @@ class StrategyConfig:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
         self.planner_config()
-        if self.strategy != "ratio" and self.cache_ratio != type(self)().cache_ratio:
+        if self.strategy != "ratio" and self.cache_ratio != _CACHE_RATIO:
             raise ValueError(
                 f"cache_ratio is of strategy ratio alone (got {self.cache_ratio} with strategy {self.strategy})"
             )

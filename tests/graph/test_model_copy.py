@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import warnings
 from typing import Any
 
 import numpy as np
@@ -86,3 +87,23 @@ def test_what_a_model_draws_leaves_no_trace() -> None:
         fail_after_drawing()
     for found, wanted in zip(draws(), expected, strict=True):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(wanted))
+
+
+def test_what_a_call_has_left_in_attributes_is_copied_without_its_gradients() -> None:
+    """A weight that `weight_norm` makes of two in every call, and rows that a model keeps to be looked at."""
+    model = Model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        nn.utils.weight_norm(model.linear)
+    model.seen = model.linear(torch.ones(3, 2))
+    copied = copy_of(model)
+    assert torch.equal(copied.seen, model.seen)
+    assert copied.seen is not model.seen
+    assert copied.seen.grad_fn is None
+    assert torch.equal(copied.linear.weight, model.linear.weight)
+    x = torch.randn(4, 2)
+    copied.linear.weight_g.data.mul_(2.0)
+    assert torch.allclose(copied.linear(x) - copied.linear.bias, 2.0 * (model.linear(x) - model.linear.bias))
+    model.seen.sum().backward()
+    assert model.linear.weight_v.grad is not None
+    assert copied.linear.weight_v.grad is None

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -197,4 +198,17 @@ def test_a_full_disk_loses_nothing(folder: Path, tmp_path: Path) -> None:
     fails(make_job(folder, 2, tmp_path, resume=True), 2, message, is_disk_full=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
     (tmp_path / "file").touch()
-    fails(make_job(folder, 2, tmp_path / "file"), 2, "cannot be saved in")
+
+
+def test_a_folder_that_cannot_be_written_into_is_told_before_training(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        fails(make_job(folder, 2, place, epochs=2), 2, f"--checkpoint {place} must be a folder that can be written")
+    run(make_job(folder, 2, tmp_path, epochs=2), 2)
+    if os.geteuid() == 0:
+        return  # who may write everywhere
+    tmp_path.chmod(0o500)
+    try:
+        fails(make_job(folder, 2, tmp_path, epochs=2, resume=True), 2, "must be a folder that can be written into")
+    finally:
+        tmp_path.chmod(0o700)

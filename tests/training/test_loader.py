@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import os
 import re
@@ -841,6 +842,43 @@ def train_two_models(rank: int, world_size: int, part_config: str, how: str) -> 
                     model(blocks, x)
         done.append(loader.outcome is not None)
     return done
+
+
+class _HoldsGraph(nn.Module):
+    """As many DGL scripts do."""
+
+    def __init__(self, model: nn.Module, g: PartitionedGraph) -> None:
+        super().__init__()
+        self.model, self.g = model, g
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        assert self.g.num_nodes() > 0
+        logits: Tensor = self.model(blocks, x)
+        return logits
+
+
+def train_what_holds_the_graph(rank: int, world_size: int, part_config: str, is_given: bool) -> tuple[int, bool]:
+    g, inner = open_graph(part_config)
+    model = _HoldsGraph(inner, g)
+    ddp = nn.parallel.DistributedDataParallel(model)
+    given = {"model": ddp} if is_given else {}
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, strategy="depcache", topology=uniform_topology(world_size), **given
+    )
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    assert loader.outcome is not None
+    infer(model, g, 2)
+    return sum(loader.outcome.plan.num_cached), copy.deepcopy(model).g is g
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_a_model_that_holds_its_graph_is_planned_for(is_given: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for num_cached, shares_graph in run_ranks(3, train_what_holds_the_graph, folder, is_given):
+        assert num_cached > 0
+        assert shares_graph
 
 
 class _OtherHead(nn.Module):

@@ -53,6 +53,7 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         (ModelConfig, {"model": "gat", "hidden": 6, "heads": 4}, r"hidden must be a multiple of heads=4 .* \(got 6\)"),
         (StrategyConfig, {"strategy": "foo"}, r"unknown strategy \(got 'foo'\); choose one of hybrid"),
         (StrategyConfig, {"cache_ratio": 2.0}, r"cache_ratio must lie in 0..1 \(got 2.0\)"),
+        (StrategyConfig, {"cache_ratio": 0.3}, r"is of strategy ratio alone \(got 0.3 with strategy hybrid\)"),
         (TrainConfig, {"epochs": 0}, r"epochs must be at least 1 \(got 0\)"),
         (TrainConfig, {"eval_every": -1}, r"eval_every must not be negative \(got -1\)"),
         (TrainConfig, {"lr": 0.0}, r"lr must be positive and weight_decay not negative \(got 0.0 and"),

@@ -372,6 +372,49 @@ def test_who_needs_the_edges_of_cached_vertices_is_told(partitions: PartitionSto
         assert "keep_static=False" in message
 
 
+def teach(student: nn.Module, teacher: nn.Module, blocks: list[Any], x: Tensor, labels: Tensor, rows: Any) -> Tensor:
+    """The loss of a student that also follows a teacher, who does not train."""
+    logits = student(blocks, x)[rows]
+    with torch.no_grad():
+        taught = teacher(blocks, x)[rows]
+    return F.cross_entropy(logits, labels) + F.mse_loss(logits, taught)
+
+
+def train_with_teacher(rank: int, world_size: int, part_config: str) -> tuple[list[dict[str, Tensor]], list[bool]]:
+    g = PartitionedGraph.open(part_config)
+    student, teacher = (Case(kind=kind).build(g.ndata["feat"].shape[1]) for kind in ("gcn_both", "gat"))
+    ddp = nn.parallel.DistributedDataParallel(optimize(student)) if world_size > 1 else optimize(student)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, strategy="depcache", topology=uniform_topology(world_size)
+    )
+    grads, have_all_edges = [], []
+    for _ in range(3):
+        student.zero_grad()
+        for input_nodes, seeds, blocks in loader:
+            x, labels = g.ndata["feat"][input_nodes], g.ndata["label"][seeds]
+            teach(ddp, teacher, blocks, x, labels, slice(None)).backward()
+            have_all_edges.append(blocks[0].structure.replicas is None)
+        grads.append({name: parameter.grad.clone() for name, parameter in student.named_parameters()})
+    assert loader.outcome is not None
+    assert sum(loader.outcome.plan.num_cached) > 0 or world_size == 1
+    return grads, have_all_edges
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_a_teacher_that_needs_the_edges_is_planned_for_too(world_size: int, partitions: PartitionStore) -> None:
+    """Seen in the first epoch, under `no_grad`, beside the student whose first layer keeps its sums."""
+    graph = power_law()
+    student, teacher = (Case(kind=kind).build(graph.ndata["feat"].shape[1]) for kind in ("gcn_both", "gat"))
+    rows = graph.ndata["train_mask"].bool()
+    teach(student, teacher, [graph] * 2, graph.ndata["feat"], graph.ndata["label"][rows], rows).backward()
+    folder = partitions.get("power_law", graph, world_size)
+    for grads, have_all_edges in run_ranks(world_size, train_with_teacher, folder):
+        assert all(have_all_edges)
+        for of_epoch in grads:
+            for name, parameter in student.named_parameters():
+                assert_close(of_epoch[name], parameter.grad, f"{name}, {world_size} ranks")
+
+
 @pytest.mark.parametrize("kind", ["gcn_both", "sage_mean"])
 def test_who_sets_the_field_gets_it_made_anew(kind: str, partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)

@@ -10,7 +10,7 @@ from .make import Candidate, make_plan, propose_plans
 from .memory import chunk_rows_within
 from .model_times import ModelTimes
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
-from .order import WorkCounts, order_products
+from .order import LEAST_GAIN, WorkCounts, propose_orders
 from .plan import DependencyPlan, check_plan, plan_objective
 from .plan_files import load_plan, save_plan
 from .problem import PlanProblem
@@ -18,6 +18,7 @@ from .report import ReportRow, report, summarize_plan
 from .topology import Topology, uniform_topology
 
 __all__ = [
+    "LEAST_GAIN",
     "STRATEGIES",
     "Candidate",
     "DependencyPlan",
@@ -40,8 +41,8 @@ __all__ = [
     "explain_vertex",
     "load_plan",
     "make_plan",
-    "order_products",
     "plan_objective",
+    "propose_orders",
     "propose_plans",
     "random_plan",
     "report",

@@ -25,6 +25,7 @@ from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.graph.op_rates import InEdgeSum
 from dgl_hybrid.graph.trace import TraceResult, trace_model
 from dgl_hybrid.planner import (
+    LEAST_GAIN,
     Candidate,
     DependencyPlan,
     EpochEstimate,
@@ -39,7 +40,7 @@ from dgl_hybrid.planner import (
     choose_plan,
     chunk_rows_within,
     cost_model,
-    order_products,
+    propose_orders,
     propose_plans,
 )
 from dgl_hybrid.planner.probe import Alone, probe
@@ -157,10 +158,16 @@ class PlanMaker:
         trace, dense_below = self.trace(model, template)
         sets = self._sets_of_depcomm(dense_below)
         shares = self._sent_shares(trace, sets)
-        trace = self._order_products(model, template, trace, sets, shares)
+        orders = self._orders_of_products(model, template, trace, sets, shares)
         if self.needs_in_edges:
-            trace = replace(trace, layers=(replace(trace.layers[0], keeps_result=False), *trace.layers[1:]))
-        times = self.time(model, template, trace, sets) if self._given_topology is None else None
+            orders = [
+                replace(order, layers=(replace(order.layers[0], keeps_result=False), *order.layers[1:]))
+                for order in orders
+            ]
+        trace, times = orders[0], None
+        if self._given_topology is None:
+            times_of_orders = [self.time(model, template, order, sets) for order in orders]
+            trace, times = self._fastest(orders, times_of_orders, sets, shares)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
@@ -227,23 +234,24 @@ class PlanMaker:
             return 1.0
         return codec.row_bytes(width) / (width * dtype.itemsize)
 
-    def _order_products(
+    def _orders_of_products(
         self,
         model: nn.Module,
         template: CallTemplate,
         trace: ModelTrace,
         sets: LevelSets,
         sent_shares: Sequence[Sequence[float]],
-    ) -> ModelTrace:
-        """Lets layers sum before they multiply where that is cheaper, as rank 0 finds it. Collective."""
+    ) -> list[ModelTrace]:
+        """Lets layers sum before they multiply where that is cheaper, as rank 0 finds it. Collective.
+
+        Returns:
+            With the order that counts find cheapest, and maybe with another one that is to be timed beside it.
+        """
         communicator, num_layers = self._graph.communicator, self._num_layers
         topology = self._topology()
         owned = [int(sets.owned[:size].sum()) for size in sets.sizes]
         edges = [layer.num_edges for layer in sets.layers]
-        received = [
-            round(sum(share * count for share, count in zip(shares, layer.exchange.recv_counts, strict=True)))
-            for shares, layer in zip(sent_shares, sets.layers, strict=True)
-        ]
+        received = _received(sets, sent_shares)
         by_rank = communicator.gather_ints([*owned, *edges, *received])
         totals = [sum(column) for column in zip(*by_rank, strict=True)]
         counts = WorkCounts(
@@ -262,11 +270,41 @@ class PlanMaker:
                 sums_first=sums_first,
             ).trace
 
-        ordered = trace
+        orders: tuple[ModelTrace, ...] = ()
         with communicator.agreed(), session.paused():
             if communicator.rank == 0:
-                ordered = order_products(trace, trace_with, topology, counts)
-        return ModelTrace.from_json(communicator.broadcast_json(ordered.to_json()))
+                orders = propose_orders(trace, trace_with, topology, counts)
+        told = communicator.broadcast_json([order.to_json() for order in orders])
+        return [ModelTrace.from_json(order) for order in told]
+
+    def _fastest(
+        self,
+        orders: Sequence[ModelTrace],
+        times: Sequence[ModelTimes | None],
+        sets: LevelSets,
+        sent_shares: Sequence[Sequence[float]],
+    ) -> tuple[ModelTrace, ModelTimes | None]:
+        """Returns the order in which all ranks together take the shortest, and this rank's times of it; the first if
+        none is clearly faster, or one could not be timed. Collective.
+        """
+        communicator, edges = self._graph.communicator, tuple(layer.num_edges for layer in sets.layers)
+        if len(orders) == 1 or any(of_order is None for of_order in times):  # alike on all ranks
+            return orders[0], times[0]
+        topology, received = self._topology(), _received(sets, sent_shares)
+        own_s = []
+        for order, of_order in zip(orders, times, strict=True):
+            assert of_order is not None
+            prices = cost_model(order, topology, communicator.rank, of_order).receive_s
+            others = max(communicator.world_size - 1, 1)
+            exchanged_s = sum(count * sum(of_row) / others for count, of_row in zip(received, prices, strict=True))
+            own_s.append(of_order.epoch_s(tuple(sets.sizes), edges) + exchanged_s)
+        by_rank = communicator.gather_ints([int(1e9 * seconds) for seconds in own_s])
+        totals = [sum(column) for column in zip(*by_rank, strict=True)]
+        best = min(range(len(orders)), key=totals.__getitem__)
+        if totals[best] > (1.0 - LEAST_GAIN) * totals[0]:
+            best = 0
+        _logger.info("orders of products took %s ms", ", ".join(f"{total / 1e6:.1f}" for total in totals))
+        return orders[best], times[best]
 
     def time(self, model: nn.Module, template: CallTemplate, trace: ModelTrace, sets: LevelSets) -> ModelTimes | None:
         """Times the model on every rank, all at once; None, on all, if it cannot be on one of them. Collective."""
@@ -408,6 +446,14 @@ class PlanMaker:
         least = min(row[0] for row in self._graph.communicator.gather_ints([rows or 0]))
         fitting = [all(of_rank[i].fits for of_rank in by_rank) for i in range(len(by_rank[0]))]
         return least if least and not any(fitting) else None
+
+
+def _received(sets: LevelSets, sent_shares: Sequence[Sequence[float]]) -> list[int]:
+    """Returns (L,) how many rows travel to this rank for each layer, with everything communicated."""
+    return [
+        round(sum(share * count for share, count in zip(shares, layer.exchange.recv_counts, strict=True)))
+        for shares, layer in zip(sent_shares, sets.layers, strict=True)
+    ]
 
 
 class _Rounds:

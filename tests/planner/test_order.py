@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace, WorkCounts, order_products, uniform_topology
+from dgl_hybrid.planner import LayerTrace, LevelTrace, ModelTrace, WorkCounts, propose_orders, uniform_topology
+from dgl_hybrid.planner.order import work_s
 
 IN, OUT = 128, 47
 
@@ -46,7 +47,7 @@ def order(rows: tuple[int, int, int], edges: tuple[int, int], received: int = 0,
     topology = uniform_topology(2, dense_flops_per_s=5e10, gather_bytes_per_s=1e10, **rates)
     counts = WorkCounts(rows=rows, edges=edges, received=(0, received))
     trace_with = functools.partial(traced, kept=True)
-    return order_products(trace_with((False, False)), trace_with, topology, counts).sums_first
+    return propose_orders(trace_with((False, False)), trace_with, topology, counts)[0].sums_first
 
 
 def test_few_seeds_that_read_most_of_the_graph_sum_first() -> None:
@@ -67,6 +68,28 @@ def test_a_slow_network_carries_narrow_rows() -> None:
     assert order(rows, edges, received=5_000, bandwidth_bytes_per_s=1e8) == (False, False)
 
 
+def test_an_order_that_is_nearly_as_cheap_is_to_be_timed_too() -> None:
+    topology = uniform_topology(2, dense_flops_per_s=5e10, gather_bytes_per_s=1e10)
+
+    def orders(num_edges: int) -> list[tuple[bool, ...]]:
+        counts = WorkCounts(rows=(20_000, 19_000, 1_600), edges=(1_000_000, num_edges), received=(0, 0))
+        trace_with = functools.partial(traced, kept=True)
+        found = propose_orders(trace_with((False, False)), trace_with, topology, counts)
+        return [trace.sums_first for trace in found]
+
+    costs = {}
+    for num_edges in (80_000, 800_000, 8_000_000):
+        counts = WorkCounts(rows=(20_000, 19_000, 1_600), edges=(1_000_000, num_edges), received=(0, 0))
+        narrow_s, wide_s = (
+            work_s(traced((False, is_first), kept=True), topology, counts) for is_first in (False, True)
+        )
+        costs[num_edges] = wide_s / narrow_s
+    assert costs[80_000] < 0.95 < 1.0 < costs[800_000] < 1.6 < costs[8_000_000]
+    assert orders(80_000) == [(False, True), (False, False)]
+    assert orders(800_000) == [(False, False), (False, True)]
+    assert orders(8_000_000) == [(False, False)]
+
+
 def test_an_order_that_changes_nothing_stays_dgls() -> None:
     """The first layer's traces are alike; a lead within the error of the counts is none either."""
     assert order((20_000, 19_000, 18_300), (1_000_000, 100_000))[0] is False
@@ -77,7 +100,7 @@ def test_an_order_that_changes_nothing_stays_dgls() -> None:
         return traced(sums_first, kept=True)
 
     counts = WorkCounts(rows=(9, 9, 1), edges=(9, 9), received=(0, 0))
-    order_products(traced((False, False), kept=True), trace_with, uniform_topology(1), counts)
+    propose_orders(traced((False, False), kept=True), trace_with, uniform_topology(1), counts)
     assert asked == [(False, True)], "a kept result costs nothing in any order"
 
 
@@ -89,7 +112,7 @@ def test_no_order_is_tried_where_there_is_one_only() -> None:
         raise AssertionError(f"traced with {sums_first}")
 
     counts = WorkCounts(rows=(9, 9, 1), edges=(9, 9), received=(0, 0))
-    assert order_products(trace, trace_with, uniform_topology(1), counts) is trace
+    assert propose_orders(trace, trace_with, uniform_topology(1), counts) == (trace,)
 
 
 def test_traces_on_disk_know_the_order() -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,10 @@ from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
 from dgl_hybrid.errors import HybridError
-from dgl_hybrid.planner import load_plan, save_plan, uniform_topology
+from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.planner import ModelTimes, ModelTrace, load_plan, save_plan, uniform_topology
+from dgl_hybrid.training import planning
+from dgl_hybrid.training.planning import PlanMaker
 from tests.helpers.exactness import LAYERS, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -140,3 +145,44 @@ def test_the_order_follows_rates_and_seeds(
     folder = partitions.get("power_law", power_law(), 3)
     for order in run_ranks(3, order_of, folder, dense_flops_per_s, seeds):
         assert order == [False, expected]
+
+
+def order_that_is_timed(
+    rank: int, world_size: int, part_config: str, seconds: list[tuple[float, float] | None]
+) -> tuple[list[bool], list[tuple[bool, ...]]]:
+    """What a rank's loader chooses where it and the others measure these times of the two orders."""
+    g = PartitionedGraph.open(part_config)
+    asked: list[tuple[bool, ...]] = []
+
+    def orders(trace: ModelTrace, trace_with: Any, *others: Any) -> tuple[ModelTrace, ...]:
+        return trace, trace_with([False, True])
+
+    def time(self: PlanMaker, model: Any, template: Any, trace: ModelTrace, sets: LevelSets) -> ModelTimes | None:
+        asked.append(trace.sums_first)
+        if seconds[rank] is None:
+            return None
+        return ModelTimes(row_s=(0.0,) * 3, edge_s=(0.0,) * 2, fixed_s=seconds[rank][trace.sums_first[1]])
+
+    with mock.patch.object(planning, "propose_orders", orders), mock.patch.object(PlanMaker, "time", time):
+        loader = FullGraphLoader(
+            g, g.owned_nodes("train_mask"), 2, model=optimize(Net("sage_mean", False).double()), strategy="depcomm"
+        )
+    return [block.sums_first for block in loader.blocks], asked
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ([(1.0, 1.0), (3.0, 1.0), (1.0, 1.0)], True),  # of all ranks together
+        ([(1.0, 2.0), (2.0, 1.0), (1.0, 2.0)], False),
+        ([(1.0, 0.98), (1.0, 0.98), (1.0, 0.98)], False),  # not by as much as times are off
+        ([None, None, None], False),
+    ],
+)
+def test_of_two_orders_the_one_stays_that_is_faster_on_all_ranks_together(
+    seconds: list[tuple[float, float] | None], expected: bool, partitions: PartitionStore
+) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for order, asked in run_ranks(3, order_that_is_timed, folder, seconds):
+        assert order == [False, expected]
+        assert sorted(set(asked)) == [(False, False), (False, True)]

@@ -5,10 +5,15 @@ from __future__ import annotations
 
 import errno
 import multiprocessing
+import os
 import queue
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 import pytest
 
@@ -16,9 +21,11 @@ import dgl_hybrid  # noqa: F401 (before dgl, which it makes importable)
 
 # isort: split
 import dgl
+from dgl.distributed import dist_context
 from dgl.distributed.dist_context import CustomPool
 
 from dgl_hybrid.compat import repairs
+from tests.compat.processes import CHECKOUT
 
 
 class Results:
@@ -73,3 +80,53 @@ def test_a_worker_that_is_gone_is_named(workers: list[BaseProcess]) -> None:
     workers[1].kill()
     with pytest.raises(dgl.DGLError, match=rf"sampler process {workers[1].pid}\) ended with exit code -9"):
         pool.get_result("loader", timeout=5)
+
+
+def test_a_sampler_that_does_not_start_ends_its_trainer() -> None:
+    """Which waits for servers that wait for the sampler. The script has no guard, so Python refuses to start one."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("starting_script.py"))],
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT), "DGL_DIST_MODE": "distributed", "DGL_NUM_SAMPLER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert re.search(
+        r"^DGLError: SpawnProcess-1 \(sampler process \d+\) ended with exit code 1 before it was", done.stderr, re.M
+    )
+    assert 'is it under `if __name__ == "__main__":`?' in done.stderr
+    assert "RuntimeError" in done.stderr, "what the sampler has said itself is there, too"
+
+
+def test_a_trainer_that_fails_to_connect_says_so_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its samplers, which it ends, are then nobody's concern."""
+
+    class Pool(CustomPool):
+        def __init__(self, num_workers: int, rpc_config: object) -> None:
+            context = multiprocessing.get_context("spawn")
+            self.process_list = [context.Process(target=time.sleep, args=(600,)) for _ in range(num_workers)]
+            for process in self.process_list:
+                process.start()
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    def end(code: int) -> None:
+        ended_with.append(code)
+
+    ended_with: list[int] = []
+    monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setenv("DGL_DIST_MODE", "distributed")
+    monkeypatch.setenv("DGL_NUM_SAMPLER", "1")
+    monkeypatch.setattr(dist_context, "CustomPool", Pool)
+    monkeypatch.setattr(dist_context, "connect_to_server", refuse)
+    with pytest.raises(ConnectionRefusedError):
+        dist_context.initialize("ip_config.txt")
+    (process,) = dist_context.SAMPLER_POOL.process_list
+    dist_context.SAMPLER_POOL = None
+    process.kill()
+    process.join()
+    time.sleep(1)  # the thread looks twice a second
+    assert ended_with == []

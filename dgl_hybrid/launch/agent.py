@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.errors import LaunchError, PartitionError
 from dgl_hybrid.launch.leftovers import (
     SHM_VARIABLE,
     find_processes,
@@ -51,6 +51,8 @@ from dgl_hybrid.launch.messages import (
     encode,
 )
 from dgl_hybrid.launch.watch import Watch
+from dgl_hybrid.partition.manifest import MANIFEST_NAME
+from dgl_hybrid.partition.verify import verify_partition
 
 TURN_S = 0.05
 WATCH_TIMEOUT_S = 20.0
@@ -334,13 +336,25 @@ def find_problems(order: Prepare) -> list[str]:
     script = order.command[0]
     if not script.startswith("-") and not (workspace / script).exists():
         problems.append(f"the script {workspace / script} does not exist. A relative path is one in the workspace.")
-    if not Path(order.part_config).is_file():
-        problems.append(f"the partition config {order.part_config} does not exist")
+    problems += _problems_of_part(Path(order.part_config), order.machine_id)
     for name, port in order.server_ports.items():
         reason = why_port_unusable(order.address, port)
         if reason is not None:
             problems.append(f"{name} cannot listen: {reason}. End what uses it, or change ip_config.")
     return problems
+
+
+def _problems_of_part(part_config: Path, part_id: int) -> list[str]:
+    """Looks for this machine's files of the partition: servers end in the midst of DGL's C++ where one is cut short."""
+    if not part_config.is_file():
+        return [f"the partition config {part_config} does not exist"]
+    if not (part_config.parent / MANIFEST_NAME).is_file():
+        return []  # of DGL's own: nobody knows what its files should be
+    try:
+        verify_partition(part_config, part_id, checksums=False)
+    except PartitionError as error:
+        return [str(error)]
+    return []
 
 
 def part_environment(inherited: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:

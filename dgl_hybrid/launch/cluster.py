@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -11,8 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.errors import LaunchError, PartitionError
 from dgl_hybrid.launch.machines import Machine, local_machines, read_ip_config
+from dgl_hybrid.partition.manifest import read_json_object
 
 SSH = (
     *("ssh", "-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15"),
@@ -208,15 +208,19 @@ def read_num_parts(part_config: Path) -> int:
         LaunchError: The file is not a partition config.
     """
     try:
-        content = json.loads(part_config.read_text(encoding="utf-8"))
-        num_parts = content["num_parts"]
-    except OSError as error:
+        num_parts = read_json_object(part_config)["num_parts"]
+    except PartitionError as error:
+        if isinstance(error.__cause__, OSError):
+            raise LaunchError(
+                f"the partition config {part_config} cannot be read: {error.__cause__.strerror}. "
+                "Name the JSON file that partition_graph wrote; a relative path is one in the workspace."
+            ) from error
+        raise LaunchError(str(error)) from error
+    except KeyError as error:
         raise LaunchError(
-            f"the partition config {part_config} cannot be read: {error.strerror}. "
-            "Name the JSON file that partition_graph wrote; a relative path is one in the workspace."
+            f"{part_config} is not a partition config: it has no num_parts. "
+            "Name the JSON file that partition_graph wrote."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise LaunchError(f"{part_config} is not a partition config: it has no num_parts") from error
     if not isinstance(num_parts, int) or num_parts < 1:
         raise LaunchError(f"{part_config}: num_parts must be at least 1 (got {num_parts!r})")
     return num_parts

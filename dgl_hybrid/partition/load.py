@@ -102,7 +102,7 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
             f"{summary.part_config} holds a heterograph; full-graph training reads homogeneous graphs only in this "
             "release. Convert it with dgl.to_homogeneous before partitioning, or train it by sampling."
         )
-    verify_partition(part_config, part_id, checksums=verify)
+    verify_partition(part_config, part_id, checksums=verify, sizes=verify)
     first, last = summary.node_offsets[part_id], summary.node_offsets[part_id + 1]
     num_owned_edges = summary.edge_offsets[part_id + 1] - summary.edge_offsets[part_id]
     files = summary.part_files[part_id]

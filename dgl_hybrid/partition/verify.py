@@ -10,7 +10,9 @@ from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, check_fil
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
 
 
-def verify_partition(part_config: str | Path, part_id: int | None = None, *, checksums: bool = True) -> None:
+def verify_partition(
+    part_config: str | Path, part_id: int | None = None, *, checksums: bool = True, sizes: bool = True
+) -> None:
     """Checks the files of one part, or of all, against the manifest before any of them is parsed.
 
     Not collective. A plain DistDGL folder has no checksums; its files must exist and not be empty.
@@ -18,7 +20,8 @@ def verify_partition(part_config: str | Path, part_id: int | None = None, *, che
     Args:
         part_config: Path of `<graph name>.json`.
         part_id: The part whose files must be here (machines hold their own part only), or None for all.
-        checksums: False only checks that the files are there.
+        checksums: Compare what is in the files: all of them are read.
+        sizes: Compare their sizes, which takes no time. With both False, files need only be there.
     Raises:
         ValueError: part_id is not one of the parts.
         PartitionError: a file is missing, truncated or changed; names it and says what to do.
@@ -30,7 +33,7 @@ def verify_partition(part_config: str | Path, part_id: int | None = None, *, che
     for part in part_ids:
         _check_present(summary, part)
     manifest = read_manifest(summary.folder) if summary.has_sidecar else None
-    if manifest is None or not checksums:
+    if manifest is None or not (checksums or sizes):
         return
     wanted = {summary.part_config.name}
     for part in part_ids:
@@ -46,7 +49,7 @@ def verify_partition(part_config: str | Path, part_id: int | None = None, *, che
                 f"{summary.folder / name} is not listed in {MANIFEST_NAME}, which is damaged or of another partition. "
                 "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
             )
-        check_file(summary.folder, name, record)
+        check_file(summary.folder, name, record, checksum=checksums)
 
 
 def _check_present(summary: PartitionSummary, part_id: int) -> None:

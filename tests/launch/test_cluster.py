@@ -472,7 +472,9 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         ({"python": "/no/python"}, "the interpreter /no/python does not exist"),
         ({"workspace": Path("/no/where"), "part_config": None}, "the workspace /no/where does not exist"),
         ({"part_config": Path("other.json")}, r"the partition config .*other\.json cannot be read: No such file"),
-        ({"part_config": Path(FAKE)}, "is not a partition config: it has no num_parts"),
+        ({"part_config": Path(FAKE)}, r"fake_part\.py is not valid JSON, it may be truncated .*Copy the folder again"),
+        ({"part_config": Path("none.json")}, r"none\.json is not a partition config: it has no num_parts"),
+        ({"part_config": Path("list.json")}, r"list\.json must hold a JSON object \(got list\)"),
         ({"ip_config": Path("none.txt")}, r"ip_config .*none\.txt cannot be read: No such file"),
         ({"machine_prefixes": (("env",),)}, r"machine_prefixes must name 2 commands, one per partition \(got 1\)"),
         (
@@ -484,6 +486,8 @@ def test_a_port_in_use(tmp_path: Path) -> None:
 )
 def test_wrong_jobs(change: dict[str, Any], message: str, tmp_path: Path) -> None:
     job = fake_job(tmp_path)
+    (tmp_path / "none.json").write_text("{}")
+    (tmp_path / "list.json").write_text("[]")
     fields = {name: getattr(job, name) for name in job.__slots__} | change
     if fields["part_config"] is None:
         fields["part_config"] = tmp_path / "graph.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ import dgl_hybrid  # before dgl, which it makes importable
 import dgl
 import torch
 
+from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, run_cluster
 from dgl_hybrid.launch.leftovers import SHM_FOLDER
 from dgl_hybrid.launch.machines import write_ip_config
@@ -86,6 +88,27 @@ def test_partitions_share_a_host(
     assert {one.exit_code for one in result.parts} == {0}
     assert observer.acted_s is not None
     observer.assert_nothing_left(job.ip_config)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(path.read_bytes()[:-9]), r"is truncated: (\d+) bytes were written \(got \d+\)"),
+        (lambda path: path.unlink(), "is missing"),
+    ],
+)
+@pytest.mark.parametrize("name", ["graph.dgl", "node_feat.dgl"])
+def test_damaged_files_are_named_before_anything_starts(
+    name: str, damage: Callable[[Path], None], message: str, parts: Callable[[int], Path], tmp_path: Path
+) -> None:
+    """A server would end in the midst of DGL's C++."""
+    folder = tmp_path / "2"
+    shutil.copytree(parts(2).parent, folder)
+    damage(folder / "part1" / name)
+    observer = Observer()
+    with pytest.raises(LaunchError, match=rf"^machine 1 \(127\.0\.0\.1\): {folder}/part1/{name} {message}"):
+        run_cluster(tiny_job(folder / "tiny.json", tmp_path, "nowhere"), on_line=observer, verbose=True)
+    assert observer.lines == []
 
 
 @pytest.mark.parametrize("argument", ["sys.argv[2]", pytest.param("None", marks=pytest.mark.slow)])

@@ -57,6 +57,17 @@ def test_truncated_file(name: str, keep: float, folder: Path) -> None:
         load_partition(folder / "g.json", 1)
 
 
+def test_sizes_are_compared_without_what_is_in_files(folder: Path) -> None:
+    path = folder / "part1" / "graph.dgl"
+    content = path.read_bytes()
+    path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+    verify_partition(folder / "g.json", 1, checksums=False)
+    path.write_bytes(content[:-1])
+    with pytest.raises(PartitionError, match=r"part1/graph.dgl is truncated"):
+        verify_partition(folder / "g.json", 1, checksums=False)
+    verify_partition(folder / "g.json", 1, checksums=False, sizes=False)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_one_flipped_bit(name: str, folder: Path) -> None:
     path = folder / "part1" / name

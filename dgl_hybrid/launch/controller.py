@@ -352,10 +352,23 @@ class Controller:
         state = next((state for state in self._deaths if not _is_consequence(state)), self._deaths[0])
         assert state.exit_code is not None
         return ClusterFailure(
-            f"{state.part} {_how_it_ended(state.exit_code)}",
+            f"{state.part} {_how_it_ended(state.exit_code)}{self._who_had_left(state)}",
             details=self._details(state),
             exit_code=_exit_code(state.exit_code),
             part=state.part.name,
+        )
+
+    def _who_had_left(self, state: _State) -> str:
+        """Names trainers that had ended well before a part died: others, still running, may have waited for them."""
+        trainers = [one for one in self._states.values() if one.part.role == "trainer"]
+        left = [one for one in trainers if one.exit_code == 0 and one.ended_s < state.ended_s]
+        if not left or len(left) == len(trainers):
+            return ""
+        names = ", ".join(one.part.name for one in left)
+        return (
+            f". Before that {names} had ended with exit code 0, while others were still running. If these waited for "
+            f"{'it' if len(left) == 1 else 'them'}: does the script leave early (os._exit(0)), or have trainers "
+            f"different numbers of batches?"
         )
 
     def _details(self, state: _State) -> str:

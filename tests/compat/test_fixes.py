@@ -235,6 +235,9 @@ PROGRAMS = {
             ("sys.exit('words')", 1),
             ("import atexit; atexit.register(os._exit, 98); sys.exit(3)", 98),  # what a script registers is called
             ("sys.exit(0)", 99),
+            ("sys.exit(256)", 99),  # 0 for whoever waits for this process: the others would wait for its goodbye
+            ("sys.exit()", 99),
+            ("sys.exit(257)", 1),
             ("pass", 99),
             ("try: sys.exit(3)\\nexcept SystemExit: pass", 99),
             ("import threading; t = threading.Thread(target=sys.exit, args=(3,)); t.start(); t.join()", 99),

@@ -189,6 +189,23 @@ def test_a_lost_peer_is_named_if_nothing_else_is_known(tmp_path: Path, monkeypat
     assert error.part == "trainer 1"
 
 
+def test_trainers_that_were_through_before_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What looks like a success may be what the others died of: `os._exit(0)` in the middle."""
+    monkeypatch.setattr(controller, "CAUSE_TIMEOUT_S", 0.1)
+    lost = [["sleep", 1.0], ["complain", "gloo: Connection closed by peer"], ["exit", 1]]
+    error, _ = fail(fake_job(tmp_path, {"trainer 1": [["exit", 0]], "trainer 0": lost}))
+    assert str(error).startswith(
+        "trainer 0 on machine 0 (127.0.0.1) exited with code 1. Before that trainer 1 had ended with exit code 0, while"
+    )
+    assert (error.part, error.exit_code) == ("trainer 0", 1)
+
+
+def test_when_all_trainers_are_through_none_of_them_is_named(tmp_path: Path) -> None:
+    plan = {"server 0": [["listen", None], ["wait", "stop"], ["sleep", 1.0], ["exit", 3]]}
+    error, _ = fail(fake_job(tmp_path, plan))
+    assert str(error) == "server 0 on machine 0 (127.0.0.1) exited with code 3"
+
+
 def test_what_dgl_says_when_it_is_ended_is_not_shown(tmp_path: Path) -> None:
     plan = {"trainer 0": [["complain_at_end", "User pressed Ctrl+C, Exiting"], ["touch", "set"], FOREVER],
             "server 0": [["complain_at_end", "saved what I had"], ["touch", "set too"], FOREVER],

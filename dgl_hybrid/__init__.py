@@ -50,10 +50,8 @@ def _enable_as_parent() -> None:
     import_module("dgl_hybrid.sampling.switch").enable_from_environment()
 
 
-if os.environ.get("DGL_HYBRID_ENABLE", "0") not in (
-    "",
-    "0",
-):  # set by `enable` and by launchers for all processes of a job
+# Set by `enable` and by launchers for all processes of a job.
+if os.environ.get("DGL_HYBRID_ENABLE", "") not in ("", "0", "off"):
     after_dgl_import(_enable_as_parent)
 
 

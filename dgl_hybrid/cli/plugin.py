@@ -9,7 +9,7 @@ import os
 import sys
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.sampling.config import ENABLE_VARIABLE, STRATEGIES, HaloConfig, read_environment
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, OFF_WORDS, STRATEGIES, HaloConfig, read_environment
 
 OFF = "off"
 
@@ -41,19 +41,24 @@ def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
     options, or in the variable itself, which holds where neither is given.
 
     Raises:
-        ValueError: The budget cannot be read.
+        ValueError: The budget cannot be read, or is of a plugin that is off.
         LaunchError: They would not: pip has not installed the file that does it.
     """
     said = {"strategy": args.strategy, "budget": args.budget}
     said = {name: value for name, value in said.items() if value is not None and value != OFF}
     HaloConfig(**said)
     if args.strategy == OFF:
+        if args.budget is not None:
+            raise ValueError(
+                f"--budget cannot be given with --strategy {OFF}, which leaves the plugin out (got {args.budget!r}): "
+                "leave out one of them"
+            )
         return {ENABLE_VARIABLE: "0"}  # not left out: parts inherit what we have, and scripts may call enable()
     require_startup_hook()
     before = os.environ.get(ENABLE_VARIABLE, "")
     if not said:
         return {ENABLE_VARIABLE: before or "1"}
-    if before not in ("", "0"):
+    if before not in ("", *OFF_WORDS):
         said = {**read_environment(before), **said}
     return {ENABLE_VARIABLE: json.dumps(said)}
 

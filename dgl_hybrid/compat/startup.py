@@ -29,7 +29,7 @@ def find_dgl() -> ModuleSpec | None:
     Returns:
         What `dgl_hybrid`'s finder says about `dgl`, to be handed on; None leaves the search to Python.
     """
-    is_asked_for = os.environ.get(ENABLE_VARIABLE, "0") not in ("", "0") or os.environ.get(SHM_VARIABLE)
+    is_asked_for = os.environ.get(ENABLE_VARIABLE, "") not in ("", "0", "off") or os.environ.get(SHM_VARIABLE)
     if not is_asked_for and not dgl_would_fail():
         return None
     from dgl_hybrid.compat.hook import FINDER

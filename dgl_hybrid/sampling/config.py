@@ -16,7 +16,10 @@ STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 ENABLE_VARIABLE = "DGL_HYBRID_ENABLE"
 """Set for every process of a job in which the plugin is on; holds a `HaloConfig` as JSON or as
-`strategy:budget`, `1` for what the script says, or `0`: off."""
+`strategy:budget`, `1` for what the script says, or `0` or `off`."""
+OFF_WORDS = ("0", "off")
+"""Values of `ENABLE_VARIABLE` that leave the plugin out; named again in `dgl_hybrid` and `compat.startup`, which decide
+by them whether this module is imported at all."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -96,8 +99,8 @@ def read_environment(value: str) -> dict[str, Any]:
         fields = None
     if not isinstance(fields, dict) or not set(fields) <= {"strategy", "budget"}:
         raise ValueError(
-            f"{ENABLE_VARIABLE} must be 1, 0, a strategy ({', '.join(STRATEGIES)}), one with its budget (hybrid:10%), "
-            f"or a JSON object with strategy and budget (got {value!r})"
+            f"{ENABLE_VARIABLE} must be 1, 0, a strategy ({', '.join(STRATEGIES)}) or off, one with its budget "
+            f"(hybrid:10%), or a JSON object with strategy and budget (got {value!r})"
         )
     return fields
 

@@ -13,7 +13,7 @@ from dgl_hybrid.compat import repairs, require_supported_dgl
 from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange import mailbox
 from dgl_hybrid.sampling import written
-from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig, Strategy, read_environment
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, OFF_WORDS, HaloConfig, Strategy, read_environment
 from dgl_hybrid.sampling.plugin import HaloPlugin
 from dgl_hybrid.sampling.written import WrittenFields
 
@@ -93,10 +93,10 @@ def _with_launcher_word(asked: HaloConfig) -> HaloConfig | None:
     value = _launchers_word
     if value == "":
         return asked
-    if value == "0":
+    if value in OFF_WORDS:
         _warn_once(
-            f"{ENABLE_VARIABLE}=0 has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. Take the "
-            f"variable (or --strategy off) away to have it on."
+            f"{ENABLE_VARIABLE}={value} has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. "
+            f"Take the variable (or --strategy off) away to have it on."
         )
         return None
     said = read_environment(value)
@@ -164,12 +164,12 @@ def held_bytes() -> int:
 
 
 def enable_from_environment() -> None:
-    """Turns the plugin on as a parent process has it; without the variable, or with `0` in it, nothing happens.
+    """Turns the plugin on as a parent process has it; without the variable, or where it says off, nothing happens.
 
     Raises:
         ValueError: The variable holds what `HaloConfig.from_environment` cannot read.
     """
-    value = os.environ.get(ENABLE_VARIABLE, "0")
-    if value not in ("", "0"):
+    value = os.environ.get(ENABLE_VARIABLE, "")
+    if value not in ("", *OFF_WORDS):
         config = HaloConfig.from_environment(value)
         enable(strategy=config.strategy, budget=config.budget)

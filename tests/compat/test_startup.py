@@ -81,7 +81,10 @@ def test_acts_where_it_is_asked_for(variable: str, tmp_path: Path) -> None:
     (stub / "__init__.py").write_text("")
     shutil.copy(CHECKOUT / "dgl_hybrid" / "compat" / "startup.py", stub)
     (stub / "hook.py").write_text("class FINDER:\n    @staticmethod\n    def find_spec(name): return None\n")
-    for value, expected in (("", "False\n"), ("{}", "True\n")):
+    values = [("", "False\n"), ("{}", "True\n")]
+    if variable == "DGL_HYBRID_ENABLE":
+        values += [("0", "False\n"), ("off", "False\n")]
+    for value, expected in values:
         ran = run_python(code, line, path=(tmp_path,), flags=("-S",), **{variable: value})
         assert ran.stdout == expected, ran.stderr
 

@@ -115,14 +115,16 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENABLE_VARIABLE, "hybrid:10%")
     for words, value in ((), "hybrid:10%"), (("--budget", "1MB"), '{"strategy": "hybrid", "budget": "1MB"}'):
         assert parse("--part-config", "p.json", *words, "t.py").environment == {ENABLE_VARIABLE: value}
-    monkeypatch.setenv(ENABLE_VARIABLE, "0")
-    assert parse("--part-config", "p.json", "t.py").environment == {ENABLE_VARIABLE: "0"}, "the last word"
-    job = parse("--part-config", "p.json", "--strategy", "depcomm", "t.py")
-    assert job.environment == {ENABLE_VARIABLE: '{"strategy": "depcomm"}'}
+    for off in ("0", "off"):
+        monkeypatch.setenv(ENABLE_VARIABLE, off)
+        assert parse("--part-config", "p.json", "t.py").environment == {ENABLE_VARIABLE: off}, "the last word"
+        job = parse("--part-config", "p.json", "--strategy", "depcomm", "t.py")
+        assert job.environment == {ENABLE_VARIABLE: '{"strategy": "depcomm"}'}
     monkeypatch.setenv(ENABLE_VARIABLE, "1")
     job = parse("--part-config", "p.json", "--strategy", "off", "t.py")
-    off = {ENABLE_VARIABLE: "0"}  # parts would inherit what we have, and a script's own enable() is to do nothing
-    assert job == ClusterJob(part_config=Path("p.json"), command=("t.py",), environment=off)
+    # Not without it: parts would inherit what we have, and a script's own enable() is to do nothing.
+    environment = {ENABLE_VARIABLE: "0"}
+    assert job == ClusterJob(part_config=Path("p.json"), command=("t.py",), environment=environment)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,11 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         (["launch", "--part-config", "p.json", "--foo", "train.py"], 2, "unrecognized arguments: --foo"),
         (["launch", *OURS, "--strategy", "none", "t.py"], 2, "argument --strategy: invalid choice: 'none'"),
         (["launch", *OURS, "--budget", "much", "t.py"], 1, "budget must be 'auto', 'unlimited', a share"),
+        (
+            ["launch", *OURS, "--strategy", "off", "--budget", "10%", "t.py"],
+            1,
+            "--budget cannot be given with --strategy off, which leaves the plugin out (got '10%')",
+        ),
         (["launch", *OURS, "--extra-envs", "A", "t.py"], 1, "--extra-envs must be NAME=VALUE (got 'A')"),
         (
             ["launch", *OURS, "--extra-envs", "DGL_HYBRID_ENABLE=0", "t.py"],
@@ -215,7 +222,7 @@ def test_run_switches_the_plugin_on(tmp_path: Path) -> None:
     (tmp_path / "uses_dgl.py").write_text("import dgl, sys\nprint('dgl_hybrid.sampling' in sys.modules)\n")
     done = run_command("run", "uses_dgl.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
-    for added in ({}, {ENABLE_VARIABLE: "0"}):
+    for added in ({}, {ENABLE_VARIABLE: "0"}, {ENABLE_VARIABLE: "off"}):
         done = subprocess.run(
             [sys.executable, "uses_dgl.py"],
             cwd=tmp_path,

@@ -26,16 +26,18 @@ def held() -> HaloConfig | None:
     return None if switch._plugin is None else switch._plugin.config
 
 
-def test_off_stays_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("off", ["0", "off"])
+def test_off_stays_off(off: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Else a comparison of a script with and without the plugin compares it with itself."""
-    monkeypatch.setenv(ENABLE_VARIABLE, "0")
+    monkeypatch.setenv(ENABLE_VARIABLE, off)
+    switch.enable_from_environment()
     for _ in range(2):
         dgl_hybrid.enable(strategy="depcache")
         dgl_hybrid.disable()
         assert held() is None
-    assert os.environ[ENABLE_VARIABLE] == "0", "children inherit it"
+    assert os.environ[ENABLE_VARIABLE] == off, "children inherit it"
     assert [record.getMessage() for record in caplog.records] == [
-        "DGL_HYBRID_ENABLE=0 has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. Take the "
+        f"DGL_HYBRID_ENABLE={off} has switched dgl_hybrid off for this job: dgl_hybrid.enable() does nothing. Take the "
         "variable (or --strategy off) away to have it on."
     ]
 

@@ -105,7 +105,9 @@ def partition_digest(part_config: Path) -> str:
 
 
 def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = True) -> None:
-    """Compares one file with its record, or just its size.
+    """Compares one file with its record; without the checksum, whether it is all there.
+
+    Longer files are somebody's work then, who has added a field, say.
 
     Raises:
         PartitionError: missing, of another size (truncated), or of another checksum; names the file.
@@ -114,7 +116,7 @@ def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = 
     if not path.is_file():
         raise PartitionError(f"{path} is missing; {MANIFEST_NAME} lists it with {record.num_bytes} bytes. {_REMEDY}")
     size = path.stat().st_size
-    if size != record.num_bytes:
+    if size < record.num_bytes or (checksum and size != record.num_bytes):
         word = "truncated" if size < record.num_bytes else "longer than written"
         raise PartitionError(f"{path} is {word}: {record.num_bytes} bytes were written (got {size}). {_REMEDY}")
     if not checksum:

@@ -21,7 +21,7 @@ def verify_partition(
         part_config: Path of `<graph name>.json`.
         part_id: The part whose files must be here (machines hold their own part only), or None for all.
         checksums: Compare what is in the files: all of them are read.
-        sizes: Compare their sizes, which takes no time. With both False, files need only be there.
+        sizes: Look whether one is cut short, which takes no time. With both False, files need only be there.
     Raises:
         ValueError: part_id is not one of the parts.
         PartitionError: a file is missing, truncated or changed; names it and says what to do.

@@ -57,11 +57,15 @@ def test_truncated_file(name: str, keep: float, folder: Path) -> None:
         load_partition(folder / "g.json", 1)
 
 
-def test_sizes_are_compared_without_what_is_in_files(folder: Path) -> None:
+def test_what_is_missing_of_files_is_told_without_reading_them(folder: Path) -> None:
     path = folder / "part1" / "graph.dgl"
     content = path.read_bytes()
     path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
     verify_partition(folder / "g.json", 1, checksums=False)
+    path.write_bytes(content + b"more")
+    verify_partition(folder / "g.json", 1, checksums=False)
+    with pytest.raises(PartitionError, match="is longer than written"):
+        verify_partition(folder / "g.json", 1)
     path.write_bytes(content[:-1])
     with pytest.raises(PartitionError, match=r"part1/graph.dgl is truncated"):
         verify_partition(folder / "g.json", 1, checksums=False)

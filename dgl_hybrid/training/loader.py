@@ -80,7 +80,9 @@ class FullGraphLoader:
             but nothing is kept from epoch to epoch then.
         graph_sampler: The sampler by DGL's name for it.
         model: The model, if it exists already and is called as `model(blocks, x)`. Without it the first epoch runs
-            with everything communicated; the plan is made at the second, from the call that was seen.
+            with everything communicated; the plan is made at the second, from the call that was seen, and so that other
+            models which used the blocks in that epoch can go on (a teacher's attention needs in-edges that the first
+            layer of a student whose sums are kept does not; if the student is given here: `keep_static=False`).
         strategy: "hybrid" (if nothing else is given), "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
         planner: All options of the planner, the strategy too.
         topology: Measured or assumed rates to plan with; None probes these ranks once a process.

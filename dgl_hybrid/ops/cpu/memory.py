@@ -94,7 +94,7 @@ def keep_freed_memory() -> bool:
 
     By itself it asks the system for each tensor above its threshold (32 MiB at most) and hands it back when it is
     freed, so that every layer of every epoch writes to fresh pages: two layers of GCN of width 256 over 46,000 rows, as
-    `dgl.nn` with a ReLU between, took 145 ms and take 90, and at most 70 to 150 MB more of 1.0 to 1.1 GB (one thread).
+    `dgl.nn` with a ReLU between, took 142 ms and take 86, and at most 60 to 140 MB more of 1.0 to 1.1 GB (one thread).
     `malloc_trim` still gives everything back that is free.
 
     Whoever has set how glibc allocates, by `MALLOC_..._` or `GLIBC_TUNABLES`, keeps that: nothing is changed then, nor

@@ -88,6 +88,9 @@ def test_an_order_that_is_nearly_as_cheap_is_to_be_timed_too() -> None:
     assert orders(80_000) == [(False, True), (False, False)]
     assert orders(800_000) == [(False, False), (False, True)]
     assert orders(8_000_000) == [(False, False)]
+    short = WorkCounts(rows=(200, 190, 16), edges=(10_000, 8_000), received=(0, 0))
+    found = propose_orders(traced((False, False), kept=True), functools.partial(traced, kept=True), topology, short)
+    assert [trace.sums_first for trace in found] == [(False, False)], "calls take longer than what is counted"
 
 
 def test_an_order_that_changes_nothing_stays_dgls() -> None:

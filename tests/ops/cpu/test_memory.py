@@ -88,7 +88,8 @@ def test_freed_memory_is_taken_again_unless_the_user_has_told_how(variables: dic
     assert first > 100, "every tensor of fresh pages"
     is_told = any("mmap_threshold" in text.lower() for text in (*variables, *variables.values()))
     assert is_kept == (not is_told)
-    assert then < 50 if is_kept else then > 100
+    # Not none: the system may take pages back that nobody has used for a while.
+    assert 10 * then < first if is_kept else 2 * then > first
 
 
 def test_the_compiler_leaves_memory_and_comes_back_when_it_is_needed() -> None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import statistics
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from benchmarks.systems.team import ALLOCATORS
 
@@ -55,3 +59,23 @@ def write_table(
     text = file.read_text("utf-8")
     above, below = text.split(begin)[0].rstrip(), text.split(end)[1]
     file.write_text(f"{above}\n\n{begin}\n\n{conditions}\n\n{table}\n\n{end}{below}", "utf-8")
+
+
+def summarise_rule(results: Sequence[Result], name: str) -> Result:
+    """Returns what a rule gains where it takes the way of that name, and what it leaves where it does not."""
+    gains = {rule: [one["gain"] for one in results if one["by_rule"] == rule] for rule in (True, False)}
+    return {
+        f"{name}_gain_median": statistics.median(gains[True]) if gains[True] else None,
+        f"{name}_gain_min": min(gains[True], default=None),
+        f"{name}_gain_max": max(gains[True], default=None),
+        "left_gain_max": max(gains[False], default=None),
+        "cells": results,
+    }
+
+
+def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints it for who looks on; results for programs go to stdout."""
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    Console(file=sys.stderr).print(table)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +22,9 @@ import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 
 # isort: split
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.ops.at_once import Result, measure_at_once, write_table
+from benchmarks.ops.at_once import Result, measure_at_once, print_table, summarise_rule, write_table
 from dgl_hybrid.graph.row_products import product
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu.products import most_entries
@@ -104,18 +101,6 @@ def table_rows(results: list[Result]) -> list[tuple[str, ...]]:
     ]
 
 
-def summarise(results: list[Result]) -> Result:
-    """Returns what the rule gains where it goes by entries, and what it leaves where it does not."""
-    gains = {rule: [one["gain"] for one in results if one["by_rule"] == rule] for rule in (True, False)}
-    return {
-        "entries_gain_median": statistics.median(gains[True]) if gains[True] else None,
-        "entries_gain_min": min(gains[True], default=None),
-        "entries_gain_max": max(gains[True], default=None),
-        "left_gain_max": max(gains[False], default=None),
-        "cells": results,
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.entries", description=__doc__.split("\n")[0])
     parser.add_argument("--processes", type=int, default=2, help="at once, each with one thread (2)")
@@ -131,11 +116,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.write:
         write_table(HEAD, table_rows(results), options.processes, README, begin=MARK, end=END)
     if not options.json:
-        table = Table(*HEAD)
-        for row in table_rows(results):
-            table.add_row(*row)
-        Console(file=sys.stderr).print(table)
-    print(json.dumps(summarise(results)))
+        print_table(HEAD, table_rows(results))
+    print(json.dumps(summarise_rule(results, "entries")))
 
 
 if __name__ == "__main__":

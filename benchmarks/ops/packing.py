@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from pathlib import Path
 from unittest import mock
@@ -22,10 +21,8 @@ import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 
 # isort: split
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.ops.at_once import Result, measure_at_once, write_table
+from benchmarks.ops.at_once import Result, measure_at_once, print_table, summarise_rule, write_table
 from dgl_hybrid.ops import SparseGraph, spmm
 from dgl_hybrid.ops.cpu.reductions import Operand
 
@@ -87,18 +84,6 @@ def table_rows(results: list[Result]) -> list[tuple[str, ...]]:
     ]
 
 
-def summarise(results: list[Result]) -> Result:
-    """Returns what the rule gains where it packs, and what it leaves where it does not."""
-    gains = {rule: [one["gain"] for one in results if one["by_rule"] == rule] for rule in (True, False)}
-    return {
-        "packed_gain_median": statistics.median(gains[True]) if gains[True] else None,
-        "packed_gain_min": min(gains[True], default=None),
-        "packed_gain_max": max(gains[True], default=None),
-        "left_gain_max": max(gains[False], default=None),
-        "cells": results,
-    }
-
-
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ops.packing", description=__doc__.split("\n")[0])
     parser.add_argument("--processes", type=int, default=2, help="at once, each with one thread (2)")
@@ -114,11 +99,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.write:
         write_table(HEAD, table_rows(results), options.processes, README, begin=MARK, end=END)
     if not options.json:
-        table = Table(*HEAD)
-        for row in table_rows(results):
-            table.add_row(*row)
-        Console(file=sys.stderr).print(table)
-    print(json.dumps(summarise(results)))
+        print_table(HEAD, table_rows(results))
+    print(json.dumps(summarise_rule(results, "packed")))
 
 
 if __name__ == "__main__":

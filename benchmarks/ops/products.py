@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,11 +21,9 @@ import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 
 # isort: split
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.ops.at_once import Result, measure_at_once, write_table
+from benchmarks.ops.at_once import Result, measure_at_once, print_table, write_table
 from benchmarks.systems.floors import measure_rates
 from dgl_hybrid.ops.backend import Backend, load_backend
 
@@ -184,10 +181,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.write:
         write_table(HEAD, table_rows(results), options.processes, README, begin=MARK, end=END)
     if not options.json:
-        table = Table(*HEAD)
-        for row in table_rows(results):
-            table.add_row(*row)
-        Console(file=sys.stderr).print(table)
+        print_table(HEAD, table_rows(results))
     print(json.dumps(summarise(results)))
 
 

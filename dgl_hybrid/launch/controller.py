@@ -359,7 +359,7 @@ class Controller:
         )
 
     def _who_had_left(self, state: _State) -> str:
-        """Names trainers that had ended well before a part died: others, still running, may have waited for them."""
+        """Names trainers that had ended before a part died: others, still running, may have waited for them."""
         trainers = [one for one in self._states.values() if one.part.role == "trainer"]
         left = [one for one in trainers if one.exit_code == 0 and one.ended_s < state.ended_s]
         if not left or len(left) == len(trainers):

@@ -148,7 +148,11 @@ def test_the_order_follows_rates_and_seeds(
 
 
 def order_that_is_timed(
-    rank: int, world_size: int, part_config: str, seconds: list[tuple[float, float] | None]
+    rank: int,
+    world_size: int,
+    part_config: str,
+    seconds: list[tuple[float, float] | None],
+    bandwidth_bytes_per_s: float = 1e12,
 ) -> tuple[list[bool], list[tuple[bool, ...]]]:
     """What a rank's loader chooses where it and the others measure these times of the two orders."""
     g = PartitionedGraph.open(part_config)
@@ -163,7 +167,12 @@ def order_that_is_timed(
             return None
         return ModelTimes(row_s=(0.0,) * 3, edge_s=(0.0,) * 2, fixed_s=seconds[rank][trace.sums_first[1]])
 
-    with mock.patch.object(planning, "propose_orders", orders), mock.patch.object(PlanMaker, "time", time):
+    topology = uniform_topology(world_size, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+    with (
+        mock.patch.object(planning, "propose_orders", orders),
+        mock.patch.object(PlanMaker, "time", time),
+        mock.patch.object(PlanMaker, "_topology", lambda self: topology),
+    ):
         loader = FullGraphLoader(
             g, g.owned_nodes("train_mask"), 2, model=optimize(Net("sage_mean", False).double()), strategy="depcomm"
         )
@@ -186,3 +195,11 @@ def test_of_two_orders_the_one_stays_that_is_faster_on_all_ranks_together(
     for order, asked in run_ranks(3, order_that_is_timed, folder, seconds):
         assert order == [False, expected]
         assert sorted(set(asked)) == [(False, False), (False, True)]
+
+
+def test_of_two_orders_the_narrow_rows_stay_where_the_network_is_slow(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    seconds = [(1.0, 0.5)] * 3
+    for bandwidth, expected in ((1e12, True), (1e3, False)):
+        for order, _ in run_ranks(3, order_that_is_timed, folder, seconds, bandwidth):
+            assert order == [False, expected], bandwidth

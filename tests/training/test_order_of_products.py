@@ -171,7 +171,7 @@ def order_that_is_timed(
     with (
         mock.patch.object(planning, "propose_orders", orders),
         mock.patch.object(PlanMaker, "time", time),
-        mock.patch.object(PlanMaker, "_topology", lambda self: topology),
+        mock.patch.object(PlanMaker, "_topology", return_value=topology),
     ):
         loader = FullGraphLoader(
             g, g.owned_nodes("train_mask"), 2, model=optimize(Net("sage_mean", False).double()), strategy="depcomm"

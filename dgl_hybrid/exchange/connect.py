@@ -60,6 +60,10 @@ def create_communicator(
     group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
+    if chosen == "gloo":
+        # Its ranks connect one after the other: one that is done, and lets go of the group at once, would close what a
+        # peer is about to look at ("Connection closed by peer"). NCCL connects with the first operation.
+        dist.barrier(group)
     collective = CollectiveTransport(group)
     name = f"exchange {group.group_name}"  # alike on all ranks, and of this group alone
     if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):

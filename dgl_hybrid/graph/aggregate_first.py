@@ -26,6 +26,7 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum
 from dgl_hybrid.graph.row_products import (
     are_plain,
     is_relu,
@@ -36,6 +37,7 @@ from dgl_hybrid.graph.row_products import (
     sum_of_products,
     vector_columns,
 )
+from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.op_counts import count
@@ -182,17 +184,29 @@ def _is_plain_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | N
 
 def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
     with graph.local_scope():
-        if graph.sums_before_product(is_narrower=self._out_feats < self._in_src_feats):
-            rows, own = rows_and_own(self.feat_drop(feat), self.fc_self, graph.num_dst_nodes())
-            mean = _mean(graph, rows)
-            count("sageconv", "ours: sum first")
-            relu, weight = is_relu(self.activation), self.fc_neigh.weight.t()
-            rst = product(mean, weight, None, addend=own, relu=relu)
-            return _finish(self, rst, is_activated=relu)
-        rows, own = narrowed_rows(self.feat_drop(feat), self.fc_neigh, self.fc_self, graph.num_dst_nodes())
-        mean = _mean(graph, rows)
-        count("sageconv", "ours: fewer passes")
-        return _finish(self, own + mean[:, : self._out_feats])
+        x, num_dst = self.feat_drop(feat), graph.num_dst_nodes()
+        is_sum_first = graph.sums_before_product(is_narrower=self._out_feats < self._in_src_feats)
+        count("sageconv", "ours: sum first" if is_sum_first else "ours: fewer passes")
+        relu = is_sum_first and is_relu(self.activation)
+        weight = self.fc_neigh.weight
+        is_trained = x.requires_grad or (not is_sum_first and torch.is_grad_enabled() and weight.requires_grad)
+        # Own rows and their gradients, and of sums that are multiplied the gradient of the weight.
+        num_products = (3 if x.requires_grad else 2) + is_sum_first
+        flops = 2.0 * num_products * num_dst * x.shape[1] * self._out_feats
+        sums = graph.sums_beside_work(x, is_trained=is_trained, flops=flops)
+        if sums is not None:
+            scale = Scale(_degree_factors(graph, x, "right", of_sources=False).reshape(-1), of_sources=False)
+            if is_sum_first:
+                rst = own_and_product_of_sum(sums, scale, x, self.fc_neigh, self.fc_self, num_dst, relu=relu)
+            else:
+                rst = own_and_sum(sums, scale, x, self.fc_neigh, self.fc_self, num_dst)
+        elif is_sum_first:
+            rows, own = rows_and_own(x, self.fc_self, num_dst)
+            rst = product(_mean(graph, rows), weight.t(), None, addend=own, relu=relu)
+        else:
+            rows, own = narrowed_rows(x, self.fc_neigh, self.fc_self, num_dst)
+            rst = own + _mean(graph, rows)[:, : self._out_feats]
+        return _finish(self, rst, is_activated=relu)
 
 
 def _mean(graph: LayerBlock, rows: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, source_fields_of, targets_of
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
+from dgl_hybrid.graph.split_sum import SplitSum
 from dgl_hybrid.graph.static_results import RowsT, StaticResults, nothing_is_static
 from dgl_hybrid.graph.untraced import untraced
 from dgl_hybrid.ops import EdgeDropout, scaled_sum
@@ -67,9 +68,12 @@ class BlockObserver(Protocol):
 
     def on_choice_of_order(self, layer: int) -> None: ...
 
+    def on_work_beside(self, layer: int, flops: float) -> None: ...
+
 
 @untraced(
     *("update_all", "apply_edges", "in_degrees", "out_degrees", "scaled_sum", "keep", "complete_sources"),
+    "sums_beside_work",
     "normalise_edge_weights",
 )
 class LayerBlock:
@@ -569,6 +573,29 @@ class LayerBlock:
             self.update_all(fn.copy_u(name, "m"), fn.sum("m", name))
             summed: Tensor = self.dstdata[name]
         return summed if of_sources else summed * factors
+
+    @unseen
+    def sums_beside_work(self, x: Tensor, *, is_trained: bool, flops: float) -> SplitSum | None:
+        """Returns what sums rows, x or as many that a layer makes of it, while others of its work run; None: nothing
+        does, as the exchange and the sum are not ours. Collective at its first use.
+
+        Args:
+            x: (C, ...), the layer's input.
+            is_trained: Whether the rows that are summed need a gradient.
+            flops: Of that other work, forward and backward.
+        """
+        self._used()
+        if self.observer is not None:
+            self.observer.on_work_beside(self.layer, flops)
+        if self._replicas is not None or self.static_results.are_static((x,)):
+            return None
+        with self.local_scope():
+            self.srcdata["h"] = x
+            split = self.split_of(("h",), is_sum=True)
+        if split is None:
+            return None
+        count("copy_u", "ours: split by source, work beside")
+        return split.sums(is_trained=is_trained)
 
     @unseen
     def split_of(self, names: Sequence[str], *, is_sum: bool = False) -> SplitBlock | None:

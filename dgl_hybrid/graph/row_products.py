@@ -37,15 +37,15 @@ class _NarrowedRows(torch.autograd.Function):
         ctx.save_for_backward(x, w_all, w_own)
         ctx.num_own = num_own
         padded = w_all if width == len(w_all) else F.pad(w_all, (0, 0, 0, width - len(w_all)))
-        return _products([x], [padded.t()]), _products([x[:num_own]], [w_own.t()], bias=bias)
+        return products([x], [padded.t()]), products([x[:num_own]], [w_own.t()], bias=bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_all, grad_own = grads
         x, w_all, w_own = ctx.saved_tensors
         needs_x, needs_w_all, needs_w_own, needs_bias, *_ = ctx.needs_input_grad
-        grad_x, grad_w_all, _ = _gradients(x, w_all, grad_all[:, : len(w_all)], needs_x, needs_w_all)
-        grad_x_own, grad_w_own, grad_bias = _gradients(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
+        grad_x, grad_w_all, _ = gradients_of(x, w_all, grad_all[:, : len(w_all)], needs_x, needs_w_all)
+        grad_x_own, grad_w_own, grad_bias = gradients_of(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
         if grad_x is not None and grad_x_own is not None:
             # Into the rows it belongs to: on its own it would be padded to all rows, and all rows added.
             grad_x[: ctx.num_own].add_(grad_x_own)
@@ -59,7 +59,7 @@ class _RowsAndOwn(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(x, w_own)
         ctx.num_own = num_own
-        return x, _products([x[:num_own]], [w_own.t()], bias=bias)
+        return x, products([x[:num_own]], [w_own.t()], bias=bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -67,17 +67,17 @@ class _RowsAndOwn(torch.autograd.Function):
         grad_all, grad_own = grads
         x, w_own = ctx.saved_tensors
         needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
-        grad_x_own, grad_w_own, grad_bias = _gradients(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
+        grad_x_own, grad_w_own, grad_bias = gradients_of(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
         grad_x = None if grad_x_own is None else _add_to_first(grad_all, grad_x_own, in_place=is_ours)
         return grad_x, grad_w_own, grad_bias if needs_bias else None, None
 
 
-def _gradients(
+def gradients_of(
     x: Tensor, weight: Tensor, grad: Tensor, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Returns those of x (n, A), of the weight (O, A) and of a bias (O,), for `x @ weight.t() + bias`."""
+    """Returns gradients of x (n, A), of the weight (O, A) and of a bias (O,), for `x @ weight.t() + bias`."""
     if torch.is_grad_enabled():  # they will be differentiated
-        return _products([grad], [weight]) if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0)
+        return products([grad], [weight]) if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0)
     found = iter(
         torch.ops.dgl_hybrid.row_products_backward(
             [x], [weight.t()], grad, None, None, [needs_x], [needs_weight], False
@@ -108,7 +108,7 @@ def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu:
     """Returns `of_x(x) + of_y(y)`, or its ReLU, where `are_plain((of_x, of_y), x)` holds and `of_y` has no bias."""
     w_x, w_y = of_x.weight.t(), of_y.weight.t()
     if isinstance(x, Tensor) and isinstance(y, Tensor):
-        return _products([x, y], [w_x, w_y], bias=of_x.bias, relu=relu)
+        return products([x, y], [w_x, w_y], bias=of_x.bias, relu=relu)
     if isinstance(y, Tensor):
         return product(x, w_x, of_x.bias, addend=product(y, w_y, None), relu=relu)
     return product(y, w_y, of_x.bias, addend=product(x, w_x, None), relu=relu)
@@ -138,7 +138,7 @@ def product(
         assert factors is None
         return rows.times(weight, addend=addend, bias=bias, relu=relu)
     if rows.dim() == 2 and rows.dtype == weight.dtype:
-        return _products([rows], [weight], factors=factors, addend=addend, bias=bias, relu=relu)
+        return products([rows], [weight], factors=factors, addend=addend, bias=bias, relu=relu)
     assert factors is None
     result = torch.matmul(rows, weight)
     result = result if bias is None else result + bias
@@ -203,13 +203,13 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
 def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
     """Returns `x` and `of_own(x[:num_own])`, where `are_plain((of_own,), x)` holds: both gradients in one tensor."""
     if not x.requires_grad:  # nor must it seem to: its rows travel, and so would a gradient that nobody asks for
-        return x, _products([x[:num_own]], [of_own.weight.t()], bias=of_own.bias)
+        return x, products([x[:num_own]], [of_own.weight.t()], bias=of_own.bias)
     both: tuple[Tensor, Tensor] = _RowsAndOwn.apply(x, of_own.weight, of_own.bias, num_own)
     return both
 
 
 @unseen
-def _products(
+def products(
     rows: list[Tensor],
     weights: list[Tensor],
     *,
@@ -218,6 +218,7 @@ def _products(
     bias: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
+    """Returns `factors * Σ rows_k @ weights_k + bias + addend`, (N, O), or its ReLU; all of one dtype."""
     result: Tensor = torch.ops.dgl_hybrid.row_products(rows, weights, factors, addend, bias, relu)
     return result
 

@@ -87,13 +87,17 @@ class SplitBlock:
         return _moved(split_layer(self._structure, self._messages), self._device)
 
     def sum(self, x: Tensor, scale: Scale | None = None) -> Tensor:
-        """Sums sources over in-edges, as `SplitSum` does. Collective.
+        """Sums sources over in-edges, as `SplitSum` does. Collective."""
+        summed: Tensor = self.sums(is_trained=x.requires_grad)(x, scale=scale)
+        return summed
+
+    def sums(self, *, is_trained: bool) -> SplitSum:
+        """Returns what sums rows, with or without a gradient. Collective.
 
         Which rows travel is settled when a sum is first trained: finding it out does not pay for a sum that is made
         once or evaluated now and then.
         """
-        summed: Tensor = (self.trained_sums if x.requires_grad else self.plain_sums)(x, scale=scale)
-        return summed
+        return self.trained_sums if is_trained else self.plain_sums
 
     @cached_property
     def trained_sums(self) -> SplitSum:

@@ -13,6 +13,7 @@ derivatives of any order work.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.operands import plan_weighted
 from dgl_hybrid.ops.sparse_graph import Adjacency
 from dgl_hybrid.ops.unseen import unseen
+
+
+def _nothing() -> None:
+    """Runs beside an exchange where nothing else does."""
 
 
 class SplitSum:
@@ -66,7 +71,7 @@ class SplitSum:
         """
         if weights is None:
             flat = x.reshape(len(x), 1, x.shape[1:].numel())
-            summed: Tensor = _Sum.apply(self, None, scale, self._codec_for(flat), flat)
+            summed: Tensor = _Sum.apply(self, None, scale, self.codec_for(flat.shape[2], x.dtype), flat)
             return summed.reshape(len(summed), *x.shape[1:])
         assert scale is None, "sums have weights or factors"
         plan = plan_weighted(tuple(x.shape[1:]), tuple(weights.shape[1:]))
@@ -76,21 +81,30 @@ class SplitSum:
                 f"{tuple(weights.shape)})"
             )
         sources = plan.sources(x)
-        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), None, self._codec_for(sources), sources))
+        codec = self.codec_for(sources.shape[1:].numel(), x.dtype)
+        return plan.result(_Sum.apply(self, plan.weights(weights.detach()), None, codec, sources))
 
-    def _codec_for(self, x_CHD: Tensor) -> RowCodec | None:
-        """Only what is trained is approximated."""
-        is_approximate = torch.is_grad_enabled() and is_encoded(self._codec, x_CHD.shape[1:].numel(), x_CHD.dtype)
+    def codec_for(self, num_columns: int, dtype: torch.dtype) -> RowCodec | None:
+        """What such rows travel as now: only what is trained is approximated."""
+        is_approximate = torch.is_grad_enabled() and is_encoded(self._codec, num_columns, dtype)
         return self._codec if is_approximate else None
 
-    def forward(self, x_CHD: Tensor, weights_EH: Tensor | None, scale: Scale | None, codec: RowCodec | None) -> Tensor:
-        """(C, H, D) to (N, H, D)."""
+    def forward(
+        self,
+        x_CHD: Tensor,
+        weights_EH: Tensor | None,
+        scale: Scale | None,
+        codec: RowCodec | None,
+        beside: Callable[[], None] = _nothing,
+    ) -> Tensor:
+        """(C, H, D) to (N, H, D); `beside` is called while the first message is in flight."""
         x_CHD = x_CHD.contiguous()
         shape = x_CHD.shape[1:]
         out = x_CHD.new_empty(0)
 
         def held() -> None:
             nonlocal out
+            beside()
             out = sum_rows(self.layer.held.in_edges, x_CHD, self._weights_of_held(weights_EH), scale)
 
         def use(position: int, rows_RF: Tensor) -> None:
@@ -107,9 +121,14 @@ class SplitSum:
         return out
 
     def backward(
-        self, grad_NHD: Tensor, weights_EH: Tensor | None, scale: Scale | None, codec: RowCodec | None
+        self,
+        grad_NHD: Tensor,
+        weights_EH: Tensor | None,
+        scale: Scale | None,
+        codec: RowCodec | None,
+        beside: Callable[[], None] = _nothing,
     ) -> Tensor:
-        """(N, H, D) to (C, H, D)."""
+        """(N, H, D) to (C, H, D); `beside` is called while the first message is in flight."""
         grad_NHD = grad_NHD.contiguous()
         # Sources are sums now, and sums sources. What comes home is not multiplied yet: it is that of rows that are.
         turned = None if scale is None else Scale(scale.factors, not scale.of_sources)
@@ -123,6 +142,7 @@ class SplitSum:
             return [sum_rows(self._by_source[key], grad_NHD, weights, of_received).flatten(1)]
 
         def held() -> list[Tensor]:
+            beside()
             held = self.layer.held
             rows = held.out_neighbours if weights_EH is None else held.out_edges
             return [sum_rows(rows, grad_NHD, self._weights_of_held(weights_EH), turned).flatten(1)]

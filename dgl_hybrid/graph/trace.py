@@ -224,6 +224,7 @@ def _summarise(
             operand_bytes_bwd=float(sum(width * size for width, size, grad in record.fields[index] if grad)),
             operand_width=sum(width for width, _, _ in record.fields[index]),
             static_operand=bool(record.fields[index]) and not any(grad for _, _, grad in record.fields[index]),
+            beside_flops=record.beside_flops.get(index + 1, 0.0) / sizes[index + 1],
             can_sum_first=index + 1 in record.ordered,
             sums_first=sums_first[index],
             can_split=index + 1 in record.summed - record.unsplit,

@@ -37,6 +37,8 @@ class TraceRecord:
     """Layers that do something along edges which cannot."""
     ordered: set[int] = field(default_factory=set)
     """Layers that asked in which order to sum and multiply."""
+    beside_flops: dict[int, float] = field(default_factory=dict)
+    """By layer, of all its rows together: of the level it makes, what may run while its rows travel."""
     batch_norm_levels: set[int] = field(default_factory=set)
     output_rows: set[int] = field(default_factory=set)
     """How many rows the outputs have that need a gradient."""
@@ -61,6 +63,7 @@ class TraceRecord:
             ours[:] = [max(pair) for pair in zip(ours, theirs, strict=True)]
         for name in ("exchanged", "kept", "summed", "attended", "unsplit", "ordered", "batch_norm_levels"):
             getattr(self, name).update(getattr(other, name))
+        self.beside_flops = other.beside_flops | self.beside_flops
 
     @staticmethod
     def empty(num_layers: int) -> TraceRecord:
@@ -101,6 +104,9 @@ class TraceObserver:
 
     def on_choice_of_order(self, layer: int) -> None:
         self.record.ordered.add(layer)
+
+    def on_work_beside(self, layer: int, flops: float) -> None:
+        self.record.beside_flops[layer] = self.record.beside_flops.get(layer, 0.0) + flops
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
         slowdown = partial(weighted_slowdown, device=self.device) if is_weighted else lambda heads, width: 1.0

@@ -52,6 +52,9 @@ class ItemCosts:
     """(L,) seconds per row held here in layers that copy held and received rows together; empty means 0."""
     overlaps: tuple[bool, ...] = ()
     """(L,) whether edges from rows held here are aggregated while the others travel; empty means not."""
+    beside_s: tuple[float, ...] = ()
+    """(L,) seconds per row that layer l + 1 makes, of those the row costs, which may run while its rows travel; empty
+    means 0."""
     output_row_s: float = 0.0
     """Seconds per row of level L (never an item; for the epoch estimate)."""
     output_edge_s: float = 0.0
@@ -69,7 +72,14 @@ class ItemCosts:
         for name in ("row_s", "edge_s", "receive_bytes", "row_held_bytes", "edge_held_bytes"):
             if len(getattr(self, name)) != num_layers:
                 raise ValueError(f"{name} must have {num_layers} entries (got {len(getattr(self, name))})")
-        defaults = (("pack_s", 0.0), ("latency_s", 0.0), ("widths", 1.0), ("copy_s", 0.0), ("overlaps", False))
+        defaults = (
+            ("pack_s", 0.0),
+            ("latency_s", 0.0),
+            ("widths", 1.0),
+            ("copy_s", 0.0),
+            ("overlaps", False),
+            ("beside_s", 0.0),
+        )
         for name, default in defaults:
             value = getattr(self, name)
             if not value:
@@ -124,9 +134,10 @@ def cost_model(
         raise PlanError(f"the trace is of {trace.num_layers} layers, the times of {times.num_layers}; time this model")
     if not 0 <= rank < topology.world_size:
         raise PlanError(f"rank must lie in 0..{topology.world_size - 1}, the probed ranks (got {rank}); probe again")
-    row_s = [x.row_flops / topology.dense_flops_per_s + x.row_bytes / topology.row_bytes_per_s for x in trace.levels]
-    if times is not None:
-        row_s = list(times.row_s)
+    counted_row_s = [
+        x.row_flops / topology.dense_flops_per_s + x.row_bytes / topology.row_bytes_per_s for x in trace.levels
+    ]
+    row_s = counted_row_s if times is None else list(times.row_s)
     edge_s = [0.0]
     receive_s, pack_s, latency_s, copy_s, receive_bytes = [], [], [], [], []
     wire_s: list[tuple[tuple[float, float], ...]] = []
@@ -162,6 +173,11 @@ def cost_model(
         exchanges = 2 if bwd else 1
         latency_s.append(exchanges * max(topology.latency_s[q][rank] for q in range(topology.world_size)))
     num_layers = trace.num_layers
+    # Of a row's time as large a part as of its counts.
+    beside_s = [
+        row_s[k + 1] * min(layer.beside_flops / topology.dense_flops_per_s / (counted_row_s[k + 1] or 1.0), 1.0)
+        for k, layer in enumerate(trace.layers)
+    ]
     held = [
         level.held_bytes or layer.operand_bytes_fwd
         for level, layer in zip(trace.levels[:-1], trace.layers, strict=True)
@@ -187,6 +203,7 @@ def cost_model(
         widths=tuple(float(layer.operand_width) for layer in trace.layers),
         copy_s=tuple(copy_s),
         overlaps=tuple(layer.can_split and not layer.keeps_result and topology.overlaps for layer in trace.layers),
+        beside_s=tuple(beside_s),
         output_row_s=row_s[num_layers],
         output_edge_s=edge_s[num_layers],
         epoch_s=(reduce_s if topology.world_size > 1 else 0.0) + (times.fixed_s if times is not None else 0.0),

@@ -24,9 +24,9 @@ class RankEstimate:
     this rank's link is taken."""
     held_s: tuple[float, ...]
     """What runs while rows are on the wire: aggregation along edges from rows held here, in layers that can be split by
-    source, on links that move rows in the background; 0 elsewhere."""
+    source, and products beside it, on links that move rows in the background; 0 elsewhere."""
     rest_s: tuple[float, ...]
-    """Everything else: aggregation along the other edges, all row work, packing."""
+    """Everything else: aggregation along the other edges, all other row work, packing."""
     fixed_s: float
     """What no plan changes: the last level's rows, calls, the optimizer's step, the all-reduce."""
     objective_s: float
@@ -129,6 +129,8 @@ def estimate_rank(
     held = items.held_bytes(costs, computed, present)
     row_s = [*costs.row_s, costs.output_row_s]
     edge_s = [*costs.edge_s, costs.output_edge_s]
+    beside_s = [0.0] * (problem.num_layers + 1)
+    """Of each level's row work, what runs beside the exchange of the layer that makes it."""
     for layer in range(1, problem.num_layers + 1):
         level = layer - 1
         received = present[level] & ~computed[level]
@@ -146,15 +148,19 @@ def estimate_rank(
         if costs.overlaps[level] and num_received:
             waiting = _waiting_edges(problem, items, computed, received, layer)
             held_edges = 0 if waiting is None else max(edges - waiting, 0)
+            made = int(problem.owned_rows[layer])
+            if layer < problem.num_layers:
+                made += int(computed[layer].sum())
+            beside_s[layer] = made * costs.beside_s[level]
         comm.append(wire)
-        held_s.append(held_edges * edge_s[layer])
-        rest.append((edges - held_edges) * edge_s[layer] + rows * row_s[level] + pack)
+        held_s.append(held_edges * edge_s[layer] + beside_s[layer])
+        rest.append((edges - held_edges) * edge_s[layer] + rows * row_s[level] - beside_s[level] + pack)
     fits = memory_budget_bytes is None or held <= memory_budget_bytes
     return RankEstimate(
         comm_s=tuple(comm),
         held_s=tuple(held_s),
         rest_s=tuple(rest),
-        fixed_s=int(problem.owned_rows[-1]) * costs.output_row_s + costs.epoch_s,
+        fixed_s=int(problem.owned_rows[-1]) * costs.output_row_s - beside_s[-1] + costs.epoch_s,
         objective_s=objective,
         held_bytes=held,
         fits=fits,

@@ -53,6 +53,9 @@ class LayerTrace:
     """A sum whose edges from held and from received rows can be added up apart, so that the former need not wait."""
     can_sum_apart: bool = False
     """A sum without weights: owners can add up what a reader needs, and send sums in place of more rows."""
+    beside_flops: float = 0.0
+    """Of the FLOPs of a row that the layer makes, those that need nothing which is received, forward and backward: they
+    may run while rows travel."""
     can_sum_first: bool = True
     """There are two orders of its sum and its product to choose from."""
     sums_first: bool = False

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -25,6 +25,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
+from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.ops.backend import choose_backend
@@ -38,6 +39,10 @@ SCALED = ("scaled sources", "scaled sums", "partial sums of scaled sources", "sc
 """Factors of the rows that are summed, or of the sums."""
 SUMS = ("sum", "weighted sum", "partial sums", *SCALED)
 ATTENTION = ("gat", "gatv2")
+BESIDE = ("own and sum", "own and partial sum", "own and product of sum", "own and ReLU of product of sum")
+"""Products of own rows, whose layer is one function with the exchange."""
+OPS = (*SUMS, *ATTENTION, *BESIDE)
+PRODUCTS = ("row_products", "row_products_backward")
 KERNELS = ("add_sums", "spmm", "scaled_sums", "gat", "gat_backward", "gatv2", "gatv2_backward")
 
 
@@ -84,6 +89,11 @@ class Operands:
     """(destinations,)."""
     y: Tensor
     """(destinations, H, D): what comes in from behind."""
+    w_sum: Tensor
+    w_own: Tensor
+    """(D, H * D)."""
+    bias: Tensor
+    """(D,)."""
 
 
 def operands_of(world: World, op: str) -> Operands:
@@ -101,19 +111,28 @@ def operands_of(world: World, op: str) -> Operands:
         weights=draw(num_dst, num_held),
         source_factors=draw(num_held),
         row_factors=draw(num_dst),
-        y=draw(num_dst, HEADS, WIDTH),
+        y=draw(num_dst, WIDTH) if op in BESIDE else draw(num_dst, HEADS, WIDTH),
+        w_sum=draw(WIDTH, HEADS * WIDTH),
+        w_own=draw(WIDTH, HEADS * WIDTH),
+        bias=draw(WIDTH),
     )
 
 
-def inputs_of(op: str, x: Tensor, el: Tensor, er: Tensor, attention: Tensor) -> list[Tensor]:
-    chosen = {"gat": [x, el, er], "gatv2": [x, er, attention]}.get(op, [x])
+def inputs_of(op: str, given: Operands, x: Tensor, el: Tensor, er: Tensor) -> list[Tensor]:
+    """Args:
+    given: Of all ranks.
+    x, el, er: Of one rank, or of all.
+    """
+    chosen = {"gat": [x, el, er], "gatv2": [x, er, given.attention]}.get(op, [x])
+    if op in BESIDE:
+        chosen = [x.flatten(1), given.w_sum, given.w_own, given.bias]
     return [tensor.clone().requires_grad_() for tensor in chosen]
 
 
 def dense_layer(world: World, op: str) -> tuple[Tensor, list[Tensor]]:
     """Result and gradients by matrices over all rows: (destinations, sources) entries count multiple edges."""
     given = operands_of(world, op)
-    inputs = inputs_of(op, given.x, given.el, given.er, given.attention)
+    inputs = inputs_of(op, given, given.x, given.el, given.er)
     x = inputs[0]
     if op in ATTENTION:
         if op == "gat":
@@ -124,6 +143,12 @@ def dense_layer(world: World, op: str) -> tuple[Tensor, list[Tensor]]:
         terms = world.matrix.unsqueeze(-1) * logits.exp()
         total = terms.sum(1, keepdim=True)
         out = torch.einsum("vuh,uhd->vhd", terms / torch.where(total > 0, total, 1.0), x)
+    elif op in BESIDE:
+        _, w_sum, w_own, bias = inputs
+        own = torch.cat([columns_of(world, rank)[: s.num_dst] for rank, s in enumerate(world.structures)])
+        matrix = world.matrix * given.row_factors[:, None]
+        out = matrix @ x @ w_sum.t() + x[own] @ w_own.t() + bias
+        out = out.relu() if "ReLU" in op else out
     else:
         matrix = world.matrix * given.weights if op == "weighted sum" else world.matrix
         if op in SCALED:
@@ -165,6 +190,8 @@ class Watched:
     """Kernels on edges from held rows: of which direction, and whether a message was under way all the while."""
     used: list[tuple[str, bool]] = field(default_factory=list)
     """Likewise those that aggregate received rows, in the forward."""
+    products: list[tuple[str, bool]] = field(default_factory=list)
+    """Likewise products of rows and weights."""
     messages: list[tuple[str, int, int]] = field(default_factory=list)
     """Direction, rows sent and rows received."""
 
@@ -184,15 +211,18 @@ class Watch:
     def on(self) -> Iterator[Watched]:
         backend, transport = type(choose_backend(torch.empty(0, dtype=torch.float64))), self._communicator.transport
         kernels = {name: getattr(backend, name) for name in KERNELS}
+        products = {name: getattr(backend, name) for name in PRODUCTS}
         starts = {name: getattr(transport, name) for name in ("start_all_to_all", "start_borrowing")}
         try:
             for name, kernel in kernels.items():
                 setattr(backend, name, self._kernel(kernel, place_of_rows=2 if name == "add_sums" else 0))
+            for name, kernel in products.items():
+                setattr(backend, name, self._product(kernel))
             for name, start in starts.items():
                 setattr(transport, name, self._message(start, has_place=name == "start_all_to_all"))
             yield self.seen
         finally:
-            for name, kernel in kernels.items():
+            for name, kernel in (kernels | products).items():
                 setattr(backend, name, kernel)
             for name in starts:
                 transport.__dict__.pop(name)
@@ -210,6 +240,13 @@ class Watch:
             elif rows.indptr.data_ptr() in self._parts and self.direction == "forward":
                 self.seen.used.append(entry)
             return result
+
+        return noted
+
+    def _product(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(backend: Any, *args: Any, **kwargs: Any) -> Any:
+            self.seen.products.append((self.direction, self._num_under_way == 1))
+            return kernel(backend, *args, **kwargs)
 
         return noted
 
@@ -247,21 +284,32 @@ def run_layer(
     given = operands_of(world, op)
     x, el = (rows.split([s.num_held for s in world.structures])[rank] for rows in (given.x, given.el))
     er, y = (rows.split([s.num_dst for s in world.structures])[rank] for rows in (given.er, given.y))
-    scale = None
+    scale = Scale(given.row_factors.split([s.num_dst for s in world.structures])[rank], of_sources=False)
     if op in SCALED:
         factors, counts = given.row_factors, [s.num_dst for s in world.structures]
         if "sources" in op:
             factors, counts = given.source_factors, [s.num_held for s in world.structures]
         scale = Scale(factors.split(counts)[rank], of_sources="sources" in op)
-    inputs = inputs_of(op, x, el, er, given.attention)
+    inputs = inputs_of(op, given, x, el, er)
     weights = edge_weights(world, rank, given.weights)
+    of_sum, of_own = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
+    if op in BESIDE:
+        of_sum.weight, of_own.weight, of_own.bias = parameters = [nn.Parameter(tensor) for tensor in inputs[1:]]
+        inputs[1:] = parameters
 
     def forward() -> Tensor:
         if op == "gat":
             return split.attention.gat(*inputs, negative_slope=SLOPE, dropout=None)
         if op == "gatv2":
             return split.attention.gatv2(*inputs, negative_slope=SLOPE, dropout=None)
-        return split.plain_sums(inputs[0], weights) if op == "weighted sum" else split.sum(inputs[0], scale)
+        if op in BESIDE:
+            sums, num_own = split.sums(is_trained=True), structure.num_dst
+            if "product" not in op:
+                return own_and_sum(sums, scale, inputs[0], of_sum, of_own, num_own)
+            return own_and_product_of_sum(sums, scale, inputs[0], of_sum, of_own, num_own, relu="ReLU" in op)
+        if op == "weighted sum":
+            return split.plain_sums(inputs[0], weights)
+        return split.sum(inputs[0], scale if op in SCALED else None)
 
     watch = Watch(communicator, split, delay_s=delay_s if rank == 0 else 0.0)
     with watch.on() as seen:
@@ -277,14 +325,14 @@ def check_exact(world: World, op: str, seen: list[Watched]) -> None:
     torch.testing.assert_close(torch.cat([one.result for one in seen]), result, rtol=0, atol=1e-11)
     for position, expected in enumerate(gradients):
         parts = [one.gradients[position] for one in seen]
-        is_shared = op == "gatv2" and position == 2
+        is_shared = (op == "gatv2" and position == 2) or (op in BESIDE and position > 0)
         torch.testing.assert_close(sum(parts) if is_shared else torch.cat(parts), expected, rtol=0, atol=1e-11)
 
 
 # -------------------------------------------------------------------- the tests
 
 
-@pairwise(op=[*SUMS, *ATTENTION], transport=["collective", "shared_memory"], chunk_rows=[None, 3], world_size=[2, 3, 4])
+@pairwise(op=list(OPS), transport=["collective", "shared_memory"], chunk_rows=[None, 3], world_size=[2, 3, 4])
 def test_held_rows_are_worked_on_while_a_message_travels(
     op: str, transport: RankTransport, chunk_rows: int | None, world_size: int
 ) -> None:
@@ -297,10 +345,18 @@ def test_held_rows_are_worked_on_while_a_message_travels(
         num_messages = sum(direction == "forward" for direction, *_ in one.messages)
         assert one.used == [("forward", True)] * (num_messages - 1) + [("forward", False)]
         assert (num_messages == 1) == (chunk_rows is None)
+        if op not in BESIDE:
+            continue
+        # Own rows need nobody: beside the first message, forward and backward; and what else does not.
+        assert one.products == (
+            [("forward", False), ("forward", True), ("backward", True), ("backward", False)]
+            if "product" not in op
+            else [("forward", True), ("forward", False), ("backward", False), *[("backward", True)] * 2]
+        )
 
 
 @pairwise(
-    op=[*SUMS, *ATTENTION],
+    op=list(OPS),
     name=[name for name in WORLDS if name != "replicas"],
     chunk_rows=[None, 4],
     world_size=[3, 4],
@@ -310,7 +366,7 @@ def test_corners_are_exact(op: str, name: str, chunk_rows: int | None, world_siz
     check_exact(WORLDS[name](world_size), op, seen)
 
 
-@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("name", ["rank 0 receives nothing", "rank 0 reads none of its rows"])
 def test_corners_of_two_ranks_are_exact(op: str, name: str) -> None:
     """Rows of one other rank are read where they lie."""
@@ -333,7 +389,7 @@ def test_the_corners_are_what_they_are_called() -> None:
         assert any(bool((s.indptr.diff() == 0).any()) for s in worlds["rows without edges"])
 
 
-@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("chunk_rows", [1, 6])
 def test_no_message_is_longer_than_a_chunk(op: str, chunk_rows: int) -> None:
     world = WORLDS["replicas"](3)
@@ -348,7 +404,7 @@ def test_no_message_is_longer_than_a_chunk(op: str, chunk_rows: int) -> None:
             assert sum(sent) + sum(received) == often * both, direction
 
 
-@pytest.mark.parametrize("op", [*SUMS, *ATTENTION])
+@pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("chunk_rows", [None, 5])
 def test_rows_stay_until_a_slow_rank_has_used_them(op: str, chunk_rows: int | None) -> None:
     """Rank 0 takes its time over what it received; the other one is then further on, and packs its next messages."""

@@ -154,6 +154,26 @@ def test_optimised_layers_whose_products_narrow_have_two_orders() -> None:
         assert can_sum_first(dglnn.GraphConv(IN, HIDDEN), other) == [False, False]
 
 
+def test_products_of_own_rows_may_run_beside_an_exchange() -> None:
+    """Of an optimised mean layer: forward, and both gradients; of a product of sums also the gradient of its weight."""
+
+    def beside(*layers: nn.Module, sums_first: bool = False) -> list[float]:
+        fields = StaticFields(source={}, destination={}, edge={})
+        template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
+        model = optimize(Stack(*layers))
+        traced = trace_model(model, template, 2, sums_first=(False, sums_first)).trace
+        for level, layer in zip(traced.levels[1:], traced.layers, strict=True):
+            assert layer.beside_flops <= level.row_flops
+        return [layer.beside_flops for layer in traced.layers]
+
+    first = dglnn.GraphConv(IN, HIDDEN)
+    narrow, wide = (dglnn.SAGEConv(HIDDEN, width, "mean") for width in (OUT, 2 * HIDDEN))
+    assert beside(first, narrow) == [0, 3 * 2 * HIDDEN * OUT]
+    assert beside(first, narrow, sums_first=True) == [0, 4 * 2 * HIDDEN * OUT]
+    assert beside(first, wide) == [0, 4 * 2 * HIDDEN * 2 * HIDDEN]
+    assert beside(first, dglnn.SAGEConv(HIDDEN, OUT, "gcn")) == beside(first, dglnn.GATConv(HIDDEN, OUT, 1)) == [0, 0]
+
+
 class Halving(nn.Module):
     """A product of rows with a number."""
 

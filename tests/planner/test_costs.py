@@ -13,6 +13,7 @@ from dgl_hybrid.planner import (
     ItemCosts,
     LayerTrace,
     LevelTrace,
+    ModelTimes,
     ModelTrace,
     Topology,
     cost_model,
@@ -72,6 +73,22 @@ def test_prices_of_a_hand_made_trace() -> None:
     assert topology.gather_rate(4) == 4.0
     assert topology.gather_rate(8 * 2**0.5) == pytest.approx(6.0)
     assert topology.gather_rate(99) == 8.0
+
+
+def test_what_may_run_beside_an_exchange_is_its_share_of_what_rows_cost() -> None:
+    """By counts, of the counted time or of the measured one; never more than all of it."""
+    trace = synthetic_trace([16, 32, 8])
+    level = dataclasses.replace(trace.levels[2], row_flops=300.0, row_bytes=5.0)
+    layers = tuple(dataclasses.replace(layer, beside_flops=flops) for layer, flops in zip(trace.layers, (0.0, 100.0)))
+    trace = dataclasses.replace(trace, levels=(*trace.levels[:2], level), layers=layers)
+    topology = dataclasses.replace(
+        uniform_topology(2, bandwidth_bytes_per_s=1e8), dense_flops_per_s=100.0, row_bytes_per_s=5.0
+    )
+    assert cost_model(trace, topology, 0).beside_s == (0.0, pytest.approx(1.0))
+    times = ModelTimes(row_s=(1.0, 2.0, 8.0), edge_s=(0.0, 1.0), fixed_s=0.0)
+    assert cost_model(trace, topology, 0, times).beside_s == (0.0, pytest.approx(2.0))
+    more = dataclasses.replace(trace, layers=(layers[0], dataclasses.replace(layers[1], beside_flops=1e6)))
+    assert cost_model(more, topology, 0, times).beside_s == (0.0, 8.0)
 
 
 def test_a_layer_that_keeps_its_result_costs_bytes_but_no_time() -> None:

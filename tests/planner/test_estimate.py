@@ -106,6 +106,32 @@ def test_edges_from_held_rows_hide_the_wire() -> None:
     assert cached.estimate.ranks[0].comm_s == cached.estimate.ranks[0].held_s == (0, 0)
 
 
+def test_products_beside_an_exchange_hide_the_wire() -> None:
+    """They are part of what the rows cost that a layer makes, and run beside its exchange, if there is one."""
+    problem = hand_problem([[30, 20, 0], [35, 5, 0]])
+    costs = dataclasses.replace(COSTS, overlaps=(True, True))
+    beside = dataclasses.replace(costs, beside_s=(0.5, 1.0))
+    plain, rank = (
+        estimate_rank(problem, build_items(problem), chosen, np.zeros((2, 3), dtype=bool)) for chosen in (costs, beside)
+    )
+    # The first layer makes 20 rows, the second 10: beside 8.125 s and 18.25 on the wire.
+    assert plain.held_s == (12.5, 10)
+    assert rank.held_s == (12.5 + 20 * 0.5, 10 + 10 * 1.0)
+    assert rank.rest_s == (plain.rest_s[0], plain.rest_s[1] - 20 * 0.5)
+    assert rank.fixed_s == plain.fixed_s - 10 * 1.0
+    assert rank.compute_s == plain.compute_s
+    assert rank.epoch_s == pytest.approx(rank.fixed_s + 22.5 + rank.rest_s[0] + 20 + rank.rest_s[1])
+    # A cached row is made, too; where nothing is received or nothing overlaps, all of it is done by itself.
+    one = np.array([[0, 0, 0], [1, 0, 0]], dtype=bool)
+    assert estimate_rank(problem, build_items(problem), beside, one).held_s[0] == pytest.approx(
+        estimate_rank(problem, build_items(problem), costs, one).held_s[0] + 21 * 0.5
+    )
+    for chosen, computed in ((beside, True), (dataclasses.replace(beside, overlaps=(False, False)), False)):
+        found = estimate_rank(problem, build_items(problem), chosen, np.full((2, 3), computed))
+        assert found.held_s == (0, 0)
+        assert found.fixed_s == plain.fixed_s
+
+
 def test_edges_of_cached_rows_wait_for_what_they_read() -> None:
     """One row is computed here; of its 4 in-edges one begins at a vertex whose row is received."""
     problem = hand_problem([[30, 20, 0], [35, 5, 0]])

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`SAGEConv`'s mean layers, whose products of a vertex's own row run while the rows of its neighbours travel.
+
+Written as operations one after the other, autograd takes an exchange to its end before it begins with what comes next.
+Each function here is such a layer as a whole, forward and backward: what needs nothing that is received runs beside the
+exchange.
+
+    multiply, then sum    forward   product, pack ─▶ start │ own product, held sums │ wait, use
+                          backward  make ─▶ start │ own gradients, held sums │ wait, add │ gradients of the product
+    sum, then multiply    forward   pack ─▶ start │ own product, held sums │ wait, use │ product
+                          backward  gradient of sums, make ─▶ start │ all other gradients, held sums │ wait, add
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid.exchange.row_codecs import RowCodec
+from dgl_hybrid.graph.row_products import gradients_of, products, vector_columns
+from dgl_hybrid.graph.split_exchange import Scale
+from dgl_hybrid.graph.split_sum import SplitSum
+from dgl_hybrid.ops.unseen import unseen
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """How rows are summed in one call of a layer."""
+
+    split: SplitSum
+    scale: Scale | None
+    codec: RowCodec | None
+
+    def forward(self, x: Tensor, beside: Callable[[], None]) -> Tensor:
+        """(C, F) to (N, F). Collective."""
+        return self.split.forward(x.unsqueeze(1), None, self.scale, self.codec, beside).squeeze(1)
+
+    def backward(self, grad: Tensor, beside: Callable[[], None]) -> Tensor:
+        """(N, F) to (C, F). Collective."""
+        return self.split.backward(grad.unsqueeze(1), None, self.scale, self.codec, beside).squeeze(1)
+
+    def differentiable(self, x: Tensor) -> Tensor:
+        """As `forward`, for autograd. Collective."""
+        summed: Tensor = self.split(x, scale=self.scale)
+        return summed
+
+
+class _OwnAndSum(torch.autograd.Function):
+    """(C, A) to (N, O): the first N rows times w_own, and sums of all rows times w_all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: _Sums, num_own: int, x: Tensor, w_all: Tensor, w_own: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.sums, ctx.num_own = sums, num_own
+        ctx.save_for_backward(x, w_all, w_own, bias)
+        own = x.new_empty(0)
+
+        def beside() -> None:
+            nonlocal own
+            own = products([x[:num_own]], [w_own.t()], bias=bias)
+
+        summed = sums.forward(_narrowed(x, w_all), beside)
+        return own.add_(summed[:, : len(w_all)])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, w_all, w_own, bias = ctx.saved_tensors
+        needs_x, needs_w_all, needs_w_own, needs_bias = needs = ctx.needs_input_grad[2:]
+        sums: _Sums = ctx.sums
+        num_own = ctx.num_own
+        if torch.is_grad_enabled():
+
+            def compose() -> Tensor:
+                own = products([x[:num_own]], [w_own.t()], bias=bias)
+                return own + sums.differentiable(_narrowed(x, w_all))[:, : len(w_all)]
+
+            return None, None, *_differentiable_gradients(compose, grad, (x, w_all, w_own, bias), needs)
+        of_own: tuple[Tensor | None, ...] = ()
+
+        def beside() -> None:
+            nonlocal of_own
+            of_own = gradients_of(x[:num_own], w_own, grad, needs_x, needs_w_own)
+
+        grad_x = grad_w_all = None
+        if needs_x or needs_w_all:
+            grad_rows = sums.backward(_widened(grad), beside)[:, : len(w_all)]
+            grad_x, grad_w_all, _ = gradients_of(x, w_all, grad_rows, needs_x, needs_w_all)
+        else:
+            beside()
+        grad_x_own, grad_w_own, grad_bias = of_own
+        if grad_x is not None and grad_x_own is not None:
+            grad_x[:num_own].add_(grad_x_own)
+        return None, None, grad_x, grad_w_all, grad_w_own, grad_bias if needs_bias else None
+
+
+class _OwnAndProductOfSum(torch.autograd.Function):
+    """(C, A) to (N, O): the first N rows times w_own, and sums of all rows times w_sum; or the ReLU of both."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: _Sums, num_own: int, relu: bool, x: Tensor, w_sum: Tensor, w_own: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        own = x.new_empty(0)
+
+        def beside() -> None:
+            nonlocal own
+            own = products([x[:num_own]], [w_own.t()], bias=bias)
+
+        summed = sums.forward(x, beside)
+        out = products([summed], [w_sum.t()], addend=own, relu=relu)
+        ctx.sums, ctx.num_own, ctx.relu = sums, num_own, relu
+        ctx.save_for_backward(x, summed, w_sum, w_own, bias, out if relu else None)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, summed, w_sum, w_own, bias, out = ctx.saved_tensors
+        needs_x, needs_w_sum, needs_w_own, needs_bias = needs = ctx.needs_input_grad[3:]
+        sums: _Sums = ctx.sums
+        num_own, relu = ctx.num_own, ctx.relu
+        if torch.is_grad_enabled():
+
+            def compose() -> Tensor:
+                own = products([x[:num_own]], [w_own.t()], bias=bias)
+                return products([sums.differentiable(x)], [w_sum.t()], addend=own, relu=relu)
+
+            return None, None, None, *_differentiable_gradients(compose, grad, (x, w_sum, w_own, bias), needs)
+        # What travels first; of a ReLU's gradient also what is left of it, which all others are made of.
+        found = torch.ops.dgl_hybrid.row_products_backward(
+            [summed], [w_sum.t()], grad, out, None, [needs_x], [False], relu
+        )
+        before_relu = found[-1] if relu else grad
+        grad_w_sum: Tensor | None = None
+        of_own: tuple[Tensor | None, ...] = ()
+
+        def beside() -> None:
+            nonlocal grad_w_sum, of_own
+            if needs_w_sum:
+                _, grad_w_sum, _ = gradients_of(summed, w_sum, before_relu, False, True)
+            of_own = gradients_of(x[:num_own], w_own, before_relu, needs_x, needs_w_own)
+
+        grad_x: Tensor | None = None
+        if needs_x:
+            grad_x = sums.backward(found[0], beside)
+        else:
+            beside()
+        grad_x_own, grad_w_own, grad_bias = of_own
+        if grad_x is not None and grad_x_own is not None:
+            grad_x[:num_own].add_(grad_x_own)
+        return None, None, None, grad_x, grad_w_sum, grad_w_own, grad_bias if needs_bias else None
+
+
+def _differentiable_gradients(
+    compose: Callable[[], Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
+) -> Sequence[Tensor | None]:
+    """Returns gradients that can be differentiated: those of the layer made once more, by operations that each can be,
+    as what a forward has summed is a constant to autograd. Collective.
+    """
+    wanted = [x for x, needed in zip(inputs, needs, strict=True) if x is not None and needed]
+    given = iter(torch.autograd.grad(compose(), wanted, grad, create_graph=True))
+    return [next(given) if x is not None and needed else None for x, needed in zip(inputs, needs, strict=True)]
+
+
+def _narrowed(x: Tensor, w_all: Tensor) -> Tensor:
+    """Returns (C, W) rows times w_all (O, A), W >= O with columns of zeros behind."""
+    return products([x], [_widened(w_all.t())])
+
+
+def _widened(x: Tensor) -> Tensor:
+    missing = vector_columns(x.shape[1], x.device) - x.shape[1]
+    return F.pad(x, (0, missing)) if missing else x
+
+
+@unseen
+def own_and_sum(
+    split: SplitSum, scale: Scale | None, x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int
+) -> Tensor:
+    """Returns (N, O), `of_own(x[:N])` plus the sums of `of_all(x)`. Collective.
+
+    Args:
+        split: Of sums that are trained if x or the weight of `of_all` is.
+        scale: Of what is summed.
+        x: (C, A), where `are_plain((of_all, of_own), x)` holds and `of_all` has no bias.
+        num_own: N.
+    """
+    sums = _Sums(split, scale, split.codec_for(vector_columns(len(of_all.weight), x.device), x.dtype))
+    result: Tensor = _OwnAndSum.apply(sums, num_own, x, of_all.weight, of_own.weight, of_own.bias)
+    return result
+
+
+@unseen
+def own_and_product_of_sum(
+    split: SplitSum, scale: Scale | None, x: Tensor, of_sum: nn.Linear, of_own: nn.Linear, num_own: int, *, relu: bool
+) -> Tensor:
+    """Returns (N, O), `of_own(x[:N])` plus `of_sum` of the sums of x, or its ReLU. Collective.
+
+    Args:
+        split: Of sums that are trained if x is.
+        scale: Of what is summed.
+        x: (C, A), where `are_plain((of_sum, of_own), x)` holds and `of_sum` has no bias.
+        num_own: N.
+    """
+    sums = _Sums(split, scale, split.codec_for(x.shape[1], x.dtype))
+    result: Tensor = _OwnAndProductOfSum.apply(sums, num_own, relu, x, of_sum.weight, of_own.weight, of_own.bias)
+    return result

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mean layers of `SAGEConv` with products beside their exchange: numbers and derivatives of the plain operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.optimize import optimize
+from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
+from tests.helpers.graphs import power_law
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import pairwise
+from tests.helpers.world import run_ranks
+
+INPUTS = 60
+ORDERS = ("multiply", "sum", "sum, wide")
+"""What comes first; the last in the layer's own order. 47 columns are widened to 48."""
+FROZEN = ("", "x", "fc_neigh.weight", "fc_self.weight", "fc_self.bias", "x fc_neigh.weight", "fc_neigh.weight fc_self")
+ROUTE = "copy_u/ours: split by source, work beside"
+
+
+def make_layer(order: str, *, relu: bool, frozen: str = "") -> nn.Module:
+    torch.manual_seed(3)
+    outputs = 64 if "wide" in order else 47
+    layer = dglnn.SAGEConv(INPUTS, outputs, "mean", activation=F.relu if relu else None).double()
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(not any(name.startswith(part) for part in frozen.split()))
+    return optimize(layer)  # type: ignore[no-any-return]
+
+
+def make_block(folder: str, order: str, *, overlap: bool, **options: Any) -> tuple[LayerBlock, Tensor, FullGraphLoader]:
+    g = PartitionedGraph.open(folder)
+    loader = FullGraphLoader(
+        g, g.nodes.owned(), 1, plan=[torch.empty(0, dtype=torch.int64)], overlap=overlap, **options
+    )
+    ((input_nodes, _, (block,)),) = list(loader)
+    block.sums_first = order.startswith("sum")
+    return block, torch.sin(input_nodes.double()[:, None] * torch.arange(1, INPUTS + 1)), loader
+
+
+def run_layer(
+    rank: int, world_size: int, folder: str, order: str, relu: bool, frozen: str, chunk_rows: int | None, sums: bool
+) -> tuple[dict[str, float], int]:
+    """How far everything is from the same with its exchange apart, and how often the layer was one function."""
+    found: dict[bool, dict[str, Tensor]] = {}
+    reset_op_counts()
+    for overlap in (True, False):
+        options = {"chunk_rows": chunk_rows, "partial_sums": sums} if overlap else {}
+        block, x, loader = make_block(folder, order, overlap=overlap, **options)
+        layer = make_layer(order, relu=relu, frozen=frozen)
+        x.requires_grad_("x" not in frozen.split())
+        with torch.no_grad():
+            found[overlap] = {"evaluated": layer(block, x)}
+        out = layer(block, x)
+        inputs = {name: p for name, p in [("x", x), *layer.named_parameters()] if p.requires_grad}
+        weights = torch.cos(torch.arange(out.numel(), dtype=out.dtype)).view_as(out)
+        grads = torch.autograd.grad(out, list(inputs.values()), weights, retain_graph=True)
+        again = torch.autograd.grad(out, list(inputs.values()), weights)
+        found[overlap] |= {"out": out.detach(), **dict(zip(inputs, grads, strict=True))}
+        found[overlap] |= {f"{name} again": grad for name, grad in zip(inputs, again, strict=True)}
+        assert loader is not None  # its blocks are at work
+    assert found[True].keys() == found[False].keys()
+    off = {name: float((found[True][name] - found[False][name]).abs().max()) for name in found[True] if len(x)}
+    return off, op_counts().get(ROUTE, 0)
+
+
+@pairwise(
+    order=ORDERS, relu=[False, True], frozen=FROZEN, chunk_rows=[None, 4], sums=[False, True], world_size=[2, 3, 4]
+)
+def test_as_with_the_exchange_apart(
+    order: str,
+    relu: bool,
+    frozen: str,
+    chunk_rows: int | None,
+    sums: bool,
+    world_size: int,
+    partitions: PartitionStore,
+) -> None:
+    folder = partitions.get("power_law", power_law(), world_size)
+    for off, num_whole in run_ranks(world_size, run_layer, folder, order, relu, frozen, chunk_rows, sums):
+        assert num_whole == 2
+        assert all(error < 1e-10 for error in off.values()), off
+
+
+def run_second(rank: int, world_size: int, folder: str, order: str, relu: bool, chunk_rows: int | None) -> list[float]:
+    """How far second derivatives are from those with the exchange apart."""
+    found = []
+    for overlap in (True, False):
+        options = {"chunk_rows": chunk_rows if overlap else None, "loss_denominator": 1.0}
+        block, x, _loader = make_block(folder, order, overlap=overlap, **options)
+        layer = make_layer(order, relu=relu)
+        inputs = [x.requires_grad_(), *layer.parameters()]
+        first = torch.autograd.grad((layer(block, x) ** 3).sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum((grad**2).sum() for grad in first), inputs)
+        found.append([*first, *second])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("order", ORDERS)
+def test_second_derivatives(order: str, relu: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for off in run_ranks(3, run_second, folder, order, relu, 5 if relu else None):
+        assert max(off) < 1e-9, off
+
+
+def run_switched(rank: int, world_size: int, folder: str) -> list[int]:
+    counts = []
+    for overlap, wrap in ((False, lambda layer: layer), (True, with_hook)):
+        reset_op_counts()
+        block, x, _loader = make_block(folder, "multiply", overlap=overlap)
+        layer = wrap(make_layer("multiply", relu=False))
+        layer(block, x.requires_grad_()).sum().backward()
+        counts.append(op_counts().get(ROUTE, 0))
+    return counts
+
+
+def with_hook(layer: Any) -> Any:
+    layer.fc_self.register_forward_hook(lambda module, args, out: 2 * out)
+    return layer
+
+
+def test_not_where_the_exchange_is_apart_or_somebody_watches_a_product(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    assert run_ranks(2, run_switched, folder) == [[0, 0]] * 2

@@ -24,7 +24,7 @@ from benchmarks.systems.variants import Comparison, Result, make_parser
 
 APART, TOGETHER, SUMS = SYSTEMS = ("depcomm_apart", "depcomm_overlap", "depcomm_sums")
 ON_GPU = tuple(f"{system}_gpu" for system in SYSTEMS)
-MODELS = (("sage", 2), ("gcn", 3), ("gat", 2))
+MODELS = (("sage", 2), ("sage", 3), ("gcn", 3), ("gat", 2))
 NETWORKS = ("loopback", "1gbit", "200mbit")
 
 

@@ -60,6 +60,11 @@ class Communicator:
         """Leave it on: for finding out where ranks part ways."""
         self._clock_offset_s: float | None = None
 
+    @property
+    def moves_in_background(self) -> bool:
+        """Whether transfers cost the computing thread next to nothing; else it copies or asks for the rows itself."""
+        return self.backend in ("gloo", "nccl", "mixed")
+
     # ---------------------------------------------------------------- rows
 
     def exchange(

@@ -26,7 +26,7 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum
+from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum, product_of_sum
 from dgl_hybrid.graph.row_products import (
     are_plain,
     is_relu,
@@ -106,11 +106,14 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
         # DGL scales these rows, too.
         is_source_scaled = self._norm in ("left", "both")
         of_sources = _degree_factors(graph, feat, self._norm, of_sources=True) if is_source_scaled else None
-        rst = _sum(graph, feat, None) if of_sources is None else _scaled_sum(graph, feat, of_sources, of_sources=True)
         count("graphconv", "ours: sum first")  # of narrower rows that is DGL's own order
         # DGL scales the sums; their products are multiplied where they lie in the cache.
         is_scaled = self._norm in ("right", "both")
-        factors = _degree_factors(graph, rst, self._norm, of_sources=False) if is_scaled else None
+        factors = _degree_factors(graph, feat, self._norm, of_sources=False) if is_scaled else None
+        rst = _product_of_sum(self, graph, feat, weight, of_sources, factors)
+        if rst is not None:
+            return rst
+        rst = _sum(graph, feat, None) if of_sources is None else _scaled_sum(graph, feat, of_sources, of_sources=True)
         return _multiply(self, rst, weight, factors)
     # DGL scales the wide rows, before the product.
     is_scaled = self._norm in ("left", "both")
@@ -122,6 +125,23 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
     rst = rst + self.bias if self.bias is not None else rst
     rst = self._activation(rst) if self._activation is not None else rst
     return rst.contiguous()  # of columns without those that were added to them; scripts `view` it
+
+
+def _product_of_sum(
+    self: Any, graph: LayerBlock, x: Tensor, weight: Tensor, of_sources: Tensor | None, of_sums: Tensor | None
+) -> Tensor | None:
+    """Sums, multiplies and ends a `GraphConv`, with the gradient of the weight beside the exchange; None: not here."""
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return None
+    # In memory, where nothing waits, what is left of a ReLU's gradient would be written and read once more for nothing.
+    flops = 2.0 * graph.num_dst_nodes() * weight.numel()
+    sums = graph.sums_beside_work(x, is_trained=True, flops=flops, in_background=True)
+    if sums is None:
+        return None
+    scale = None if of_sources is None else Scale(of_sources.reshape(-1), of_sources=True)
+    relu = is_relu(self._activation)
+    rst = product_of_sum(sums, scale, x, weight, self.bias, factors=of_sums, relu=relu)
+    return rst if relu or self._activation is None else self._activation(rst)
 
 
 def forward_sageconv(self: Any, graph: Any, feat: Any, edge_weight: Tensor | None = None) -> Any:

@@ -575,7 +575,9 @@ class LayerBlock:
         return summed if of_sources else summed * factors
 
     @unseen
-    def sums_beside_work(self, x: Tensor, *, is_trained: bool, flops: float) -> SplitSum | None:
+    def sums_beside_work(
+        self, x: Tensor, *, is_trained: bool, flops: float, in_background: bool = False
+    ) -> SplitSum | None:
         """Returns what sums rows, x or as many that a layer makes of it, while others of its work run; None: nothing
         does, as the exchange and the sum are not ours. Collective at its first use.
 
@@ -583,11 +585,14 @@ class LayerBlock:
             x: (C, ...), the layer's input.
             is_trained: Whether the rows that are summed need a gradient.
             flops: Of that other work, forward and backward.
+            in_background: Whether it is to wait for rows only where they travel without this thread's help.
         """
         self._used()
         if self.observer is not None:
             self.observer.on_work_beside(self.layer, flops)
         if self._replicas is not None or self.static_results.are_static((x,)):
+            return None
+        if in_background and not self._communicator.moves_in_background:
             return None
         with self.local_scope():
             self.srcdata["h"] = x

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`SAGEConv`'s mean layers, whose products of a vertex's own row run while the rows of its neighbours travel.
+"""Layers whose products run while rows travel: those of a vertex's own row, and gradients of weights.
 
 Written as operations one after the other, autograd takes an exchange to its end before it begins with what comes next.
-Each function here is such a layer as a whole, forward and backward: what needs nothing that is received runs beside the
-exchange.
+Each function here is a layer of `SAGEConv` or `GraphConv` as a whole, forward and backward: what needs nothing that is
+received runs beside the exchange.
 
     multiply, then sum    forward   product, pack ─▶ start │ own product, held sums │ wait, use
                           backward  make ─▶ start │ own gradients, held sums │ wait, add │ gradients of the product
@@ -25,6 +25,7 @@ from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.graph.row_products import gradients_of, products, vector_columns
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.split_sum import SplitSum
+from dgl_hybrid.ops.row_blocks import is_turned, mask_of_relu
 from dgl_hybrid.ops.unseen import unseen
 
 
@@ -48,6 +49,10 @@ class _Sums:
         """As `forward`, for autograd. Collective."""
         summed: Tensor = self.split(x, scale=self.scale)
         return summed
+
+    def adjoint(self, grad: Tensor) -> Tensor:
+        """As `backward`, for autograd. Collective."""
+        return self.split.adjoint(grad.unsqueeze(1), self.scale, self.codec).squeeze(1)
 
 
 class _OwnAndSum(torch.autograd.Function):
@@ -158,6 +163,60 @@ class _OwnAndProductOfSum(torch.autograd.Function):
         return None, None, None, grad_x, grad_w_sum, grad_w_own, grad_bias if needs_bias else None
 
 
+class _ProductOfSum(torch.autograd.Function):
+    """(C, A) to (N, O) and (N, A): sums of rows times a weight, or their ReLU; and the sums, for second derivatives.
+
+    Saved as a result, sums are differentiable without the rows that they are of, which nobody has to keep.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, sums: _Sums, factors: Tensor | None, relu: bool, x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        summed = sums.forward(x, lambda: None)
+        out = products([summed], [weight], factors=factors, bias=bias, relu=relu)
+        ctx.sums, ctx.relu = sums, relu
+        ctx.save_for_backward(summed, weight, factors, out if relu else None)
+        ctx.set_materialize_grads(False)
+        return out, summed
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad, grad_summed = grads
+        summed, weight, factors, out = ctx.saved_tensors
+        _, needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        sums: _Sums = ctx.sums
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
+        before_relu = grad
+        if grad is not None and torch.is_grad_enabled():
+            before_relu = mask_of_relu(grad, out)
+            scaled = before_relu if factors is None else before_relu * factors
+            of_product = products([scaled], [weight.t()])
+            grad_summed = of_product if grad_summed is None else grad_summed + of_product
+            grad_weight, grad_bias = summed.t() @ scaled, before_relu.sum(0)
+        elif grad is not None:
+            # What travels first; of a ReLU's gradient also what is left of it, which that of the weight is made of.
+            is_masked = ctx.relu and needs_weight
+            of_product, grad_bias, *masked = torch.ops.dgl_hybrid.row_products_backward(
+                [summed], [weight], grad, out, factors, [True], [False], is_masked
+            )
+            before_relu = masked[0] if is_masked else grad
+            grad_summed = of_product if grad_summed is None else grad_summed + of_product
+
+        def beside() -> None:
+            nonlocal grad_weight
+            if needs_weight and before_relu is not None:
+                found, _ = torch.ops.dgl_hybrid.row_products_backward(
+                    [summed], [weight], before_relu, None, factors, [False], [True], False
+                )
+                grad_weight = found.t() if is_turned(weight) else found
+
+        assert grad_summed is not None  # backward has a gradient of one of them
+        grad_x = sums.adjoint(grad_summed) if torch.is_grad_enabled() else sums.backward(grad_summed, beside)
+        return None, None, None, grad_x, grad_weight, grad_bias if needs_bias else None
+
+
 def _differentiable_gradients(
     compose: Callable[[], Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
@@ -210,4 +269,31 @@ def own_and_product_of_sum(
     """
     sums = _Sums(split, scale, split.codec_for(x.shape[1], x.dtype))
     result: Tensor = _OwnAndProductOfSum.apply(sums, num_own, relu, x, of_sum.weight, of_own.weight, of_own.bias)
+    return result
+
+
+@unseen
+def product_of_sum(
+    split: SplitSum,
+    scale: Scale | None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    factors: Tensor | None,
+    relu: bool,
+) -> Tensor:
+    """Returns (N, O), `factors * (sums of x @ weight) + bias`, or its ReLU. Collective.
+
+    Args:
+        split: Of sums that are trained.
+        scale: Of what is summed.
+        x: (C, A), which needs a gradient.
+        weight: (A, O) of its dtype.
+        bias: (O,).
+        factors: (N, 1), without gradients.
+    """
+    sums = _Sums(split, scale, split.codec_for(x.shape[1], x.dtype))
+    result: Tensor
+    result, _ = _ProductOfSum.apply(sums, factors, relu, x, weight, bias)
     return result

@@ -150,6 +150,11 @@ class SplitSum:
         (total,) = self.exchange.backward(make, held, codec, None if turned is None else turned.row_factors)
         return total.view(len(total), *grad_NHD.shape[1:])
 
+    def adjoint(self, grad_NHD: Tensor, scale: Scale | None, codec: RowCodec | None) -> Tensor:
+        """As `backward` without weights, for autograd."""
+        grad: Tensor = _Adjoint.apply(self, None, scale, codec, grad_NHD)
+        return grad
+
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
         return None if weights_EH is None else weights_EH.index_select(0, self.layer.held_edge_positions)
 

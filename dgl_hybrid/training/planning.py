@@ -356,7 +356,7 @@ class PlanMaker:
         if g.topology is None or g.topology.device != self.device.type:
             links = communicator.lend("the probe of this cluster")
             measured = probe(links or Alone(), device=self.device, aggregate=InEdgeSum())
-            g.topology = replace(measured, overlaps=communicator.backend in _BACKGROUND_BACKENDS)
+            g.topology = replace(measured, overlaps=communicator.moves_in_background)
         return g.topology
 
     def make_from_trace(
@@ -498,8 +498,6 @@ class _Rounds:
         return float(statistics.median(max(took) for took in rounds) / slowest_rank)
 
 
-_BACKGROUND_BACKENDS = ("gloo", "nccl", "mixed")
-"""Whose transfers cost the computing thread next to nothing; elsewhere it copies or asks for the rows itself."""
 WIRE_FACTORS = (1.0, 0.5, 2.0)
 """What the predicted time of rows on the wire may be off by: which of them partial sums save depends on the plan, other
 traffic slows them. The hybrid that is best under each is tried in real epochs, besides the pure plans."""

@@ -25,7 +25,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
-from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum
+from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum, product_of_sum
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.ops.backend import choose_backend
@@ -39,8 +39,10 @@ SCALED = ("scaled sources", "scaled sums", "partial sums of scaled sources", "sc
 """Factors of the rows that are summed, or of the sums."""
 SUMS = ("sum", "weighted sum", "partial sums", *SCALED)
 ATTENTION = ("gat", "gatv2")
-BESIDE = ("own and sum", "own and partial sum", "own and product of sum", "own and ReLU of product of sum")
-"""Products of own rows, whose layer is one function with the exchange."""
+OWN = ("own and sum", "own and partial sum", "own and product of sum", "own and ReLU of product of sum")
+BESIDE = (*OWN, "product of sum", "ReLU of product of sum", "product of scaled partial sum")
+"""Layers that are one function with the exchange: with products of own rows, and with sources and sums that are scaled.
+"""
 OPS = (*SUMS, *ATTENTION, *BESIDE)
 PRODUCTS = ("row_products", "row_products_backward")
 KERNELS = ("add_sums", "spmm", "scaled_sums", "gat", "gat_backward", "gatv2", "gatv2_backward")
@@ -125,7 +127,7 @@ def inputs_of(op: str, given: Operands, x: Tensor, el: Tensor, er: Tensor) -> li
     """
     chosen = {"gat": [x, el, er], "gatv2": [x, er, given.attention]}.get(op, [x])
     if op in BESIDE:
-        chosen = [x.flatten(1), given.w_sum, given.w_own, given.bias]
+        chosen = [x.flatten(1), given.w_sum, given.bias, *([given.w_own] if op in OWN else [])]
     return [tensor.clone().requires_grad_() for tensor in chosen]
 
 
@@ -144,10 +146,13 @@ def dense_layer(world: World, op: str) -> tuple[Tensor, list[Tensor]]:
         total = terms.sum(1, keepdim=True)
         out = torch.einsum("vuh,uhd->vhd", terms / torch.where(total > 0, total, 1.0), x)
     elif op in BESIDE:
-        _, w_sum, w_own, bias = inputs
-        own = torch.cat([columns_of(world, rank)[: s.num_dst] for rank, s in enumerate(world.structures)])
+        _, w_sum, bias, *own_weight = inputs
         matrix = world.matrix * given.row_factors[:, None]
-        out = matrix @ x @ w_sum.t() + x[own] @ w_own.t() + bias
+        matrix = matrix * given.source_factors if "scaled" in op else matrix
+        out = matrix @ x @ w_sum.t() + bias
+        if op in OWN:
+            own = torch.cat([columns_of(world, rank)[: s.num_dst] for rank, s in enumerate(world.structures)])
+            out = out + x[own] @ own_weight[0].t()
         out = out.relu() if "ReLU" in op else out
     else:
         matrix = world.matrix * given.weights if op == "weighted sum" else world.matrix
@@ -284,17 +289,14 @@ def run_layer(
     given = operands_of(world, op)
     x, el = (rows.split([s.num_held for s in world.structures])[rank] for rows in (given.x, given.el))
     er, y = (rows.split([s.num_dst for s in world.structures])[rank] for rows in (given.er, given.y))
-    scale = Scale(given.row_factors.split([s.num_dst for s in world.structures])[rank], of_sources=False)
-    if op in SCALED:
-        factors, counts = given.row_factors, [s.num_dst for s in world.structures]
-        if "sources" in op:
-            factors, counts = given.source_factors, [s.num_held for s in world.structures]
-        scale = Scale(factors.split(counts)[rank], of_sources="sources" in op)
+    of_sums = Scale(given.row_factors.split([s.num_dst for s in world.structures])[rank], of_sources=False)
+    of_sources = Scale(given.source_factors.split([s.num_held for s in world.structures])[rank], of_sources=True)
+    scale = of_sources if "sources" in op else of_sums
     inputs = inputs_of(op, given, x, el, er)
     weights = edge_weights(world, rank, given.weights)
     of_sum, of_own = nn.Linear(1, 1, bias=False), nn.Linear(1, 1)
-    if op in BESIDE:
-        of_sum.weight, of_own.weight, of_own.bias = parameters = [nn.Parameter(tensor) for tensor in inputs[1:]]
+    if op in OWN:
+        of_sum.weight, of_own.bias, of_own.weight = parameters = [nn.Parameter(tensor) for tensor in inputs[1:]]
         inputs[1:] = parameters
 
     def forward() -> Tensor:
@@ -302,8 +304,12 @@ def run_layer(
             return split.attention.gat(*inputs, negative_slope=SLOPE, dropout=None)
         if op == "gatv2":
             return split.attention.gatv2(*inputs, negative_slope=SLOPE, dropout=None)
+        sums, num_own = split.sums(is_trained=True), structure.num_dst
+        if op in BESIDE and op not in OWN:
+            scaled, (rows, weight, bias) = of_sources if "scaled" in op else None, inputs
+            factors, relu = of_sums.factors.unsqueeze(1), "ReLU" in op
+            return product_of_sum(sums, scaled, rows, weight.t(), bias, factors=factors, relu=relu)
         if op in BESIDE:
-            sums, num_own = split.sums(is_trained=True), structure.num_dst
             if "product" not in op:
                 return own_and_sum(sums, scale, inputs[0], of_sum, of_own, num_own)
             return own_and_product_of_sum(sums, scale, inputs[0], of_sum, of_own, num_own, relu="ReLU" in op)
@@ -347,11 +353,13 @@ def test_held_rows_are_worked_on_while_a_message_travels(
         assert (num_messages == 1) == (chunk_rows is None)
         if op not in BESIDE:
             continue
-        # Own rows need nobody: beside the first message, forward and backward; and what else does not.
+        # Own rows need nobody, nor do gradients of what was summed: beside the first message.
         assert one.products == (
             [("forward", False), ("forward", True), ("backward", True), ("backward", False)]
             if "product" not in op
             else [("forward", True), ("forward", False), ("backward", False), *[("backward", True)] * 2]
+            if op in OWN
+            else [("forward", False), ("backward", False), ("backward", True)]
         )
 
 

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, uniform_topology
@@ -175,6 +176,7 @@ class Case:
     overlap: bool = True
     chunk_rows: int | None = None
     partial_sums: bool | None = None
+    rank_transport: RankTransport = "auto"
     device: str = "cpu"
     """Where ranks train; the reference is computed on the CPU."""
 
@@ -243,7 +245,8 @@ def run_step(
     Args:
         original_ids: (num_nodes,) by global id, where the folder does not tell them.
     """
-    g = PartitionedGraph.open(part_config)
+    communicator = create_communicator(transport=case.rank_transport)
+    g = PartitionedGraph.open(part_config, communicator=communicator)
     local = g.partition.orig_node_ids if original_ids is None else original_ids[g.nodes.owned()]
     return step_on(g, g, case, local)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mean layers of `SAGEConv` with products beside their exchange: numbers and derivatives of the plain operations."""
+"""Layers with products beside their exchange: numbers and derivatives of the plain operations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
@@ -21,41 +22,45 @@ from tests.helpers.thinning import pairwise
 from tests.helpers.world import run_ranks
 
 INPUTS = 60
-ORDERS = ("multiply", "sum", "sum, wide")
-"""What comes first; the last in the layer's own order. 47 columns are widened to 48."""
-FROZEN = ("", "x", "fc_neigh.weight", "fc_self.weight", "fc_self.bias", "x fc_neigh.weight", "fc_neigh.weight fc_self")
+KINDS = ("multiply", "sum", "sum, wide", "gcn: sum", "gcn: sum, wide")
+"""`SAGEConv` and what comes first, "wide" where that is the layer's own order; `GraphConv`. 47 columns become 48."""
+FROZEN = ("", "x", "fc_neigh.weight", "fc_self.weight", "bias", "x fc_neigh.weight", "weight")
 ROUTE = "copy_u/ours: split by source, work beside"
 
 
-def make_layer(order: str, *, relu: bool, frozen: str = "") -> nn.Module:
+def make_layer(kind: str, *, relu: bool, frozen: str = "") -> nn.Module:
     torch.manual_seed(3)
-    outputs = 64 if "wide" in order else 47
-    layer = dglnn.SAGEConv(INPUTS, outputs, "mean", activation=F.relu if relu else None).double()
+    outputs, activation = 64 if "wide" in kind else 47, F.relu if relu else None
+    layer: nn.Module = dglnn.SAGEConv(INPUTS, outputs, "mean", activation=activation)
+    if "gcn" in kind:
+        norm = "right" if relu else "both"
+        layer = dglnn.GraphConv(INPUTS, outputs, norm, activation=activation, allow_zero_in_degree=True)
+    layer.double()
     for name, parameter in layer.named_parameters():
-        parameter.requires_grad_(not any(name.startswith(part) for part in frozen.split()))
+        parameter.requires_grad_(not any(name.endswith(part) for part in frozen.split()))
     return optimize(layer)  # type: ignore[no-any-return]
 
 
-def make_block(folder: str, order: str, *, overlap: bool, **options: Any) -> tuple[LayerBlock, Tensor, FullGraphLoader]:
-    g = PartitionedGraph.open(folder)
+def make_block(folder: str, kind: str, *, overlap: bool, **options: Any) -> tuple[LayerBlock, Tensor, FullGraphLoader]:
+    g = PartitionedGraph.open(folder, communicator=create_communicator(transport="collective"))
     loader = FullGraphLoader(
         g, g.nodes.owned(), 1, plan=[torch.empty(0, dtype=torch.int64)], overlap=overlap, **options
     )
     ((input_nodes, _, (block,)),) = list(loader)
-    block.sums_first = order.startswith("sum")
+    block.sums_first = "sum" in kind
     return block, torch.sin(input_nodes.double()[:, None] * torch.arange(1, INPUTS + 1)), loader
 
 
 def run_layer(
-    rank: int, world_size: int, folder: str, order: str, relu: bool, frozen: str, chunk_rows: int | None, sums: bool
+    rank: int, world_size: int, folder: str, kind: str, relu: bool, frozen: str, chunk_rows: int | None, sums: bool
 ) -> tuple[dict[str, float], int]:
     """How far everything is from the same with its exchange apart, and how often the layer was one function."""
     found: dict[bool, dict[str, Tensor]] = {}
     reset_op_counts()
     for overlap in (True, False):
         options = {"chunk_rows": chunk_rows, "partial_sums": sums} if overlap else {}
-        block, x, loader = make_block(folder, order, overlap=overlap, **options)
-        layer = make_layer(order, relu=relu, frozen=frozen)
+        block, x, loader = make_block(folder, kind, overlap=overlap, **options)
+        layer = make_layer(kind, relu=relu, frozen=frozen)
         x.requires_grad_("x" not in frozen.split())
         with torch.no_grad():
             found[overlap] = {"evaluated": layer(block, x)}
@@ -72,11 +77,9 @@ def run_layer(
     return off, op_counts().get(ROUTE, 0)
 
 
-@pairwise(
-    order=ORDERS, relu=[False, True], frozen=FROZEN, chunk_rows=[None, 4], sums=[False, True], world_size=[2, 3, 4]
-)
+@pairwise(kind=KINDS, relu=[False, True], frozen=FROZEN, chunk_rows=[None, 4], sums=[False, True], world_size=[2, 3, 4])
 def test_as_with_the_exchange_apart(
-    order: str,
+    kind: str,
     relu: bool,
     frozen: str,
     chunk_rows: int | None,
@@ -85,18 +88,19 @@ def test_as_with_the_exchange_apart(
     partitions: PartitionStore,
 ) -> None:
     folder = partitions.get("power_law", power_law(), world_size)
-    for off, num_whole in run_ranks(world_size, run_layer, folder, order, relu, frozen, chunk_rows, sums):
-        assert num_whole == 2
+    num_calls = 2 if "gcn" not in kind else 0 if frozen.startswith("x") else 1  # of `GraphConv` only what is trained
+    for off, num_whole in run_ranks(world_size, run_layer, folder, kind, relu, frozen, chunk_rows, sums):
+        assert num_whole == num_calls
         assert all(error < 1e-10 for error in off.values()), off
 
 
-def run_second(rank: int, world_size: int, folder: str, order: str, relu: bool, chunk_rows: int | None) -> list[float]:
+def run_second(rank: int, world_size: int, folder: str, kind: str, relu: bool, chunk_rows: int | None) -> list[float]:
     """How far second derivatives are from those with the exchange apart."""
     found = []
     for overlap in (True, False):
         options = {"chunk_rows": chunk_rows if overlap else None, "loss_denominator": 1.0}
-        block, x, _loader = make_block(folder, order, overlap=overlap, **options)
-        layer = make_layer(order, relu=relu)
+        block, x, _loader = make_block(folder, kind, overlap=overlap, **options)
+        layer = make_layer(kind, relu=relu)
         inputs = [x.requires_grad_(), *layer.parameters()]
         first = torch.autograd.grad((layer(block, x) ** 3).sum(), inputs, create_graph=True)
         second = torch.autograd.grad(sum((grad**2).sum() for grad in first), inputs)
@@ -105,10 +109,10 @@ def run_second(rank: int, world_size: int, folder: str, order: str, relu: bool, 
 
 
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("order", ORDERS)
-def test_second_derivatives(order: str, relu: bool, partitions: PartitionStore) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives(kind: str, relu: bool, partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
-    for off in run_ranks(3, run_second, folder, order, relu, 5 if relu else None):
+    for off in run_ranks(3, run_second, folder, kind, relu, 5 if relu else None):
         assert max(off) < 1e-9, off
 
 

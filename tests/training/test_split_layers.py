@@ -56,6 +56,26 @@ def test_in_one_message(kind: str, world_size: int, partitions: PartitionStore) 
         assert result.forward_exchanges == case.num_layers * case.epochs
 
 
+@pairwise(kind=["gcn_both", "sage_mean"], world_size=[2, 3, 4], partial_sums=[False, True])
+def test_over_a_network_products_run_beside(
+    kind: str, world_size: int, partial_sums: bool, partitions: PartitionStore
+) -> None:
+    case = Case(
+        kind=kind,
+        num_layers=4,
+        plan="random:2:0.3",
+        epochs=2,
+        optimized=True,
+        partial_sums=partial_sums,
+        rank_transport="collective",
+    )
+    for _, counts in run_case(case, world_size, "power_law", partitions):
+        # Input features are copies that need a gradient, so no layer keeps its sums. The first and the last make rows
+        # narrower: there `GraphConv` multiplies before anything travels.
+        num_beside = case.num_layers if kind == "sage_mean" else case.num_layers - 2
+        assert counts["copy_u/ours: split by source, work beside"] == num_beside * case.epochs
+
+
 @pairwise(kind=[*SUMS, *ATTENTION], world_size=[2, 3, 4], chunk_rows=[1, 7])
 def test_in_chunks(kind: str, world_size: int, chunk_rows: int, partitions: PartitionStore) -> None:
     case = Case(kind=kind, num_layers=2, plan="depcomm", epochs=1, optimized=True, chunk_rows=chunk_rows)

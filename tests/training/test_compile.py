@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.graph.optimize import optimize
 from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -54,12 +56,14 @@ def train(
     Args:
         is_late: Compile after the first epoch.
     """
-    g = PartitionedGraph.open(part_config)
+    g = PartitionedGraph.open(part_config, communicator=create_communicator(transport=case.rank_transport))
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_edge_feats=["w"])
     found: dict[str, list[Tensor]] = {}
     for way in ("not at all", *WAYS):
         torch._dynamo.reset()
         model = case.build(g.ndata["feat"].shape[1])
+        if case.optimized:
+            optimize(model)
         loader = FullGraphLoader(g, g.owned_nodes("train_mask"), sampler, plan=forced_plan(g, case, model), seed=7)
         called = model if is_late else compiled(way, model)
         found[way] = []
@@ -80,6 +84,11 @@ def train(
     [
         (Case(kind="sage_mean", plan="random:1:0.5", dropout=0.5, batch_norm=True), False),
         (Case(kind="gat", plan="random:1:0.5"), True),
+        (Case(kind="sage_mean", plan="random:1:0.5", optimized=True, rank_transport="collective"), False),
+        pytest.param(
+            *(Case(kind="gcn_both", plan="random:1:0.5", optimized=True, rank_transport="collective"), False),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_gradients_are_those_without_it(case: Case, is_late: bool, partitions: PartitionStore) -> None:

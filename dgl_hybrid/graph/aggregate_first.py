@@ -26,7 +26,7 @@ from dgl import function as fn
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum, product_of_sum
+from dgl_hybrid.graph.products_beside import ProductsBeside
 from dgl_hybrid.graph.row_products import (
     are_plain,
     is_relu,
@@ -135,12 +135,12 @@ def _product_of_sum(
         return None
     # In memory, where nothing waits, what is left of a ReLU's gradient would be written and read once more for nothing.
     flops = 2.0 * graph.num_dst_nodes() * weight.numel()
-    sums = graph.sums_beside_work(x, is_trained=True, flops=flops, in_background=True)
+    sums = graph.sums_beside_work(x, flops=flops, in_background=True)
     if sums is None:
         return None
     scale = None if of_sources is None else Scale(of_sources.reshape(-1), of_sources=True)
     relu = is_relu(self._activation)
-    rst = product_of_sum(sums, scale, x, weight, self.bias, factors=of_sums, relu=relu)
+    rst = ProductsBeside(sums, scale).product(x, weight, self.bias, factors=of_sums, relu=relu)
     return rst if relu or self._activation is None else self._activation(rst)
 
 
@@ -209,17 +209,17 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
         count("sageconv", "ours: sum first" if is_sum_first else "ours: fewer passes")
         relu = is_sum_first and is_relu(self.activation)
         weight = self.fc_neigh.weight
-        is_trained = x.requires_grad or (not is_sum_first and torch.is_grad_enabled() and weight.requires_grad)
-        # Own rows and their gradients, and of sums that are multiplied the gradient of the weight.
-        num_products = (3 if x.requires_grad else 2) + is_sum_first
+        # Own rows; where gradients travel theirs, too, and where sums are multiplied that of the weight.
+        num_products = 1 + (3 if is_sum_first else 2) * x.requires_grad
         flops = 2.0 * num_products * num_dst * x.shape[1] * self._out_feats
-        sums = graph.sums_beside_work(x, is_trained=is_trained, flops=flops)
+        sums = graph.sums_beside_work(x, *([] if is_sum_first else [weight]), flops=flops)
         if sums is not None:
             scale = Scale(_degree_factors(graph, x, "right", of_sources=False).reshape(-1), of_sources=False)
+            layer = ProductsBeside(sums, scale)
             if is_sum_first:
-                rst = own_and_product_of_sum(sums, scale, x, self.fc_neigh, self.fc_self, num_dst, relu=relu)
+                rst = layer.own_and_product(x, self.fc_neigh, self.fc_self, num_dst, relu=relu)
             else:
-                rst = own_and_sum(sums, scale, x, self.fc_neigh, self.fc_self, num_dst)
+                rst = layer.own_and_sum(x, self.fc_neigh, self.fc_self, num_dst)
         elif is_sum_first:
             rows, own = rows_and_own(x, self.fc_self, num_dst)
             rst = product(_mean(graph, rows), weight.t(), None, addend=own, relu=relu)

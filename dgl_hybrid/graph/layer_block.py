@@ -576,18 +576,18 @@ class LayerBlock:
 
     @unseen
     def sums_beside_work(
-        self, x: Tensor, *, is_trained: bool, flops: float, in_background: bool = False
+        self, x: Tensor, *weights: Tensor, flops: float, in_background: bool = False
     ) -> SplitSum | None:
-        """Returns what sums rows, x or as many that a layer makes of it, while others of its work run; None: nothing
-        does, as the exchange and the sum are not ours. Collective at its first use.
+        """Returns what sums rows, x or what a layer makes of it, while others of its work run; None: nothing does, as
+        the exchange and the sum are not ours. Collective at its first use.
 
         Args:
             x: (C, ...), the layer's input.
-            is_trained: Whether the rows that are summed need a gradient.
+            weights: What it multiplies x by before anything is summed.
             flops: Of that other work, forward and backward.
             in_background: Whether it is to wait for rows only where they travel without this thread's help.
         """
-        self._used()
+        self._used(x, *weights)
         if self.observer is not None:
             self.observer.on_work_beside(self.layer, flops)
         if self._replicas is not None or self.static_results.are_static((x,)):
@@ -600,7 +600,7 @@ class LayerBlock:
         if split is None:
             return None
         count("copy_u", "ours: split by source, work beside")
-        return split.sums(is_trained=is_trained)
+        return split.sums(is_trained=torch.is_grad_enabled() and any(rows.requires_grad for rows in (x, *weights)))
 
     @unseen
     def split_of(self, names: Sequence[str], *, is_sum: bool = False) -> SplitBlock | None:

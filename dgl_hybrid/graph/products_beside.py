@@ -25,6 +25,7 @@ from dgl_hybrid.exchange.row_codecs import RowCodec
 from dgl_hybrid.graph.row_products import gradients_of, products, vector_columns
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.split_sum import SplitSum
+from dgl_hybrid.graph.untraced import untraced
 from dgl_hybrid.ops.row_blocks import is_turned, mask_of_relu
 from dgl_hybrid.ops.unseen import unseen
 
@@ -82,7 +83,7 @@ class _OwnAndSum(torch.autograd.Function):
         num_own = ctx.num_own
         if torch.is_grad_enabled():
 
-            def compose() -> Tensor:
+            def compose(x: Tensor, w_all: Tensor, w_own: Tensor, bias: Tensor | None) -> Tensor:
                 own = products([x[:num_own]], [w_own.t()], bias=bias)
                 return own + sums.differentiable(_narrowed(x, w_all))[:, : len(w_all)]
 
@@ -133,7 +134,7 @@ class _OwnAndProductOfSum(torch.autograd.Function):
         num_own, relu = ctx.num_own, ctx.relu
         if torch.is_grad_enabled():
 
-            def compose() -> Tensor:
+            def compose(x: Tensor, w_sum: Tensor, w_own: Tensor, bias: Tensor | None) -> Tensor:
                 own = products([x[:num_own]], [w_own.t()], bias=bias)
                 return products([sums.differentiable(x)], [w_sum.t()], addend=own, relu=relu)
 
@@ -188,6 +189,8 @@ class _ProductOfSum(torch.autograd.Function):
         sums: _Sums = ctx.sums
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
+        if grad is None and grad_summed is None:  # who comes after had none to give
+            grad = summed.new_zeros(len(summed), weight.shape[1])
         before_relu = grad
         if grad is not None and torch.is_grad_enabled():
             before_relu = mask_of_relu(grad, out)
@@ -212,19 +215,24 @@ class _ProductOfSum(torch.autograd.Function):
                 )
                 grad_weight = found.t() if is_turned(weight) else found
 
-        assert grad_summed is not None  # backward has a gradient of one of them
+        assert grad_summed is not None
         grad_x = sums.adjoint(grad_summed) if torch.is_grad_enabled() else sums.backward(grad_summed, beside)
         return None, None, None, grad_x, grad_weight, grad_bias if needs_bias else None
 
 
 def _differentiable_gradients(
-    compose: Callable[[], Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
+    compose: Callable[..., Tensor], grad: Tensor, inputs: Sequence[Tensor | None], needs: Sequence[bool]
 ) -> Sequence[Tensor | None]:
     """Returns gradients that can be differentiated: those of the layer made once more, by operations that each can be,
     as what a forward has summed is a constant to autograd. Collective.
+
+    Args:
+        compose: Given the inputs, or views of them. By the inputs themselves autograd would go on: into one of them
+            from another that is made of it (a layer that is used twice, tied weights), and into their hooks.
     """
-    wanted = [x for x, needed in zip(inputs, needs, strict=True) if x is not None and needed]
-    given = iter(torch.autograd.grad(compose(), wanted, grad, create_graph=True))
+    views = [x.view_as(x) if x is not None and needed else x for x, needed in zip(inputs, needs, strict=True)]
+    wanted = [x for x, needed in zip(views, needs, strict=True) if x is not None and needed]
+    given = iter(torch.autograd.grad(compose(*views), wanted, grad, create_graph=True))
     return [next(given) if x is not None and needed else None for x, needed in zip(inputs, needs, strict=True)]
 
 
@@ -238,62 +246,55 @@ def _widened(x: Tensor) -> Tensor:
     return F.pad(x, (0, missing)) if missing else x
 
 
-@unseen
-def own_and_sum(
-    split: SplitSum, scale: Scale | None, x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int
-) -> Tensor:
-    """Returns (N, O), `of_own(x[:N])` plus the sums of `of_all(x)`. Collective.
+@untraced("own_and_sum", "own_and_product", "product")
+class ProductsBeside:
+    """A layer whose products run beside the exchange of its sums.
 
     Args:
-        split: Of sums that are trained if x or the weight of `of_all` is.
+        split: Sums of rows that are trained, if they are.
         scale: Of what is summed.
-        x: (C, A), where `are_plain((of_all, of_own), x)` holds and `of_all` has no bias.
-        num_own: N.
     """
-    sums = _Sums(split, scale, split.codec_for(vector_columns(len(of_all.weight), x.device), x.dtype))
-    result: Tensor = _OwnAndSum.apply(sums, num_own, x, of_all.weight, of_own.weight, of_own.bias)
-    return result
 
+    def __init__(self, split: SplitSum, scale: Scale | None) -> None:
+        self._split, self._scale = split, scale
 
-@unseen
-def own_and_product_of_sum(
-    split: SplitSum, scale: Scale | None, x: Tensor, of_sum: nn.Linear, of_own: nn.Linear, num_own: int, *, relu: bool
-) -> Tensor:
-    """Returns (N, O), `of_own(x[:N])` plus `of_sum` of the sums of x, or its ReLU. Collective.
+    def _sums(self, num_columns: int, x: Tensor) -> _Sums:
+        return _Sums(self._split, self._scale, self._split.codec_for(num_columns, x.dtype))
 
-    Args:
-        split: Of sums that are trained if x is.
-        scale: Of what is summed.
-        x: (C, A), where `are_plain((of_sum, of_own), x)` holds and `of_sum` has no bias.
-        num_own: N.
-    """
-    sums = _Sums(split, scale, split.codec_for(x.shape[1], x.dtype))
-    result: Tensor = _OwnAndProductOfSum.apply(sums, num_own, relu, x, of_sum.weight, of_own.weight, of_own.bias)
-    return result
+    @unseen
+    def own_and_sum(self, x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int) -> Tensor:
+        """Returns (N, O), `of_own(x[:N])` plus the sums of `of_all(x)`. Collective.
 
+        Args:
+            x: (C, A), where `are_plain((of_all, of_own), x)` holds and `of_all` has no bias.
+            num_own: N.
+        """
+        sums = self._sums(vector_columns(len(of_all.weight), x.device), x)
+        result: Tensor = _OwnAndSum.apply(sums, num_own, x, of_all.weight, of_own.weight, of_own.bias)
+        return result
 
-@unseen
-def product_of_sum(
-    split: SplitSum,
-    scale: Scale | None,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    factors: Tensor | None,
-    relu: bool,
-) -> Tensor:
-    """Returns (N, O), `factors * (sums of x @ weight) + bias`, or its ReLU. Collective.
+    @unseen
+    def own_and_product(self, x: Tensor, of_sum: nn.Linear, of_own: nn.Linear, num_own: int, *, relu: bool) -> Tensor:
+        """Returns (N, O), `of_own(x[:N])` plus `of_sum` of the sums of x, or its ReLU. Collective.
 
-    Args:
-        split: Of sums that are trained.
-        scale: Of what is summed.
-        x: (C, A), which needs a gradient.
-        weight: (A, O) of its dtype.
-        bias: (O,).
-        factors: (N, 1), without gradients.
-    """
-    sums = _Sums(split, scale, split.codec_for(x.shape[1], x.dtype))
-    result: Tensor
-    result, _ = _ProductOfSum.apply(sums, factors, relu, x, weight, bias)
-    return result
+        Args:
+            x: (C, A), where `are_plain((of_sum, of_own), x)` holds and `of_sum` has no bias.
+            num_own: N.
+        """
+        sums = self._sums(x.shape[1], x)
+        result: Tensor = _OwnAndProductOfSum.apply(sums, num_own, relu, x, of_sum.weight, of_own.weight, of_own.bias)
+        return result
+
+    @unseen
+    def product(self, x: Tensor, weight: Tensor, bias: Tensor | None, *, factors: Tensor | None, relu: bool) -> Tensor:
+        """Returns (N, O), `factors * (sums of x @ weight) + bias`, or its ReLU. Collective.
+
+        Args:
+            x: (C, A), which needs a gradient.
+            weight: (A, O) of its dtype.
+            bias: (O,).
+            factors: (N, 1), without gradients.
+        """
+        result: Tensor
+        result, _ = _ProductOfSum.apply(self._sums(x.shape[1], x), factors, relu, x, weight, bias)
+        return result

@@ -28,7 +28,8 @@ class RankEstimate:
     rest_s: tuple[float, ...]
     """Everything else: aggregation along the other edges, all other row work, packing."""
     fixed_s: float
-    """What no plan changes: the last level's rows, calls, the optimizer's step, the all-reduce."""
+    """What no plan changes: the last level's rows (but for what runs beside an exchange), calls, the optimizer's step,
+    the all-reduce."""
     objective_s: float
     """The plan's cost in the planner's own objective."""
     held_bytes: float

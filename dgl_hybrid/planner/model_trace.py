@@ -54,8 +54,8 @@ class LayerTrace:
     can_sum_apart: bool = False
     """A sum without weights: owners can add up what a reader needs, and send sums in place of more rows."""
     beside_flops: float = 0.0
-    """Of the FLOPs of a row that the layer makes, those that need nothing which is received, forward and backward: they
-    may run while rows travel."""
+    """Of the FLOPs of a row that the layer makes, those that wait for no message, forward and backward: they may run
+    while rows or gradients travel."""
     can_sum_first: bool = True
     """There are two orders of its sum and its product to choose from."""
     sums_first: bool = False

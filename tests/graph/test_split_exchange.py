@@ -25,7 +25,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
-from dgl_hybrid.graph.products_beside import own_and_product_of_sum, own_and_sum, product_of_sum
+from dgl_hybrid.graph.products_beside import ProductsBeside
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.ops.backend import choose_backend
@@ -308,11 +308,12 @@ def run_layer(
         if op in BESIDE and op not in OWN:
             scaled, (rows, weight, bias) = of_sources if "scaled" in op else None, inputs
             factors, relu = of_sums.factors.unsqueeze(1), "ReLU" in op
-            return product_of_sum(sums, scaled, rows, weight.t(), bias, factors=factors, relu=relu)
+            return ProductsBeside(sums, scaled).product(rows, weight.t(), bias, factors=factors, relu=relu)
         if op in BESIDE:
             if "product" not in op:
-                return own_and_sum(sums, scale, inputs[0], of_sum, of_own, num_own)
-            return own_and_product_of_sum(sums, scale, inputs[0], of_sum, of_own, num_own, relu="ReLU" in op)
+                return ProductsBeside(sums, scale).own_and_sum(inputs[0], of_sum, of_own, num_own)
+            layer, relu = ProductsBeside(sums, scale), "ReLU" in op
+            return layer.own_and_product(inputs[0], of_sum, of_own, num_own, relu=relu)
         if op == "weighted sum":
             return split.plain_sums(inputs[0], weights)
         return split.sum(inputs[0], scale if op in SCALED else None)

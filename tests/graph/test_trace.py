@@ -157,10 +157,10 @@ def test_optimised_layers_whose_products_narrow_have_two_orders() -> None:
 def test_products_of_own_rows_may_run_beside_an_exchange() -> None:
     """Of an optimised mean layer: forward, and both gradients; of a product of sums also the gradient of its weight."""
 
-    def beside(*layers: nn.Module, sums_first: bool = False) -> list[float]:
+    def beside(*layers: nn.Module, sums_first: bool = False, dropout: float = 0.0) -> list[float]:
         fields = StaticFields(source={}, destination={}, edge={})
         template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
-        model = optimize(Stack(*layers))
+        model = optimize(Stack(*layers, dropout=dropout))
         traced = trace_model(model, template, 2, sums_first=(False, sums_first)).trace
         for level, layer in zip(traced.levels[1:], traced.layers, strict=True):
             assert layer.beside_flops <= level.row_flops
@@ -171,6 +171,8 @@ def test_products_of_own_rows_may_run_beside_an_exchange() -> None:
     assert beside(first, narrow) == [0, 3 * 2 * HIDDEN * OUT]
     assert beside(first, narrow, sums_first=True) == [0, 4 * 2 * HIDDEN * OUT]
     assert beside(first, wide) == [0, 4 * 2 * HIDDEN * 2 * HIDDEN]
+    # Features that are dropped out travel, but no gradient of theirs.
+    assert beside(dglnn.SAGEConv(IN, HIDDEN, "mean"), narrow, dropout=0.5)[0] == 2 * IN * HIDDEN
     assert beside(first, dglnn.SAGEConv(HIDDEN, OUT, "gcn")) == beside(first, dglnn.GATConv(HIDDEN, OUT, 1)) == [0, 0]
 
 

@@ -116,6 +116,77 @@ def test_second_derivatives(kind: str, relu: bool, partitions: PartitionStore) -
         assert max(off) < 1e-9, off
 
 
+class Twice(nn.Module):
+    """One layer's weights after each other, a tied pair, and a weight that is made of another."""
+
+    def __init__(self, relu: bool) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = dglnn.SAGEConv(INPUTS, INPUTS, "mean", activation=F.relu if relu else None).double()
+        self.layer.fc_self.weight = self.layer.fc_neigh.weight
+        optimize(self)
+
+    def forward(self, block: LayerBlock, x: Tensor) -> Tensor:
+        return self.layer(block, torch.tanh(self.layer(block, x)))  # type: ignore[no-any-return]
+
+
+def run_twice(rank: int, world_size: int, folder: str, relu: bool, sum_first: bool) -> list[float]:
+    """How far gradients that can be differentiated, and the next ones, are from those with the exchange apart; each is
+    doubled by a hook."""
+    found = []
+    for overlap in (True, False):
+        block, x, _loader = make_block(
+            folder, "sum" if sum_first else "multiply", overlap=overlap, loss_denominator=1.0
+        )
+        model = Twice(relu)
+        parameters = list(dict.fromkeys(model.parameters()))
+        inputs = [x.requires_grad_(), *parameters]
+        for tensor in inputs:
+            tensor.register_hook(lambda grad: 2 * grad)
+        first = torch.autograd.grad((model(block, x) ** 3).sum(), inputs, create_graph=True)
+        second = torch.autograd.grad(sum((grad**2).sum() for grad in first), inputs)
+        found.append([*first, *second])
+    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize(("relu", "sum_first"), [(False, False), (True, True)])
+def test_weights_that_are_used_twice(relu: bool, sum_first: bool, partitions: PartitionStore) -> None:
+    """Gradients were those of all uses, at each of them."""
+    folder = partitions.get("power_law", power_law(), 2)
+    for off in run_ranks(2, run_twice, folder, relu, sum_first):
+        assert max(off) < 1e-9, off
+
+
+class Gone(torch.autograd.Function):
+    """Whose gradient is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None
+
+
+def run_gone(rank: int, world_size: int, folder: str, kind: str) -> list[float]:
+    """The largest gradients where the last rank's loss hands none back."""
+    block, x, _loader = make_block(folder, kind, overlap=True)
+    layer = make_layer(kind, relu=True)
+    out = layer(block, x.requires_grad_())
+    (Gone.apply(out) if rank == world_size - 1 else out).sum().backward()
+    return [float(tensor.grad.abs().max()) for tensor in (x, *layer.parameters()) if tensor.grad is not None]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_a_gradient_takes_part(kind: str, partitions: PartitionStore) -> None:
+    *others, last = run_ranks(3, run_gone, partitions.get("power_law", power_law(), 3), kind)
+    assert all(min(largest) > 0 for largest in others)
+    assert len(last) == len(others[0])  # DDP waits for each parameter's
+    assert last[0] > 0, "rows that others have read"
+    assert max(last[1:]) == 0 if "sum" in kind else last
+
+
 def run_switched(rank: int, world_size: int, folder: str) -> list[int]:
     counts = []
     for overlap, wrap in ((False, lambda layer: layer), (True, with_hook)):

@@ -19,7 +19,7 @@ from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.thinning import pairwise
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 INPUTS = 60
 KINDS = ("multiply", "sum", "sum, wide", "gcn: sum", "gcn: sum, wide")
@@ -185,6 +185,26 @@ def test_a_rank_without_a_gradient_takes_part(kind: str, partitions: PartitionSt
     assert len(last) == len(others[0])  # DDP waits for each parameter's
     assert last[0] > 0, "rows that others have read"
     assert max(last[1:]) == 0 if "sum" in kind else last
+
+
+def step_after_epoch(rank: int, world_size: int, folder: str, kind: str, is_trained: bool) -> None:
+    """By gradients of a layer that no module's call encloses, from which the loss weight is missing."""
+    g = PartitionedGraph.open(folder, communicator=create_communicator(transport="collective"))
+    loader = FullGraphLoader(g, g.nodes.owned()[: 3 + 4 * rank], 1, plan=[torch.empty(0, dtype=torch.int64)])
+    layer = make_layer(kind, relu=False)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
+    for input_nodes, _, (block,) in loader:
+        block.sums_first = "sum" in kind
+        x = torch.ones(len(input_nodes), INPUTS, dtype=torch.float64, requires_grad=is_trained)
+        layer.forward(block, x).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize(("kind", "is_trained"), [*((kind, True) for kind in KINDS), ("multiply", False)])
+def test_rows_outside_of_modules_are_noticed(kind: str, is_trained: bool, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    for error in run_ranks_expect_errors(2, step_after_epoch, folder, kind, is_trained):
+        assert "lack the loss weight" in error.message
 
 
 def run_switched(rank: int, world_size: int, folder: str) -> list[int]:

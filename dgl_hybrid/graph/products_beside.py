@@ -2,13 +2,13 @@
 """Layers whose products run while rows travel: those of a vertex's own row, and gradients of weights.
 
 Written as operations one after the other, autograd takes an exchange to its end before it begins with what comes next.
-Each function here is a layer of `SAGEConv` or `GraphConv` as a whole, forward and backward: what needs nothing that is
-received runs beside the exchange.
+Each function here is all sums and products of a mean layer of `SAGEConv`, or of a `GraphConv` that sums first, forward
+and backward: what needs nothing that is received runs beside the exchange.
 
     multiply, then sum    forward   product, pack ─▶ start │ own product, held sums │ wait, use
                           backward  make ─▶ start │ own gradients, held sums │ wait, add │ gradients of the product
     sum, then multiply    forward   pack ─▶ start │ own product, held sums │ wait, use │ product
-                          backward  gradient of sums, make ─▶ start │ all other gradients, held sums │ wait, add
+                          backward  gradient of sums, make ─▶ start │ other gradients, held sums │ wait, add
 """
 
 from __future__ import annotations

@@ -133,9 +133,7 @@ def _product_of_sum(
     """Sums, multiplies and ends a `GraphConv`, with the gradient of the weight beside the exchange; None: not here."""
     if not x.requires_grad or not torch.is_grad_enabled():
         return None
-    # In memory, where nothing waits, what is left of a ReLU's gradient would be written and read once more for nothing.
-    flops = 2.0 * graph.num_dst_nodes() * weight.numel()
-    sums = graph.sums_beside_work(x, flops=flops, in_background=True)
+    sums = graph.sums_beside_work(x, flops=2.0 * graph.num_dst_nodes() * weight.numel())
     if sums is None:
         return None
     scale = None if of_sources is None else Scale(of_sources.reshape(-1), of_sources=True)

@@ -575,24 +575,21 @@ class LayerBlock:
         return summed if of_sources else summed * factors
 
     @unseen
-    def sums_beside_work(
-        self, x: Tensor, *weights: Tensor, flops: float, in_background: bool = False
-    ) -> SplitSum | None:
+    def sums_beside_work(self, x: Tensor, *weights: Tensor, flops: float) -> SplitSum | None:
         """Returns what sums rows, x or what a layer makes of it, while others of its work run; None: nothing does, as
-        the exchange and the sum are not ours. Collective at its first use.
+        the exchange and the sum are not ours, or rows go through memory: there next to nothing is waited for, and work
+        in another order holds more at a time. Collective at its first use.
 
         Args:
             x: (C, ...), the layer's input.
             weights: What it multiplies x by before anything is summed.
             flops: Of that other work, forward and backward.
-            in_background: Whether it is to wait for rows only where they travel without this thread's help.
         """
         self._used(x, *weights)
         if self.observer is not None:
             self.observer.on_work_beside(self.layer, flops)
-        if self._replicas is not None or self.static_results.are_static((x,)):
-            return None
-        if in_background and not self._communicator.moves_in_background:
+        is_at_hand = self._replicas is not None or self.static_results.are_static((x,))
+        if is_at_hand or not self._communicator.moves_in_background:
             return None
         with self.local_scope():
             self.srcdata["h"] = x

@@ -53,8 +53,8 @@ def test_in_one_message(kind: str, world_size: int, partitions: PartitionStore) 
     case = Case(kind=kind, num_layers=3, plan="random:1:0.3", epochs=2, optimized=True)
     for result, counts in run_case(case, world_size, "power_law", partitions):
         assert num_split(counts) == case.num_layers * case.epochs
-        if kind == "gcn_both":  # through memory nobody waits, and beside nothing there would be more to write
-            assert "copy_u/ours: split by source, work beside" not in counts
+        # Through memory nobody waits, and more would be held.
+        assert "copy_u/ours: split by source, work beside" not in counts
         assert result.forward_exchanges == case.num_layers * case.epochs
 
 

@@ -110,8 +110,8 @@ class FullGraphLoader:
             "stale" (those of the epoch before), "stale+bf16" or "stale+int8"; see `exchange/approximate.py`. The same
             on all ranks. None is exact, and so is everything that needs no gradient, whatever is given here.
         overlap: Sums, means and fused attention over rows held here run while received rows travel, forward and
-            backward, and so do products of optimised layers that need nothing received (`graph/products_beside.py`).
-            The same result in another order of sums.
+            backward; over a network so do products of optimised layers that need nothing received
+            (`graph/products_beside.py`). The same result in another order of sums.
         chunk_rows: Sums, means and fused attention receive rows in messages of so many at most, each used and dropped
             before the next but one leaves: for graphs whose received rows do not fit. Attention fetches them again for
             its backward. None: all of a layer's rows in one message.

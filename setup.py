@@ -65,6 +65,7 @@ setup(
         "packaging",
         "pandas",
         "psutil",
+        "pymetis",
         "rich",
         "safetensors",
         "scipy",

@@ -93,7 +93,8 @@ class FullGraphLoader:
             loader, and for each further one another that follows from it.
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
-            clearly more reads (see `exchange/locality.py`). Results differ in the order of sums over rows alone.
+            clearly more reads (see `exchange/locality.py`). "id" on all ranks or on none. Results differ in the order
+            of sums over rows alone.
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
             more hybrids and NeutronStar's then take turns of four epochs, those near the fastest, or predicted to be,
             of five or ten more (short epochs are timed more often, for half of what a change of plans takes), and the
@@ -200,6 +201,7 @@ class FullGraphLoader:
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
                 "strategy": STRATEGIES.index(config.strategy),
+                "rows by id": int(self._row_order == "id"),
                 "loss_reduction": REDUCTIONS.index(loss_reduction),
                 "on a GPU": int(self.device.type == "cuda"),
                 "a memory budget given": config.memory_budget_bytes is not None,
@@ -384,6 +386,7 @@ class FullGraphLoader:
             cached,
             dense_below=dense_below,
             row_order=self._row_order,
+            places=g.places,
             owners_aggregate=owners_aggregate,
             seed_order=self._seed_order,
         )

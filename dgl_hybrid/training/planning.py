@@ -346,6 +346,7 @@ class PlanMaker:
             [self._seeds[:0]] * self._num_layers,
             dense_below=dense_below,
             row_order=self._row_order,
+            places=g.places,
         )
 
     def _topology(self) -> Topology:

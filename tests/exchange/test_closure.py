@@ -44,6 +44,7 @@ def run_closure(
         cached,
         dense_below=dense_below,
         row_order=row_order,
+        places=g.places,
         owners_aggregate=owners_aggregate,
     )
     first = sets.layers[0]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from benchmarks.ops import cpu, entries, packing, products
+from benchmarks.ops import cpu, entries, packing, products, row_order
 from dgl_hybrid.ops.cpu.products import most_entries
 
 
@@ -141,3 +141,41 @@ def test_products_that_differ_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> 
     )
     with pytest.raises(AssertionError, match="not close"):
         products.measure_here(products.Cell(50, (4,), 3), 1)
+
+
+def test_row_orders_are_measured_beside_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n\n" + row_order.MARK + "\n\nold\n" + row_order.END + "\n\nbelow\n")
+    monkeypatch.setattr(row_order, "README", readme)
+    names = ["grid, shuffled", "grid, in order", "uniform", "products"]
+    graphs = [word for name in names for word in ("--graph", name)]
+    row_order.main([*graphs, "--scale", "0.1", "--rounds", "1", "--json", "--write"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    cells = {cell["graph"]: cell for cell in result["cells"]}
+    assert list(cells) == names
+    assert [cell["by_rule"] for cell in cells.values()] == [True, False, False, True]
+    shuffled, in_order = (cells[name]["distinct"] for name in names[:2])
+    assert shuffled["clusters"] < 0.5 * shuffled["id"]
+    assert in_order["id"] < 0.4
+    times = [cells[names[0]][op] for op in ("sum_s", "attention_s")]
+    assert cells[names[0]]["gain"] == sum(op["id"] for op in times) / sum(op["clusters"] for op in times)
+    text = readme.read_text()
+    assert text.startswith("above\n")
+    assert text.endswith("\nbelow\n")
+    assert "old" not in text
+    assert text.count("\n| ") == 2 + len(names)
+
+
+def test_results_that_differ_by_row_order_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sums = row_order.spmm
+    called: list[None] = []
+
+    def wrong(*arguments: torch.Tensor) -> torch.Tensor:
+        called.append(None)
+        return sums(*arguments) * (1.1 if len(called) == 3 else 1.0)
+
+    monkeypatch.setattr(row_order, "spmm", wrong)
+    with pytest.raises(AssertionError, match="not close"):
+        row_order.measure_here(("communities of 500, shuffled", 0.01), 1)

@@ -65,7 +65,7 @@ setup(
         "packaging",
         "pandas",
         "psutil",
-        "pymetis",
+        "pymetis>=2025.2",
         "rich",
         "safetensors",
         "scipy",

@@ -11,7 +11,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, Routing, request_ids
 from dgl_hybrid.exchange.in_edges import InEdges
-from dgl_hybrid.exchange.locality import LocalPlaces, OrderedRows, RowOrder, order_rows
+from dgl_hybrid.exchange.locality import LocalPlaces, RowOrder, order_rows
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import are_many, difference, find_sorted, indptr_of, place_of, union, unique
 from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow_dtype
@@ -72,8 +72,8 @@ class LevelSets:
     """Of each layer, global ids of its edges and maybe more after them: layers that share their edges share these."""
     num_borrowed: int
     """Seeds owned elsewhere that this rank computes only so that it has any; their weight is zero."""
-    row_order: OrderedRows | None = None
-    """How the rows of a class (those of one highest level) are ordered; None: not asked."""
+    by_locality: bool = False
+    """Whether owned rows of a class (those of one highest level) are by locality, not by id."""
 
     @property
     def num_layers(self) -> int:
@@ -142,7 +142,7 @@ def close_levels(
         dense_below: Levels below this one hold every owned node, needed or not (a layer that mixes rows needs them).
         row_order: Of the rows of equal highest level, without effect on any result but the order of sums over rows.
             "id" on all ranks or on none.
-        places: Of this graph, for other row orders than "id".
+        places: Of this graph, found for this row order; None: rows are by id.
         owners_aggregate: What layer 1 aggregates is the same in every epoch: vertices that are cached at level 1 get it
             from their owners, once, and need neither in-edges nor inputs of their in-neighbours here. Nothing is held
             of level 0 then but the rows of level 1 and owned ones. Alike on all ranks.
@@ -155,7 +155,7 @@ def close_levels(
     levels = _find_levels(
         communicator, ownership, in_edges, seeds, cached, dense_below=dense_below, owners_aggregate=owners_aggregate
     )
-    rows_global, ordered = _order(levels, ownership, in_edges, row_order, places)
+    rows_global = _order(levels, ownership.total, row_order, places)
     if seed_order is not None:
         rows_global = torch.cat([seed_order, rows_global[len(seed_order) :]])
     layers, edge_ids = _build_layers(levels, communicator, ownership, in_edges, rows_global)
@@ -171,7 +171,7 @@ def close_levels(
         layers=layers,
         edge_ids=edge_ids,
         num_borrowed=num_borrowed,
-        row_order=ordered,
+        by_locality=places is not None and places.is_local(row_order),
     )
 
 
@@ -231,25 +231,15 @@ def _find_levels(
     return _Levels(computed=computed, received=received, routings=routings, replicas=replicas, lent=lent)
 
 
-def _order(
-    levels: _Levels, ownership: Ownership, in_edges: InEdges, row_order: RowOrder, places: LocalPlaces | None
-) -> tuple[Tensor, OrderedRows | None]:
-    """Returns the ids of C_0, highest level first, and how the rows of a class are ordered if that was asked.
-    Collective.
-    """
-    computed, num_ids = levels.computed, ownership.total
+def _order(levels: _Levels, num_ids: int, row_order: RowOrder, places: LocalPlaces | None) -> Tensor:
+    """Returns the ids of C_0, highest level first. Collective."""
+    computed = levels.computed
     classes = [computed[-1]]
     classes += [difference(computed[k], computed[k + 1], num_ids) for k in range(len(computed) - 2, -1, -1)]
     rows_global = torch.cat(classes)
-    if row_order == "id":
-        return rows_global, None
-    assert places is not None
-    place = places.of(rows_global)
-    of_first = rows_global[: len(computed[1])]
-    counts, src_global, _ = _lists_of_first_layer(in_edges, ownership, of_first, levels.lent)
-    indices = _find_sources(rows_global, levels.received[0], src_global, num_ids)
-    ordered = order_rows([len(rows) for rows in classes], indptr_of(counts), indices, place, row_order)
-    return (rows_global if ordered.order is None else rows_global[ordered.order]), ordered
+    if places is None or not places.are_used(row_order):
+        return rows_global
+    return rows_global[order_rows([len(rows) for rows in classes], places.of(rows_global, row_order))]
 
 
 def _build_layers(

@@ -2,17 +2,17 @@
 """Orders the rows of a rank so that rows computed one after the other read the same sources: those are in cache then.
 
 [Note: which order, and when]
-METIS (Karypis and Kumar, "A fast and high quality multilevel scheme for partitioning irregular graphs", 1998; through
-PyMetis) cuts the graph among a rank's own vertices into clusters whose rows fit a near cache. The rows of a cluster,
-and the clusters by where theirs are on average, follow reverse Cuthill-McKee order (1969; from SciPy), which alone does
-for points of a grid, but finds no communities where all vertices are a few steps from each other. Eight in-edges of
-each vertex are enough for both.
+METIS (`clusters.py`) cuts the graph among a rank's own vertices into clusters whose rows fit a near cache. The rows of
+a cluster, and the clusters by where theirs are on average, follow reverse Cuthill-McKee order (1969; from SciPy), which
+alone does for points of a grid, but finds no communities where all vertices are a few steps from each other. Eight
+in-edges of each vertex are enough for both. Components smaller than a cluster are left to that order: METIS would look
+through all vertices for each.
 
 Each rank looks for an order of what it owns, once for a graph, and tells others where their replicas stand in it: rank
-by rank, so replicas of a rank are by its clusters. No plan, no clock and no earlier plan decides over the order: a run
-can be repeated bit for bit. It is taken by a count: of every 4096 sources read in a row, how many are distinct? Time of
-sums (128 floats) in the new order over that in the given one, and of breadth-first order alone (`make bench
-BENCH=ops.row_order`, where attention is, too):
+by rank, so replicas of a rank are by its clusters. It is taken by a count: of every 4096 sources among its own that a
+rank reads in a row, how many are distinct? So the order follows from the graph and its parts alone, from no plan and no
+clock. Time of sums (128 floats) in the new order over that in the given one, and of breadth-first order alone (`make
+bench BENCH=ops.row_order`, where attention is, too):
 
 | graph (vertices, edges) | distinct, given | distinct, new | time | breadth first | taken |
 |---|---|---|---|---|---|
@@ -27,27 +27,31 @@ BENCH=ops.row_order`, where attention is, too):
 | points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.21 | 1.12 | 1.03 | no |
 | communities of 500, in order (100 k, 2 M) | 0.26 | 0.39 | 0.99 | 1.32 | no |
 
-It takes 0.02 to 0.5 s for these (1.1 s where there is nothing to find), 15 s and for that long 0.9 GB for a million
-vertices of a rank, 82 s and 3.6 GB for four million. Ordering by degree changed nothing.
+It takes 0.03 to 0.5 s for these, 13 s for a million vertices of a rank (8 million edges looked at), in a process that
+takes 1.5 GB meanwhile, and 79 s and 6 GB for four million. Ordering by degree changed nothing.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
-import pymetis
 import torch
 from scipy.sparse import csr_array
-from scipy.sparse.csgraph import reverse_cuthill_mckee
+from scipy.sparse.csgraph import connected_components, reverse_cuthill_mckee
 from torch import Tensor
 
+from dgl_hybrid.exchange.clusters import ClusterError, cut_into_clusters
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
-from dgl_hybrid.exchange.segments import gather_segments, indptr_of
+from dgl_hybrid.exchange.segments import indptr_of
 from dgl_hybrid.partition import EdgeLists
+from dgl_hybrid.partition.narrow_ids import narrow_dtype
+
+_logger = logging.getLogger(__name__)
 
 RowOrder = Literal["auto", "id", "locality"]
 """Within a level class: the order that shares more reads, ascending global id, or always that of `LocalPlaces`."""
@@ -64,7 +68,10 @@ _MOST_NEIGHBORS = 8192
 takes time that grows with the square of a row's length (a row of 400,000: 76 s, without it 0.14 s)."""
 
 _MAX_ROWS = 2**30 // (2 * _KEPT_READS)
-"""SciPy and METIS count edges in int32, and they are taken both ways."""
+"""SciPy counts edges in int32, and they are taken both ways."""
+
+_MOST_CLUSTERED_ROWS = 4_000_000
+"""More are put in breadth-first order alone: METIS would take minutes and much memory."""
 
 _WINDOW = 4096
 """Reads in a row that are expected to share a cache: 1 MiB for 64 floats."""
@@ -73,66 +80,77 @@ _MOST_WINDOWS = 256
 """That are counted in: sorting five million reads takes longer than finding an order for them."""
 
 _MIN_EDGES = 50_000
-"""Below this everything is in cache in any order."""
+"""Of the whole graph. Below this everything is in cache in any order."""
 
 _GAIN = 0.95
 """The new order is taken if it has at most this share of the given one's distinct reads."""
 
 
 class LocalPlaces:
-    """Where every vertex comes if each rank puts those that it owns in a local order; found at the first use.
-
-    It follows from the partition alone, whatever is planned for it later.
+    """Where every vertex comes if each rank puts those that it owns in a local order; found once.
 
     Args:
         lists: In-edges of the vertices owned here, in their order.
+        num_edges: Of the whole graph.
     """
 
-    def __init__(self, communicator: Communicator, ownership: Ownership, lists: EdgeLists) -> None:
+    def __init__(self, communicator: Communicator, ownership: Ownership, lists: EdgeLists, num_edges: int) -> None:
         self._communicator, self._ownership, self._lists = communicator, ownership, lists
+        self._is_small = num_edges < _MIN_EDGES
         self._of_owned: Tensor | None = None
+        self._shares_more = False
 
-    def of(self, ids_global: Tensor) -> Tensor:
-        """Returns the (n,) int64 places of these vertices, of different ones different: those of a rank follow those
-        of the rank before. Collective.
+    @property
+    def are_known(self) -> bool:
+        """Whether they were looked for: alike on all ranks, if all make the same loaders."""
+        return self._of_owned is not None
+
+    def are_used(self, row_order: RowOrder) -> bool:
+        """Whether rows may lie otherwise than by id: alike on all ranks."""
+        return row_order == "locality" or (row_order == "auto" and not self._is_small)
+
+    def is_local(self, row_order: RowOrder) -> bool:
+        """Whether this rank's own rows are in the order that it found."""
+        return self.are_used(row_order) and (row_order == "locality" or self._shares_more)
+
+    def find(self, row_order: RowOrder) -> None:
+        """Looks for an order of this rank's own vertices, if it may be used and is not known. Not collective."""
+        if self._of_owned is not None or not self.are_used(row_order):
+            return
+        begin = time.perf_counter()
+        start, stop = self._ownership.start, self._ownership.stop
+        self._of_owned = torch.arange(start, stop)
+        if 2 <= stop - start <= _MAX_ROWS:
+            indptr, indices = self._own_edges()
+            order = find_local_order(indptr, indices)
+            self._of_owned[order] = torch.arange(start, stop)
+            by_id, by_locality = count_reads(indptr, indices), count_reads(indptr, indices, order)
+            self._shares_more = takes_local_order(by_id, by_locality)
+            _logger.info(
+                "rows by %s: of %d sources read in a row %.0f %% are distinct by id, %.0f %% by locality (%.1f s)",
+                *("locality" if self._shares_more else "id", _WINDOW, 100 * by_id, 100 * by_locality),
+                time.perf_counter() - begin,
+            )
+
+    def of(self, ids_global: Tensor, row_order: RowOrder) -> Tensor:
+        """Returns the (n,) int64 places of these vertices; those of a rank follow those of the rank before. Collective.
 
         Args:
             ids_global: (n,) int64 in any order.
+            row_order: For which `find` was called, on all ranks.
         """
-        if self._of_owned is None:
-            self._of_owned = self._find()
-        return fetch_rows(self._communicator, self._ownership, self._of_owned, ids_global)
+        assert self._of_owned is not None
+        of_owned = self._of_owned if self.is_local(row_order) else self._ownership.owned()
+        return fetch_rows(self._communicator, self._ownership, of_owned, ids_global)
 
-    def _find(self) -> Tensor:
+    def _own_edges(self) -> tuple[Tensor, Tensor]:
+        """Returns the in-edges of owned vertices from owned ones: (N + 1,) int64 and (E,) narrow local sources."""
         ownership = self._ownership
         num_owned = ownership.stop - ownership.start
-        places = ownership.owned()
-        if 2 <= num_owned <= _MAX_ROWS:
-            counts, src_global, _ = self._lists.gather(torch.arange(num_owned))
-            is_owned = ownership.is_owned(src_global)
-            indices = src_global.sub_(ownership.start)[is_owned]
-            order = find_local_order(indptr_of(is_owned.to(torch.int64))[indptr_of(counts)], indices)
-            places[order] = ownership.owned()
-        return places
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OrderedRows:
-    """How the rows of a rank are ordered."""
-
-    order: Tensor | None
-    """(C,) int64: which row of the order by id comes at each position; None: the order by id stays."""
-    reads_by_id: float | None = None
-    """Distinct sources per read in the order by id, 0 to 1; None: not looked at."""
-    reads_by_locality: float | None = None
-
-    def __str__(self) -> str:
-        if self.reads_by_id is None or self.reads_by_locality is None:
-            return "rows by id"
-        return (
-            f"rows by {'id' if self.order is None else 'locality'}: of {_WINDOW} sources read in a row "
-            f"{self.reads_by_id:.0%} are distinct by id, {self.reads_by_locality:.0%} by locality"
-        )
+        counts, src_global, _ = self._lists.gather(torch.arange(num_owned))
+        is_owned = ownership.is_owned(src_global)
+        indptr = indptr_of(is_owned.to(torch.int64))[indptr_of(counts)]
+        return indptr, (src_global[is_owned] - ownership.start).to(narrow_dtype(num_owned))
 
 
 def check_row_order(row_order: str) -> RowOrder:
@@ -146,28 +164,16 @@ def check_row_order(row_order: str) -> RowOrder:
     return row_order  # type: ignore[return-value]
 
 
-def order_rows(
-    class_sizes: Sequence[int], indptr: Tensor, indices: Tensor, places: Tensor, row_order: RowOrder
-) -> OrderedRows:
-    """Chooses an order of the rows that keeps the level classes apart and in their order. Not collective.
+def order_rows(class_sizes: Sequence[int], places: Tensor) -> Tensor:
+    """Returns (C,) int64: which row comes at each position, classes apart and in their order, each by places.
 
     Args:
         class_sizes: Rows of each class; together C.
-        indptr: (N + 1,) int64 of the layer with the most edges, whose N destinations are the first rows.
-        indices: (E,) int64: positions of its sources by id; those from C on are received and stay where they are.
-        places: (C,) int64 of `LocalPlaces`.
-        row_order: "auto" counts both orders' reads and takes the better one.
+        places: (C,) of the rows, class by class.
     """
-    is_small = len(indices) < (_MIN_EDGES if row_order == "auto" else 1)
-    if row_order == "id" or is_small:
-        return OrderedRows(order=None)
     level_class = torch.repeat_interleave(torch.arange(len(class_sizes)), torch.tensor(class_sizes))
     order = torch.argsort(places)
-    order = order[torch.argsort(level_class[order], stable=True)]
-    _, edges = gather_segments(indptr, order[: len(indptr) - 1])
-    by_id, by_locality = count_reads(indices), count_reads(indices[edges])
-    is_taken = row_order == "locality" or takes_local_order(by_id, by_locality)
-    return OrderedRows(order=order if is_taken else None, reads_by_id=by_id, reads_by_locality=by_locality)
+    return order[torch.argsort(level_class[order], stable=True)]
 
 
 def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
@@ -177,25 +183,31 @@ def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
 
     Args:
         indptr: (N + 1,) int64 of in-edges.
-        indices: (E,) int64 sources in [0, N).
+        indices: (E,) integer sources in [0, N).
     """
     edges = _some_edges_both_ways(indptr, indices)
-    num_rows = len(indptr) - 1
     order = torch.from_numpy(reverse_cuthill_mckee(edges, symmetric_mode=True).astype(np.int64))
-    num_clusters = num_rows // _CLUSTER_ROWS
-    if num_clusters < 2 or edges.nnz == 0:
+    _, component = connected_components(edges, directed=False)
+    rows = np.flatnonzero(np.bincount(component)[component] > _CLUSTER_ROWS)
+    num_clusters = len(rows) // _CLUSTER_ROWS
+    if num_clusters < 2 or len(rows) > _MOST_CLUSTERED_ROWS:
         return order
-    adjacency = pymetis.CSRAdjacency(edges.indptr, edges.indices)
-    options = pymetis.Options(seed=1, niter=1)  # ten rounds of refinement, its default, gain nothing here
-    found = pymetis.part_graph(num_clusters, adjacency, options=options, recursive=False)
-    cluster = torch.from_numpy(np.asarray(found.vertex_part, dtype=np.int64))
-    position = torch.empty(num_rows, dtype=torch.int64)
-    position[order] = torch.arange(num_rows)
+    if len(rows) < len(order):
+        edges = edges[rows][:, rows]
+    try:
+        cluster = torch.from_numpy(cut_into_clusters(edges.indptr, edges.indices, num_clusters).astype(np.int64))
+    except ClusterError as error:
+        _logger.warning("rows are put in breadth-first order, not in clusters, and epochs may take longer: %s", error)
+        return order
+    position = torch.empty(len(order), dtype=torch.int64)
+    position[order] = torch.arange(len(order))
+    clustered = torch.from_numpy(rows)
     sizes = torch.bincount(cluster, minlength=num_clusters).clamp_(min=1)
-    middle = torch.zeros(num_clusters, dtype=torch.int64).index_add_(0, cluster, position) // sizes
-    rank_of_cluster = torch.empty(num_clusters, dtype=torch.int64)
-    rank_of_cluster[torch.argsort(middle, stable=True)] = torch.arange(num_clusters)
-    return order[torch.argsort(rank_of_cluster[cluster[order]], stable=True)]
+    middle = torch.zeros(num_clusters, dtype=torch.int64).index_add_(0, cluster, position[clustered]) // sizes
+    # Of two clusters with one middle each comes as a whole, too.
+    key = num_clusters * position
+    key[clustered] = num_clusters * middle[cluster] + cluster
+    return order[torch.argsort(key[order], stable=True)]
 
 
 def _some_edges_both_ways(indptr: Tensor, indices: Tensor) -> csr_array:
@@ -225,18 +237,26 @@ def takes_local_order(reads_by_id: float, reads_by_locality: float) -> bool:
     return reads_by_locality <= _GAIN * reads_by_id
 
 
-def count_reads(sources: Tensor) -> float:
-    """Returns the share of distinct ids in windows of consecutive reads, a stand-in for the misses of a cache.
+def count_reads(indptr: Tensor, indices: Tensor, order: Tensor | None = None) -> float:
+    """Returns the share of distinct sources in windows of consecutive reads, a stand-in for the misses of a cache.
 
     Of many windows some, at even distances.
 
     Args:
-        sources: (E,) integers in the order they are read.
+        indptr: (N + 1,) int64.
+        indices: (E,) integer sources.
+        order: (N,) int64 in which rows are read; None: as they are.
     """
-    if len(sources) == 0:
+    if len(indices) == 0:
         return 0.0
-    window = min(_WINDOW, len(sources))
-    windows = sources[: len(sources) // window * window].view(-1, window)
-    windows = windows[:: -(-len(windows) // _MOST_WINDOWS)].sort(dim=1).values
+    window = min(_WINDOW, len(indices))
+    num_windows = len(indices) // window
+    begins = window * torch.arange(0, num_windows, -(-num_windows // _MOST_WINDOWS))
+    places = begins.unsqueeze(1) + torch.arange(window)
+    if order is not None:
+        begins = indptr_of(indptr.diff()[order])
+        row = torch.searchsorted(begins, places, right=True) - 1
+        places = places - begins[row] + indptr[order[row]]
+    windows = indices[places].sort(dim=1).values
     num_distinct = int((windows.diff(dim=1) != 0).sum()) + len(windows)
     return num_distinct / windows.numel()

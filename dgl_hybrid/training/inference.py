@@ -14,6 +14,7 @@ from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.rows_apart import check_rows_apart
@@ -79,7 +80,11 @@ def infer(
             device = next((parameter.device for parameter in inner.parameters()), None)
         graph = as_partitioned(g, transport, timeout_s=timeout_s)
         wanted = graph.owned_nodes() if nids is None else nids
-        loader = FullGraphLoader(graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows)
+        # An order of rows that training has found serves here, too; for one pass it is not worth looking for.
+        row_order: RowOrder = "auto" if graph.places.are_known else "id"
+        loader = FullGraphLoader(
+            graph, wanted, sampler, device, strategy="depcomm", chunk_rows=chunk_rows, row_order=row_order
+        )
     with evaluating(inner), torch.no_grad():
         input_nodes, seeds, blocks = next(iter(loader))
         x = loader.graph.ndata[feature][input_nodes]

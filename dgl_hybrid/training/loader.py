@@ -7,7 +7,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import dgl
 import torch
@@ -92,9 +92,10 @@ class FullGraphLoader:
         seed: Of dropout masks, the same on all ranks; None takes rank 0's `torch.initial_seed()` for a graph's first
             loader, and for each further one another that follows from it.
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
-            (rows with common in-neighbours near each other), or "auto": by locality on large graphs where that shares
-            clearly more reads (see `exchange/locality.py`). "id" on all ranks or on none. Results differ in the order
-            of sums over rows alone.
+            (clusters of vertices that read each other), or "auto": by locality on large graphs on the ranks where that
+            shares clearly more reads. Alike on all ranks. The first loader of a graph looks for it, which takes 15 s
+            for a million vertices of a rank (see `exchange/locality.py`). Results differ in the order of sums over rows
+            alone.
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
             more hybrids and NeutronStar's then take turns of four epochs, those near the fastest, or predicted to be,
             of five or ten more (short epochs are timed more often, for half of what a change of plans takes), and the
@@ -201,7 +202,7 @@ class FullGraphLoader:
                 "chunk_rows": chunk_rows or 0,
                 "partial_sums": self._partial_sums,
                 "strategy": STRATEGIES.index(config.strategy),
-                "rows by id": int(self._row_order == "id"),
+                f"row_order (of {', '.join(get_args(RowOrder))})": get_args(RowOrder).index(self._row_order),
                 "loss_reduction": REDUCTIONS.index(loss_reduction),
                 "on a GPU": int(self.device.type == "cuda"),
                 "a memory budget given": config.memory_budget_bytes is not None,
@@ -218,6 +219,8 @@ class FullGraphLoader:
                 f"received all at once. Give one of the two."
             )
         self._runs_on = self._find_device(model)
+        with self.communicator.agreed():
+            g.places.find(self._row_order)  # once for a graph, so before anything is timed that may be done again
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
         self._seeds, self._num_borrowed = seeds, num_borrowed
         self._seed_order: Tensor | None = None
@@ -393,8 +396,6 @@ class FullGraphLoader:
         if self._seed_order is None:  # scripts may read labels once
             self._seed_order = sets.rows_global[: len(self._seeds)].clone()
         self.sets: LevelSets = sets
-        if sets.row_order is not None and sets.row_order.reads_by_id is not None:
-            _logger.info("%s", sets.row_order)
         out_degrees = g.fetch_nodes(g.out_degrees, sets.rows_global)
         has_replicas = sets.layers[0].replicas is not None  # alike on all ranks
         of_first_layer = sets.rows_global[: sets.sizes[1]]

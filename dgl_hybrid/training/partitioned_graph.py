@@ -39,7 +39,7 @@ class PartitionedGraph:
         partition: This rank's share: structure, and what its folder or servers know of it.
         nodes, edges: Ranges of global ids of every rank.
         in_edges: In-edge lists, fetched from owners where the folder lacks them.
-        places: Where vertices come in an order of each rank's own that has what reads the same sources side by side.
+        places: Where vertices come in an order of each rank's own, by locality.
         out_degrees: (N,) full-graph out-degrees of this rank's nodes.
     """
 
@@ -63,7 +63,7 @@ class PartitionedGraph:
         self.ndata: GraphFields = self._stored["node"]
         self.edata: GraphFields = self._stored["edge"]
         self.in_edges = InEdges(partition, communicator, self.nodes)
-        self.places = LocalPlaces(communicator, self.nodes, partition.lists)
+        self.places = LocalPlaces(communicator, self.nodes, partition.lists, self.edges.total)
         known = communicator.gather_ints([int(partition.out_degrees is not None)])
         if all(row[0] for row in known) and partition.out_degrees is not None:
             self.out_degrees = partition.out_degrees

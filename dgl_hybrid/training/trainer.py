@@ -78,8 +78,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
     if save_plan_in is not None:
         save_plan_of(job, run.g, plan, save_plan_in)
     communicator = run.g.communicator
-    is_by_locality = loader.sets.row_order is not None and loader.sets.row_order.order is not None
-    by_rank = communicator.gather_ints([peak_rss_bytes(), run.base_rss_bytes, int(is_by_locality)])
+    by_rank = communicator.gather_ints([peak_rss_bytes(), run.base_rss_bytes, int(loader.sets.by_locality)])
     return TrainReport(
         strategy=job.strategy.strategy,
         ranks=communicator.world_size,

@@ -35,6 +35,7 @@ def run_closure(
     chances = chance if isinstance(chance, tuple) else (chance,) * NUM_LAYERS
     cached = [foreign[torch.rand(len(foreign), generator=generator) < chance] for chance in chances]
     seeds, num_borrowed = settle_seeds(g.communicator, g.nodes, torch.tensor([1, 30, 1]) if rank == 0 else foreign[:0])
+    g.places.find(row_order)
     sets = close_levels(
         g.communicator,
         g.nodes,

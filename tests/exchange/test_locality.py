@@ -3,17 +3,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from dgl_hybrid import PartitionedGraph
-from dgl_hybrid.exchange import locality
+from dgl_hybrid.exchange import clusters, locality
 from dgl_hybrid.exchange.closure import LevelSets
-from dgl_hybrid.exchange.locality import count_reads, find_local_order, order_rows
-from dgl_hybrid.exchange.segments import indptr_of
+from dgl_hybrid.exchange.clusters import ClusterError, Numbers, cut_into_clusters
+from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.ids import Ownership
+from dgl_hybrid.exchange.locality import LocalPlaces, RowOrder, count_reads, find_local_order, order_rows
+from dgl_hybrid.exchange.segments import gather_segments, indptr_of
+from dgl_hybrid.partition import EdgeLists
 from tests.exchange.test_closure import run_closure
 from tests.helpers.world import run_ranks
 
@@ -34,9 +42,14 @@ def ring(num_rows: int, generator: torch.Generator, reach: int = 4) -> tuple[Ten
 
 def test_distinct_reads_of_a_window_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locality, "_WINDOW", 4)
-    assert count_reads(torch.tensor([7, 7, 7, 7, 1, 2, 3, 1])) == (1 + 3) / 8
-    assert count_reads(torch.tensor([5, 5, 6])) == 2 / 3, "fewer reads than a window are one window"
-    assert count_reads(torch.empty(0, dtype=torch.int64)) == 0.0
+    indptr, sources = torch.tensor([0, 3, 3, 8]), torch.tensor([7, 7, 7, 7, 1, 2, 3, 1])
+    assert count_reads(indptr, sources) == (1 + 3) / 8
+    # As they are read: 7 1 2 3, 1 7 7 7.
+    assert count_reads(indptr, sources, torch.tensor([2, 1, 0])) == (4 + 2) / 8
+    assert count_reads(torch.tensor([0, 3]), torch.tensor([5, 5, 6])) == 2 / 3, "fewer reads than a window are one"
+    assert count_reads(torch.zeros(4, dtype=torch.int64), torch.empty(0, dtype=torch.int64)) == 0.0
+    monkeypatch.setattr(locality, "_MOST_WINDOWS", 1)
+    assert count_reads(indptr, sources) == 1 / 4, "of two windows the first"
 
 
 def distances(order: Tensor, indptr: Tensor, indices: Tensor) -> Tensor:
@@ -55,8 +68,8 @@ def test_neighbours_on_a_shuffled_ring_come_near_each_other() -> None:
 def test_a_ring_of_several_clusters_is_cut_once_for_each() -> None:
     indptr, indices, _ = ring(12_000, torch.Generator().manual_seed(0))
     far = distances(find_local_order(indptr, indices), indptr, indices) > 24
-    # Eight clusters, each an arc, with an end at either side, over which twenty edges go, and their reverses.
-    assert 0 < int(far.sum()) <= 8 * 2 * 20
+    # Eight clusters, each an arc: twenty edges go over the end between two.
+    assert 0 < int(far.sum()) <= 8 * 20
 
 
 @pytest.mark.parametrize("degree", [8, 60])
@@ -103,72 +116,163 @@ def test_an_order_is_the_same_every_time() -> None:
     assert torch.equal(find_local_order(indptr, indices), find_local_order(indptr, indices))
 
 
-@pytest.mark.parametrize("row_order", ["auto", "locality"])
-def test_classes_stay_apart_and_in_order(row_order: str) -> None:
+def test_components_smaller_than_a_cluster_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """METIS is asked for the two large ones alone: of many small ones it takes long."""
+    monkeypatch.setattr(locality, "_CLUSTER_ROWS", 500)
+    asked: list[int] = []
+
+    def cut(indptr: Numbers, indices: Numbers, num_clusters: int) -> Numbers:
+        asked.append(len(indptr) - 1)
+        return cut_into_clusters(indptr, indices, num_clusters)
+
+    monkeypatch.setattr(locality, "cut_into_clusters", cut)
+    generator = torch.Generator().manual_seed(0)
+    parts = [ring(size, generator)[:2] for size in (1200, *[20] * 50, 900)]
+    first = indptr_of(torch.tensor([len(indptr) - 1 for indptr, _ in parts]))
+    indices = torch.cat([of_part + begin for (_, of_part), begin in zip(parts, first, strict=False)])
+    indptr = indptr_of(torch.cat([of_part.diff() for of_part, _ in parts]))
+    order = find_local_order(indptr, indices)
+    assert asked == [2100]
+    assert torch.equal(order.sort().values, torch.arange(3100))
+    ring_of = torch.searchsorted(first, order, right=True) - 1
+    small = ring_of[(ring_of > 0) & (ring_of < 51)]
+    assert len(small.unique_consecutive()) == 50
+    # Most of the four clusters come as a whole, with at most one of each size beside another.
+    assert len(ring_of[(ring_of == 0) | (ring_of == 51)].unique_consecutive()) <= 5
+
+
+def test_rows_stay_breadth_first_where_metis_fails(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    indptr, indices, _ = ring(6000, torch.Generator().manual_seed(0))
+    assert int(distances(find_local_order(indptr, indices), indptr, indices).max()) > 24
+    monkeypatch.setattr(clusters.sys, "executable", "/nowhere/python")
+    order = find_local_order(indptr, indices)
+    assert int(distances(order, indptr, indices).max()) <= 24, "this order has no clusters"
+    assert "rows are put in breadth-first order, not in clusters" in caplog.text
+    assert "FileNotFoundError" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        ("raise SystemExit('no module named pymetis')", "exit status 1: no module named pymetis"),
+        ("import os; os.kill(os.getpid(), 9)", "exit status -9: it said nothing"),
+        ("print('*** cannot bisect')", "returned 18 bytes that are no clusters of 3 vertices"),
+        ("import sys; sys.stdout.buffer.write(bytes(12)[:8] + b'\\2\\0\\0\\0')", "12 bytes that are no clusters"),
+        ("import time; time.sleep(60)", "TimeoutExpired"),
+    ],
+)
+def test_errors_of_the_process_that_runs_metis_say_why(
+    script: str, error: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "metis.py").write_text(script)
+    monkeypatch.setattr(clusters, "__file__", str(tmp_path / "metis.py"))
+    monkeypatch.setattr(clusters, "_MAX_SECONDS", 2.0)
+    path = np.array([0, 1, 3, 4], dtype=np.int32), np.array([1, 0, 2, 1], dtype=np.int32)
+    with pytest.raises(ClusterError, match=error):
+        cut_into_clusters(*path, 2)
+
+
+def test_a_ring_is_cut_into_arcs() -> None:
+    num_rows = 400
+    row = np.arange(num_rows)
+    indices = np.stack([(row - 1) % num_rows, (row + 1) % num_rows], axis=1).ravel().astype(np.int32)
+    found = cut_into_clusters(np.arange(0, 2 * num_rows + 1, 2, dtype=np.int32), indices, 4)
+    assert np.bincount(found).min() >= 90
+    assert int((found != np.roll(found, 1)).sum()) == 4
+
+
+def test_classes_stay_apart_and_in_order() -> None:
     sizes = [2000, 0, 5000, 3000]
-    indptr, indices, on_ring = ring(10_000, torch.Generator().manual_seed(1))
-    num_dst = 7000
-    ordered = order_rows(sizes, indptr[: num_dst + 1], indices[: indptr[num_dst]], on_ring, row_order)  # type: ignore[arg-type]
-    assert ordered.order is not None
+    places = 5 + torch.randperm(20_000, generator=torch.Generator().manual_seed(1))[:10_000]
+    order = order_rows(sizes, places)
     start = 0
     for size in sizes:
-        of_class = ordered.order[start : start + size]
+        of_class = order[start : start + size]
         assert torch.equal(of_class.sort().values, torch.arange(start, start + size))
-        assert bool((on_ring[of_class].diff() > 0).all())
+        assert bool((places[of_class].diff() > 0).all())
         start += size
-    assert ordered.reads_by_id is not None
-    assert ordered.reads_by_locality is not None
-    assert ordered.reads_by_locality < 0.5 * ordered.reads_by_id
-    assert re.fullmatch(
-        r"rows by locality: of 4096 sources read in a row \d\d% are distinct by id, \d\d% by locality", str(ordered)
-    )
 
 
-def test_an_order_that_shares_no_more_reads_is_not_taken() -> None:
+class Alone(EdgeLists):
+    """In-edges of a graph that one rank owns."""
+
+    def __init__(self, indptr: Tensor, indices: Tensor) -> None:
+        self.counts, self._indptr, self._indices = indptr.diff(), indptr, indices
+
+    def gather(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        counts, positions = gather_segments(self._indptr, rows)
+        return counts, self._indices[positions], positions
+
+    def sum_by_source(self, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+
+def places_of(indptr: Tensor, indices: Tensor) -> LocalPlaces:
+    """As the only rank has them."""
+    ownership = Ownership(offsets=torch.tensor([0, len(indptr) - 1]), rank=0)
+    communicator = cast(Communicator, None)  # nothing is exchanged until others ask
+    return LocalPlaces(communicator, ownership, Alone(indptr, indices), len(indices))
+
+
+def test_an_order_that_shares_no_more_reads_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     generator = torch.Generator().manual_seed(2)
     src, dst = (torch.randint(20_000, (800_000,), generator=generator) for _ in range(2))
-    edges = in_edges(20_000, src, dst)
-    uniform = order_rows([20_000], *edges, torch.argsort(find_local_order(*edges)), "auto")
-    assert uniform.order is None
-    assert uniform.reads_by_locality is not None
-    assert uniform.reads_by_id is not None
-    assert uniform.reads_by_locality > 0.95 * uniform.reads_by_id
-    assert "rows by id: of 4096" in str(uniform)
-    indptr, indices, place = ring(10_000, generator)
-    in_order = in_edges(10_000, place[indices], torch.repeat_interleave(place, indptr.diff()))
-    assert order_rows([10_000], *in_order, torch.argsort(find_local_order(*in_order)), "auto").order is None
+    indptr, indices, on_ring = ring(10_000, generator)
+    in_order = in_edges(10_000, on_ring[indices], torch.repeat_interleave(on_ring, indptr.diff()))
+    for edges, is_local in ((in_edges(20_000, src, dst), False), (in_order, False), ((indptr, indices), True)):
+        places = places_of(*edges)
+        places.find("auto")
+        assert places.are_known
+        assert [places.is_local(row_order) for row_order in ("auto", "id", "locality")] == [is_local, False, True]
+    by_id, by_locality = (re.search(rf"rows by {order}: of 4096 .*", caplog.text) for order in ("id", "locality"))
+    assert by_id is not None
+    assert by_locality is not None
+    assert re.search(r"read in a row \d+ % are distinct by id, \d+ % by locality \(\d+\.\d s\)", by_locality[0])
 
 
-def test_small_graphs_stay_as_they_are() -> None:
-    indptr, indices, on_ring = ring(1000, torch.Generator().manual_seed(3))
-    assert order_rows([1000], indptr, indices, on_ring, "auto").order is None
-    assert order_rows([1000], indptr, indices, on_ring, "id").order is None
-    assert order_rows([1000], indptr, indices, on_ring, "locality").order is not None
-    assert str(order_rows([1000], indptr, indices, on_ring, "auto")) == "rows by id"
-    nothing = torch.empty(0, dtype=torch.int64)
-    assert order_rows([3], torch.zeros(4, dtype=torch.int64), nothing, torch.arange(3), "locality").order is None
+def test_an_order_is_looked_for_only_where_it_may_be_used() -> None:
+    small = places_of(*ring(1000, torch.Generator().manual_seed(3))[:2])
+    assert [small.are_used(row_order) for row_order in ("auto", "id", "locality")] == [False, False, True]
+    small.find("auto")
+    small.find("id")
+    assert not small.are_known
+    assert not small.is_local("auto")
+    small.find("locality")
+    assert small.are_known
+    assert small.is_local("locality")
+    assert not small.is_local("auto")
 
 
-def find_places(rank: int, world_size: int, part_config: str) -> tuple[Tensor, Tensor]:
-    """Places of all vertices, asked for in two parts; and the order that this rank finds for its own."""
+def find_places(rank: int, world_size: int, part_config: str, row_order: RowOrder) -> tuple[Tensor, Tensor, bool]:
+    """Places of all vertices, asked for in two parts; the order that this rank finds for its own, and if it is used."""
     g = PartitionedGraph.open(part_config)
+    g.places.find("locality")
+    g.places._is_small = False
+    # By "auto" the middle one of three ranks stays by id.
+    g.places._shares_more = rank != 1
     ids = torch.randperm(g.num_nodes(), generator=torch.Generator().manual_seed(rank))
     half = len(ids) // 2 if rank else 0
     places = torch.empty_like(ids)
     for some in (ids[:half], ids[half:]):
-        places[some] = g.places.of(some)
+        places[some] = g.places.of(some, row_order)
     counts, src, _ = g.partition.lists.gather(torch.arange(g.nodes.stop - g.nodes.start))
     dst = torch.arange(g.nodes.stop - g.nodes.start).repeat_interleave(counts)
     is_own = g.nodes.is_owned(src)
     order = find_local_order(*in_edges(len(counts), src[is_own] - g.nodes.start, dst[is_own]))
-    return places, order + g.nodes.start
+    return places, order + g.nodes.start, g.places.is_local(row_order)
 
 
-def test_ranks_agree_on_places(folder: str) -> None:
+@pytest.mark.parametrize("row_order", ["locality", "auto"])
+def test_ranks_agree_on_places(row_order: RowOrder, folder: str) -> None:
     """Whoever asks: rank after rank, and within each the order that it finds among its own vertices alone."""
-    results = run_ranks(3, find_places, folder)
-    order = torch.cat([of_rank for _, of_rank in results])
-    for places, _ in results:
+    results = run_ranks(3, find_places, folder, row_order)
+    assert [is_local for _, _, is_local in results] == [True, row_order == "locality", True]
+    order = torch.cat([of_rank if is_local else of_rank.sort().values for _, of_rank, is_local in results])
+    assert not torch.equal(order, torch.arange(len(order)))
+    for places, _, _ in results:
         assert torch.equal(places[order], torch.arange(len(order)))
 
 

@@ -407,6 +407,8 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["strategy"] = "depcache"
     elif mistake == "unlike rates" and rank == 0:
         options["topology"] = None
+    elif mistake == "unlike row orders" and rank == 1:
+        options["row_order"] = "id"
     elif mistake == "float plan":
         options["plan"] = [torch.tensor([1.5]), seeds[:0]]
     elif mistake == "mask by name" and rank == 0:
@@ -486,6 +488,7 @@ class _Centred(nn.Module):
         ),
         ("unlike strategies", r"make the same loader: strategy is \d on rank 0 and \d on rank 1$"),
         ("unlike rates", "make the same loader: rates given is 0 on rank 0 and 1 on rank 1$"),
+        ("unlike row orders", r"loader: row_order \(of auto, id, locality\) is 0 on rank 0 and 1 on rank 1$"),
         ("float plan", "the ids of a plan must be integers"),
         ("mask by name", r"nids must be ids of nodes.*got str 'train_mask'\): g\.owned_nodes\('train_mask'\), say"),
         ("no ids", r"nids must be ids of nodes, or a mask over this rank's own \(got NoneType None\)"),

@@ -205,7 +205,7 @@ def run_step_in_clusters(rank: int, world_size: int, part_config: str, case: Cas
         return cut_into_clusters(indptr, indices, num_clusters)
 
     with (
-        mock.patch.object(locality, "_CLUSTER_ROWS", 3),
+        mock.patch.object(locality, "_CLUSTER_ROWS", 2),
         mock.patch.object(locality, "_MIN_EDGES", 1),
         mock.patch.object(locality, "_WINDOW", 8),
         mock.patch.object(locality, "cut_into_clusters", cut_and_note),

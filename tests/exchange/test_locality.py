@@ -285,6 +285,7 @@ def test_level_sets_are_the_same_but_for_the_order_of_rows(chance: float, folder
         before: LevelSets = expected["sets"]
         after: LevelSets = result["sets"]
         assert after.sizes == before.sizes
+        assert [before.by_locality, after.by_locality] == [False, True]
         is_any_moved |= not torch.equal(after.rows_global, before.rows_global)
         for one, other in zip(before.layers, after.layers, strict=True):
             assert edges_of(before, one.layer) == edges_of(after, other.layer)

@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dgl_hybrid import PartitionedGraph, infer
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange import locality
 from dgl_hybrid.training import inference
 from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
@@ -156,3 +157,31 @@ def test_a_model_that_cannot_be_looked_at_is_warned_of(partitions: PartitionStor
     assert [outcome[:2] for outcome in outcomes] == [("", 1), ("", 0)]
     (message,) = outcomes[0][2]
     assert "could not be run on the small blocks" in message
+
+
+def infer_twice(rank: int, world_size: int, part_config: str) -> list[tuple[bool, bool]]:
+    """Whether a row order was looked for, and used, by one pass on a fresh graph and by one after training."""
+    facts = []
+    with mock.patch.object(locality, "_MIN_EDGES", 1), mock.patch.object(locality, "_GAIN", 2.0):
+        g = PartitionedGraph.open(part_config)
+        model = Case(kind="gcn_both").build(NUM_FEATURES)
+        made: list[FullGraphLoader] = []
+
+        def make(*args: Any, **options: Any) -> FullGraphLoader:
+            made.append(FullGraphLoader(*args, **options))
+            return made[-1]
+
+        with mock.patch.object(inference, "FullGraphLoader", make):
+            first = infer(model, g, 2)
+            facts.append((g.places.are_known, made[-1].sets.by_locality))
+            FullGraphLoader(g, g.owned_nodes("train_mask"), 2, strategy="depcomm")
+            second = infer(model, g, 2)
+            facts.append((g.places.are_known, made[-1].sets.by_locality))
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    return facts
+
+
+def test_one_pass_looks_for_no_row_order_but_takes_that_of_training(partitions: PartitionStore) -> None:
+    facts = run_ranks(3, infer_twice, partitions.get("power_law", power_law(), 3))
+    assert facts == [[(False, False), (True, True)]] * 3

@@ -4,7 +4,7 @@
 METIS (Karypis and Kumar, "A fast and high quality multilevel scheme for partitioning irregular graphs", 1998; through
 PyMetis) works for up to minutes without letting go of Python's lock, so that neither Ctrl-C nor the thread that looks
 whether a rank's launcher is still there would get through. It takes over SIGTERM meanwhile, prints to stdout, and
-leaves freed memory in pieces. What goes wrong in it ends its process alone.
+leaves freed memory in pieces. What goes wrong in it ends its process alone (unless a container ends with it).
 
 Run from its path, so it imports nothing of the package.
 """
@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,14 +45,20 @@ def cut_into_clusters(indptr: Numbers, indices: Numbers, num_clusters: int) -> N
     Raises:
         ClusterError: METIS is not installed, failed, or took longer than `_MAX_SECONDS`.
     """
+    if not sys.executable or getattr(sys, "frozen", False):
+        raise ClusterError("there is no Python to start METIS with")
     head = np.array([len(indptr) - 1, len(indices), num_clusters], dtype=np.int64)
-    sent = b"".join(part.tobytes() for part in (head, indptr.astype(np.int32), indices.astype(np.int32)))
     try:
+        numbers = (part.astype(np.int32, copy=False).tobytes() for part in (indptr, indices))
         # -P: the modules beside this one are not to be found by their names.
         done = subprocess.run(
-            [sys.executable, "-P", __file__], input=sent, capture_output=True, timeout=_MAX_SECONDS, check=False
+            [sys.executable, "-P", __file__],
+            input=b"".join((head.tobytes(), *numbers)),
+            capture_output=True,
+            timeout=_MAX_SECONDS,
+            check=False,
         )
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, MemoryError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{type(error).__name__}: {error}") from error
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
@@ -68,20 +75,25 @@ def _serve() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # where memory runs out this process goes, not a rank
-    import pymetis
-
     result = os.dup(1)
     os.dup2(2, 1)  # for what METIS prints
-    sent = sys.stdin.buffer.read()
-    num_rows, num_edges, num_clusters = (int(number) for number in np.frombuffer(sent, dtype=np.int64, count=3))
-    numbers = np.frombuffer(sent, dtype=np.int32, offset=24)
-    if len(numbers) != num_rows + 1 + num_edges:
-        raise ValueError(f"expected {num_rows + 1 + num_edges} numbers (got {len(numbers)})")
+    import pymetis
+
+    # Not up to the end of the pipe, which a process may hold open that the rank forked meanwhile.
+    num_rows, num_edges, num_clusters = (int(number) for number in _read(3, np.dtype(np.int64)))
+    numbers = _read(num_rows + 1 + num_edges, np.dtype(np.int32))
     adjacency = pymetis.CSRAdjacency(numbers[: num_rows + 1], numbers[num_rows + 1 :])
     options = pymetis.Options(seed=1, niter=1)  # ten rounds of refinement, its default, gain nothing here
     found = pymetis.part_graph(num_clusters, adjacency, options=options, recursive=False)
     with os.fdopen(result, "wb") as stream:
         stream.write(np.asarray(found.vertex_part, dtype=np.int32).tobytes())
+
+
+def _read(count: int, dtype: np.dtype[np.signedinteger[Any]]) -> npt.NDArray[np.signedinteger[Any]]:
+    sent = sys.stdin.buffer.read(count * dtype.itemsize)
+    if len(sent) != count * dtype.itemsize:
+        raise EOFError(f"expected {count} numbers (got {len(sent)} bytes)")
+    return np.frombuffer(sent, dtype=dtype)
 
 
 if __name__ == "__main__":

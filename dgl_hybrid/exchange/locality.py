@@ -11,24 +11,25 @@ through all vertices for each.
 Each rank looks for an order of what it owns, once for a graph, and tells others where their replicas stand in it: rank
 by rank, so replicas of a rank are by its clusters. It is taken by a count: of every 4096 sources among its own that a
 rank reads in a row, how many are distinct? So the order follows from the graph and its parts alone, from no plan and no
-clock. Time of sums (128 floats) in the new order over that in the given one, and of breadth-first order alone (`make
-bench BENCH=ops.row_order`, where attention is, too):
+clock (unless METIS fails or takes five minutes, of which a rank warns). Time of sums (128 floats) in the new order over
+that in the given one, and of breadth-first order alone (`make bench BENCH=ops.row_order`, where attention is, too):
 
 | graph (vertices, edges) | distinct, given | distinct, new | time | breadth first | taken |
 |---|---|---|---|---|---|
 | points of a grid, shuffled (100 k, 2.5 M) | 0.98 | 0.21 | 0.46 | 0.43 | yes |
-| communities of 500, shuffled (100 k, 2 M) | 0.97 | 0.40 | 0.62 | 0.79 | yes |
-| communities within communities (100 k, 5 M) | 0.94 | 0.48 | 0.50 | 0.70 | yes |
-| coauthor-cs (18 k, 0.16 M) | 0.82 | 0.41 | 0.55 | 0.74 | yes |
-| tolokers (12 k, 1.0 M) | 0.62 | 0.42 | 0.62 | 0.71 | yes |
-| debian-deps (64 k, 0.6 M) | 0.52 | 0.43 | 0.94 | 0.98 | yes |
-| uniform (100 k, 2 M) | 0.98 | 0.97 | 0.98 | 0.95 | no |
-| moby-thesaurus (103 k, 3.6 M) | 0.48 | 0.52 | 0.91 | 0.94 | no |
-| points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.21 | 1.12 | 1.03 | no |
-| communities of 500, in order (100 k, 2 M) | 0.26 | 0.39 | 0.99 | 1.32 | no |
+| communities of 500, shuffled (100 k, 2 M) | 0.97 | 0.40 | 0.62 | 0.78 | yes |
+| communities within communities (100 k, 5 M) | 0.94 | 0.48 | 0.47 | 0.67 | yes |
+| coauthor-cs (18 k, 0.16 M) | 0.82 | 0.41 | 0.68 | 0.76 | yes |
+| tolokers (12 k, 1.0 M) | 0.62 | 0.42 | 0.63 | 0.75 | yes |
+| debian-deps (64 k, 0.6 M) | 0.52 | 0.44 | 0.90 | 0.94 | yes |
+| uniform (100 k, 2 M) | 0.98 | 0.97 | 0.98 | 1.01 | no |
+| moby-thesaurus (103 k, 3.6 M) | 0.48 | 0.52 | 0.92 | 0.97 | no |
+| points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.21 | 1.06 | 0.96 | no |
+| communities of 500, in order (100 k, 2 M) | 0.26 | 0.39 | 0.98 | 1.25 | no |
 
-It takes 0.03 to 0.5 s for these, 13 s for a million vertices of a rank (8 million edges looked at), in a process that
-takes 1.5 GB meanwhile, and 79 s and 6 GB for four million. Ordering by degree changed nothing.
+It takes 0.16 to 0.7 s for these (1.4 s where there is nothing to find), 13 s for a million vertices of a rank (8 million
+edges looked at), in a process that takes 1.5 GB meanwhile, and 79 s and 6 GB for four million. Ordering by degree
+changed nothing.
 """
 
 from __future__ import annotations
@@ -67,11 +68,8 @@ _MOST_NEIGHBORS = 8192
 """Vertices that read or are read by more are left out of the search: no order brings half a window together, and SciPy
 takes time that grows with the square of a row's length (a row of 400,000: 76 s, without it 0.14 s)."""
 
-_MAX_ROWS = 2**30 // (2 * _KEPT_READS)
-"""SciPy counts edges in int32, and they are taken both ways."""
-
-_MOST_CLUSTERED_ROWS = 4_000_000
-"""More are put in breadth-first order alone: METIS would take minutes and much memory."""
+_MAX_ROWS = 4_000_000
+"""Of a rank. What has more stays by id: the search would take minutes and much memory."""
 
 _WINDOW = 4096
 """Reads in a row that are expected to share a cache: 1 MiB for 64 floats."""
@@ -119,11 +117,11 @@ class LocalPlaces:
             return
         begin = time.perf_counter()
         start, stop = self._ownership.start, self._ownership.stop
-        self._of_owned = torch.arange(start, stop)
+        places = torch.arange(start, stop)
         if 2 <= stop - start <= _MAX_ROWS:
             indptr, indices = self._own_edges()
             order = find_local_order(indptr, indices)
-            self._of_owned[order] = torch.arange(start, stop)
+            places[order] = torch.arange(start, stop)
             by_id, by_locality = count_reads(indptr, indices), count_reads(indptr, indices, order)
             self._shares_more = takes_local_order(by_id, by_locality)
             _logger.info(
@@ -131,6 +129,7 @@ class LocalPlaces:
                 *("locality" if self._shares_more else "id", _WINDOW, 100 * by_id, 100 * by_locality),
                 time.perf_counter() - begin,
             )
+        self._of_owned = places
 
     def of(self, ids_global: Tensor, row_order: RowOrder) -> Tensor:
         """Returns the (n,) int64 places of these vertices; those of a rank follow those of the rank before. Collective.
@@ -187,10 +186,13 @@ def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
     """
     edges = _some_edges_both_ways(indptr, indices)
     order = torch.from_numpy(reverse_cuthill_mckee(edges, symmetric_mode=True).astype(np.int64))
-    _, component = connected_components(edges, directed=False)
+    if len(order) < 2 * _CLUSTER_ROWS:
+        return order
+    # "Strong", which is the same where every edge has its reverse, and needs no second copy of them.
+    _, component = connected_components(edges, directed=True, connection="strong")
     rows = np.flatnonzero(np.bincount(component)[component] > _CLUSTER_ROWS)
     num_clusters = len(rows) // _CLUSTER_ROWS
-    if num_clusters < 2 or len(rows) > _MOST_CLUSTERED_ROWS:
+    if num_clusters < 2:
         return order
     if len(rows) < len(order):
         edges = edges[rows][:, rows]
@@ -204,9 +206,9 @@ def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
     clustered = torch.from_numpy(rows)
     sizes = torch.bincount(cluster, minlength=num_clusters).clamp_(min=1)
     middle = torch.zeros(num_clusters, dtype=torch.int64).index_add_(0, cluster, position[clustered]) // sizes
-    # Of two clusters with one middle each comes as a whole, too.
-    key = num_clusters * position
-    key[clustered] = num_clusters * middle[cluster] + cluster
+    # Where two clusters have one middle, or a row stands there that is in none, each cluster comes as a whole, too.
+    key = (num_clusters + 1) * position
+    key[clustered] = (num_clusters + 1) * middle[cluster] + 1 + cluster
     return order[torch.argsort(key[order], stable=True)]
 
 

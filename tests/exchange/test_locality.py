@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import logging
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import cast
 
@@ -137,8 +139,8 @@ def test_components_smaller_than_a_cluster_stay_whole(monkeypatch: pytest.Monkey
     ring_of = torch.searchsorted(first, order, right=True) - 1
     small = ring_of[(ring_of > 0) & (ring_of < 51)]
     assert len(small.unique_consecutive()) == 50
-    # Most of the four clusters come as a whole, with at most one of each size beside another.
-    assert len(ring_of[(ring_of == 0) | (ring_of == 51)].unique_consecutive()) <= 5
+    # The four clusters come as a whole, each of one of the two.
+    assert len(ring_of[(ring_of == 0) | (ring_of == 51)].unique_consecutive()) <= 4
 
 
 def test_rows_stay_breadth_first_where_metis_fails(
@@ -151,6 +153,29 @@ def test_rows_stay_breadth_first_where_metis_fails(
     assert int(distances(order, indptr, indices).max()) <= 24, "this order has no clusters"
     assert "rows are put in breadth-first order, not in clusters" in caplog.text
     assert "FileNotFoundError" in caplog.text
+    monkeypatch.setattr(clusters.sys, "executable", None)
+    assert torch.equal(find_local_order(indptr, indices), order)
+    assert "there is no Python to start METIS with" in caplog.text
+
+
+def test_a_graph_comes_to_metis_whole_while_the_pipe_stays_open() -> None:
+    """As where another thread of the rank has forked: the end of the input never comes."""
+    indptr, indices, _ = ring(3000, torch.Generator().manual_seed(0))
+    numbers = np.concatenate([indptr.numpy(), indices.numpy()]).astype(np.int32)
+    head = np.array([3000, len(indices), 2], dtype=np.int64)
+    command = [sys.executable, "-P", clusters.__file__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(head.tobytes() + numbers.tobytes())
+        process.stdin.flush()
+        found = np.frombuffer(process.stdout.read(), dtype=np.int32)
+        assert process.wait() == 0
+    assert np.bincount(found).tolist() == pytest.approx([1500, 1500], abs=100)
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        _, said = process.communicate(head.tobytes() + numbers.tobytes()[:-4])
+    assert process.returncode == 1
+    assert b"EOFError: expected 27001 numbers" in said
 
 
 @pytest.mark.parametrize(
@@ -168,7 +193,8 @@ def test_errors_of_the_process_that_runs_metis_say_why(
 ) -> None:
     (tmp_path / "metis.py").write_text(script)
     monkeypatch.setattr(clusters, "__file__", str(tmp_path / "metis.py"))
-    monkeypatch.setattr(clusters, "_MAX_SECONDS", 2.0)
+    if "sleep" in script:
+        monkeypatch.setattr(clusters, "_MAX_SECONDS", 0.5)
     path = np.array([0, 1, 3, 4], dtype=np.int32), np.array([1, 0, 2, 1], dtype=np.int32)
     with pytest.raises(ClusterError, match=error):
         cut_into_clusters(*path, 2)
@@ -180,7 +206,7 @@ def test_a_ring_is_cut_into_arcs() -> None:
     indices = np.stack([(row - 1) % num_rows, (row + 1) % num_rows], axis=1).ravel().astype(np.int32)
     found = cut_into_clusters(np.arange(0, 2 * num_rows + 1, 2, dtype=np.int32), indices, 4)
     assert np.bincount(found).min() >= 90
-    assert int((found != np.roll(found, 1)).sum()) == 4
+    assert int((found != np.roll(found, 1)).sum()) <= 8
 
 
 def test_classes_stay_apart_and_in_order() -> None:
@@ -233,13 +259,24 @@ def test_an_order_that_shares_no_more_reads_is_not_taken(caplog: pytest.LogCaptu
     assert re.search(r"read in a row \d+ % are distinct by id, \d+ % by locality \(\d+\.\d s\)", by_locality[0])
 
 
-def test_an_order_is_looked_for_only_where_it_may_be_used() -> None:
+def test_an_order_is_looked_for_once_and_only_where_it_may_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     small = places_of(*ring(1000, torch.Generator().manual_seed(3))[:2])
     assert [small.are_used(row_order) for row_order in ("auto", "id", "locality")] == [False, False, True]
     small.find("auto")
     small.find("id")
     assert not small.are_known
     assert not small.is_local("auto")
+
+    def fail(indptr: Tensor, indices: Tensor) -> Tensor:
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(locality, "find_local_order", fail)
+        with pytest.raises(MemoryError):
+            small.find("locality")
+    assert not small.are_known
+    small.find("locality")
+    monkeypatch.setattr(locality, "find_local_order", fail)
     small.find("locality")
     assert small.are_known
     assert small.is_local("locality")

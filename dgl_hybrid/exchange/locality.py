@@ -27,9 +27,9 @@ that in the given one, and of breadth-first order alone (`make bench BENCH=ops.r
 | points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.21 | 1.06 | 0.96 | no |
 | communities of 500, in order (100 k, 2 M) | 0.26 | 0.39 | 0.98 | 1.25 | no |
 
-It takes 0.16 to 0.7 s for these (1.4 s where there is nothing to find), 13 s for a million vertices of a rank (8 million
-edges looked at), in a process that takes 1.5 GB meanwhile, and 79 s and 6 GB for four million. Ordering by degree
-changed nothing.
+It takes 0.16 to 0.7 s for these (1.4 s where there is nothing to find), 13 s for a million vertices of a rank, of whose
+edges eight million are looked at, in a process that takes 1.5 GB meanwhile, and 79 s and 6 GB for four million.
+Ordering by degree changed nothing.
 """
 
 from __future__ import annotations

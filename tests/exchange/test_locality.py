@@ -113,6 +113,16 @@ def test_any_edges_give_an_order(num_rows: int, src: list[int], dst: list[int]) 
     assert torch.equal(order.sort().values, torch.arange(num_rows))
 
 
+def test_eight_in_edges_of_each_are_looked_at_evenly_and_no_loops() -> None:
+    edges = locality._some_edges_both_ways(
+        *in_edges(20, torch.tensor([*range(1, 17), 1, 1]), torch.tensor([*[0] * 16, 1, 3]))
+    )
+    rows = [edges.indices[edges.indptr[row] : edges.indptr[row + 1]].tolist() for row in range(20)]
+    assert sorted(rows[0]) == [1, 3, 5, 7, 9, 11, 13, 15]
+    assert sorted(rows[1]) == [0, 3]
+    assert [rows[3], rows[5], rows[2]] == [[0, 1], [0], []]
+
+
 def test_an_order_is_the_same_every_time() -> None:
     indptr, indices, _ = ring(10_000, torch.Generator().manual_seed(4))
     assert torch.equal(find_local_order(indptr, indices), find_local_order(indptr, indices))

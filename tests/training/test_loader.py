@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import dgl
 import dgl.nn as dglnn
@@ -407,6 +408,10 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["strategy"] = "depcache"
     elif mistake == "unlike rates" and rank == 0:
         options["topology"] = None
+    elif mistake == "no memory for an order of rows":
+        options["row_order"] = "locality"
+        if rank == 1:
+            g.places = mock.Mock(find=mock.Mock(side_effect=MemoryError("no room for 5 clusters")))
     elif mistake == "unlike row orders" and rank == 1:
         options["row_order"] = "id"
     elif mistake == "float plan":
@@ -488,6 +493,7 @@ class _Centred(nn.Module):
         ),
         ("unlike strategies", r"make the same loader: strategy is \d on rank 0 and \d on rank 1$"),
         ("unlike rates", "make the same loader: rates given is 0 on rank 0 and 1 on rank 1$"),
+        ("no memory for an order of rows", "no room for 5 clusters"),
         ("unlike row orders", r"loader: row_order \(of auto, id, locality\) is 0 on rank 0 and 1 on rank 1$"),
         ("float plan", "the ids of a plan must be integers"),
         ("mask by name", r"nids must be ids of nodes.*got str 'train_mask'\): g\.owned_nodes\('train_mask'\), say"),

@@ -17,7 +17,7 @@ from dgl_hybrid.ops.cpu.edge_kernels import (
     emit_edge_softmax_backward,
     emit_sddmm,
 )
-from dgl_hybrid.ops.cpu.lanes import accumulator_elements, column_blocks
+from dgl_hybrid.ops.cpu.lanes import column_blocks, summed_elements
 from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, address, run
 from dgl_hybrid.ops.cpu.memory import new_tensor
 from dgl_hybrid.ops.cpu.reductions import Operand
@@ -123,7 +123,7 @@ class CpuBackend:
         out = new_tensor(tuple(wide.shape), wide.dtype)
         plan = RowPlan.of(rows)
         heads = wide.shape[1]
-        for first, block in column_blocks(heads, 1, accumulator_elements(wide.dtype)):
+        for first, block in column_blocks(heads, 1, summed_elements(wide.dtype)):
             spec = SoftmaxSpec(KINDS[wide.dtype], plan.index, block.heads, plan.whole.has_edge_ids)
             arguments: list[int | float] = [*plan.whole.arguments(), address(wide, first), address(out, first), heads]
             run(emit_edge_softmax, (spec,), plan.whole.bounds, arguments)
@@ -134,7 +134,7 @@ class CpuBackend:
         d_logits = new_tensor(tuple(wide.shape), wide.dtype)
         plan = RowPlan.of(rows)
         heads = wide.shape[1]
-        for first, block in column_blocks(heads, 1, accumulator_elements(wide.dtype)):
+        for first, block in column_blocks(heads, 1, summed_elements(wide.dtype)):
             spec = SoftmaxSpec(KINDS[wide.dtype], plan.index, block.heads, plan.whole.has_edge_ids)
             arguments: list[int | float] = [
                 *plan.whole.arguments(),

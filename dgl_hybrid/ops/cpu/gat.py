@@ -21,7 +21,7 @@ from dgl_hybrid.ops.cpu.attention import (
 )
 from dgl_hybrid.ops.cpu.gat_kernels import emit_backward_by_source, emit_forward
 from dgl_hybrid.ops.cpu.ir import Kind
-from dgl_hybrid.ops.cpu.lanes import accumulator_elements
+from dgl_hybrid.ops.cpu.lanes import summed_elements
 from dgl_hybrid.ops.cpu.launch import RowPlan, Rows, address, dropout_arguments, run
 from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.reductions import Columns, Operand, sum_rows
@@ -107,7 +107,7 @@ def _columns(gathered: Tensor, num_reads: int) -> Iterator[tuple[int, Columns]]:
         for head, block in slices:
             yield head, operand.packed(head * width, block, memory)
         return
-    for head, block in head_blocks(num_heads, width, accumulator_elements(gathered.dtype), max_heads):
+    for head, block in head_blocks(num_heads, width, summed_elements(gathered.dtype), max_heads):
         yield head, operand.in_place(head * width, block)
 
 

@@ -23,7 +23,7 @@ from dgl_hybrid.ops.cpu.gatv2_kernels import (
     emit_forward,
 )
 from dgl_hybrid.ops.cpu.ir import Kind
-from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements
+from dgl_hybrid.ops.cpu.lanes import Block, summed_elements
 from dgl_hybrid.ops.cpu.launch import RowPlan, Rows, address, dropout_arguments, run
 from dgl_hybrid.ops.cpu.memory import new_tensor
 from dgl_hybrid.ops.cpu.reductions import Operand, sum_rows
@@ -49,7 +49,7 @@ class _Scores:
     def blocks(self) -> list[tuple[int, Block]]:
         """The heads that kernels handle at once."""
         num_heads, width = self.moving.shape[1:]
-        return list(head_blocks(num_heads, width, accumulator_elements(self.moving.dtype), num_heads))
+        return list(head_blocks(num_heads, width, summed_elements(self.moving.dtype), num_heads))
 
 
 def attend(

@@ -176,9 +176,14 @@ def get_all(variables: list[Variable]) -> list[Value]:
     return [variable.get() for variable in variables]
 
 
-def accumulator_elements(dtype: torch.dtype, num_sums: int = 1) -> int:
-    """How many columns of that dtype a kernel keeps so many sums of in registers."""
-    return vector_unit().accumulator_bytes(num_sums) // dtype.itemsize
+def summed_elements(dtype: torch.dtype) -> int:
+    """How many columns of that dtype a kernel adds up at once."""
+    return vector_unit().summed_bytes // dtype.itemsize
+
+
+def compared_elements(dtype: torch.dtype) -> int:
+    """Of how many columns of that dtype a kernel finds the largest at once."""
+    return vector_unit().compared_bytes // dtype.itemsize
 
 
 def column_blocks(heads: int, width: int, size: int) -> Iterator[tuple[int, Block]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.ops.cpu.ir import Kind
-from dgl_hybrid.ops.cpu.lanes import Block, accumulator_elements, column_blocks
+from dgl_hybrid.ops.cpu.lanes import Block, column_blocks, compared_elements, summed_elements
 from dgl_hybrid.ops.cpu.launch import KINDS, RowPlan, Rows, address, run
 from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.spmm_kernels import (
@@ -96,7 +96,7 @@ class Operand:
             num_reads: How many entries there are in all.
         """
         if not self.is_packed(num_reads):
-            for begin, block in column_blocks(*self.shape, accumulator_elements(self.x.dtype)):
+            for begin, block in column_blocks(*self.shape, summed_elements(self.x.dtype)):
                 yield self.in_place(begin, block)
             return
         size = self.slice_bytes // self.x.element_size()
@@ -214,7 +214,7 @@ def select_backward_edges(plan: RowPlan, grad: Tensor, arg: Tensor, x: Tensor | 
     out = new_tensor((rows.num_entries, heads), grad.dtype)
     if width == 0:
         return out.zero_()
-    for column, block in column_blocks(heads, width, accumulator_elements(grad.dtype)):
+    for column, block in column_blocks(heads, width, summed_elements(grad.dtype)):
         spec = SpmmSpec(KINDS[grad.dtype], plan.index, block, False, rows.has_edge_ids, x is not None)
         arguments: list[int | float] = [
             *rows.arguments(),
@@ -230,7 +230,7 @@ def _run_select(plan: RowPlan, rows: Rows, operand: Operand, least: bool) -> tup
     shape = (rows.num_rows, *operand.x.shape[1:])
     out = new_tensor(shape, operand.x.dtype)
     arg = new_tensor(shape, torch.int32 if plan.index == "i32" else torch.int64)
-    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype) // 2):
+    for column, block in column_blocks(*operand.shape, compared_elements(out.dtype)):
         spec = operand.spec(rows, plan.index, block, least=least)
         arguments: list[int | float] = [*rows.arguments(), *operand.arguments(operand.in_place(column, block))]
         arguments += [address(out, column), operand.num_columns, address(arg, column)]
@@ -239,7 +239,7 @@ def _run_select(plan: RowPlan, rows: Rows, operand: Operand, least: bool) -> tup
 
 
 def _run_select_backward(index: Kind, rows: Rows, operand: Operand, arg: Tensor, out: Tensor) -> None:
-    for column, block in column_blocks(*operand.shape, accumulator_elements(out.dtype)):
+    for column, block in column_blocks(*operand.shape, summed_elements(out.dtype)):
         spec = operand.spec(rows, index, block)
         arguments: list[int | float] = [*rows.arguments(), *operand.arguments(operand.in_place(column, block))]
         arguments += [address(arg, column), address(out, column), operand.num_columns]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dgl_hybrid.ops import plain_rows
 from dgl_hybrid.ops.cpu.attention import head_blocks
-from dgl_hybrid.ops.cpu.lanes import accumulator_elements, column_blocks
+from dgl_hybrid.ops.cpu.lanes import column_blocks, summed_elements
 from dgl_hybrid.ops.cpu.launch import KINDS, address, dropout_arguments, run
 from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.row_kernels import (
@@ -96,7 +96,7 @@ def biased_elu_backward(grad: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, num_columns = out.shape
     dx, bounds = new_tensor((num_rows, num_columns), out.dtype), cut_for_sums(num_rows, num_columns)
     sums = out.new_zeros(len(bounds) - 1, num_columns)
-    for column, block in column_blocks(1, num_columns, accumulator_elements(out.dtype)):
+    for column, block in column_blocks(1, num_columns, summed_elements(out.dtype)):
         spec = EluSpec(KINDS[out.dtype], block, goes_past_cache(dx, column, block.size))
         arguments: list[int | float] = [address(t, column) for t in (grad, out, dx, sums)]
         run(emit_biased_elu_backward, (spec,), bounds, [*arguments, num_columns])
@@ -127,7 +127,7 @@ def head_terms_backward(
     num_rows, heads, width = x.shape
     bounds = cut_for_sums(num_rows, heads * width)
     sums = x.new_zeros(2, len(bounds) - 1, heads * width)
-    for column, block in column_blocks(heads, width, accumulator_elements(x.dtype, num_sums=2)):
+    for column, block in column_blocks(heads, width, summed_elements(x.dtype)):
         head = column // width
         arguments: list[int | float] = [address(t, column) for t in (x, attn_l, attn_r)]
         arguments += [address(d_el, head), address(d_er, head)]

@@ -207,7 +207,7 @@ def test_exp_is_accurate_to_the_last_places(kind: Kind, dtype: torch.dtype, boun
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("heads", "width"), [(1, 1), (1, 129), (4, 32), (3, 50), (40, 7), (2, 700), (1, 4096)])
 def test_column_blocks_cover_each_column_once(heads: int, width: int, dtype: torch.dtype) -> None:
-    size = lanes.accumulator_elements(dtype)
+    size = lanes.summed_elements(dtype)
     covered: list[int] = []
     kinds = set()
     for first, block in column_blocks(heads, width, size):

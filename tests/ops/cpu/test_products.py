@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops.backend import load_backend
+from dgl_hybrid.ops.backend import Backend, load_backend
 from dgl_hybrid.ops.cpu import host, matrix_unit, memory, products
 from dgl_hybrid.ops.cpu.host import VectorUnit, vector_unit
 from tests.helpers.thinning import pairwise
@@ -201,13 +201,16 @@ def test_sums_over_many_rows_are_as_exact_as_those_of_pytorch() -> None:
     num_rows = 4 * TASK_ROWS
     x, weight = torch.full((num_rows, 20), 0.7), torch.randn(20, 24)
     grad = torch.full((num_rows, 24), 0.3)
-    ours = load_backend("cpu")
     assert products.are_served([x], [weight])
-    d_weight, d_bias = ours.row_products_backward([x], [weight], grad, None, None, [False], [True], False)
-    exact = num_rows * float(x[0, 0].double() * grad[0, 0].double())
-    assert ((d_weight.double() - exact) / exact).abs().max() < 2e-6
-    exact = num_rows * float(grad[0, 0].double())
-    assert ((d_bias.double() - exact) / exact).abs().max() < 2e-6
+    exact = num_rows * float(x[0, 0].double() * grad[0, 0].double()), num_rows * float(grad[0, 0].double())
+
+    def errors(backend: Backend) -> list[float]:
+        sums = backend.row_products_backward([x], [weight], grad, None, None, [False], [True], False)
+        return [float((found.double() / right - 1).abs().max()) for found, right in zip(sums, exact, strict=True)]
+
+    # How many rows are added up before their sum is added to the others depends on the machine, in both.
+    for mine, theirs in zip(errors(load_backend("cpu")), errors(load_backend("naive")), strict=True):
+        assert mine <= max(theirs, 2e-6) < 1e-5
 
 
 def test_what_has_no_kernel() -> None:

@@ -5,10 +5,12 @@ import itertools
 
 import pytest
 
-from tests.helpers.thinning import covering, each_value, pairwise
+from tests.helpers.thinning import MOST_SLOW, covering, each_value, pairwise
 
 
-@pytest.mark.parametrize("sizes", [(1,), (5,), (3, 4), (17, 4, 3), (6, 5, 3), (4, 4, 3), (2, 2, 2, 2), (5, 1, 3)])
+@pytest.mark.parametrize(
+    "sizes", [(1,), (5,), (3, 4), (17, 4, 3), (6, 5, 3), (4, 4, 3), (2, 2, 2, 2), (5, 1, 3), (7, 5, *[2] * 8)]
+)
 def test_every_pair_of_positions_is_covered(sizes: tuple[int, ...]) -> None:
     chosen = covering(sizes)
     assert len(set(chosen)) == len(chosen)
@@ -35,3 +37,14 @@ def test_each_value_has_a_turn_and_the_rest_is_slow() -> None:
     assert [param.values for param in params] == list(itertools.product("xy", (1, 2, 3)))
     assert [param.values for param in params if not param.marks] == [("x", 1), ("x", 3), ("y", 2)]
     assert all(param.marks[0].name == "slow" for param in params if param.marks)
+
+
+def test_of_a_large_product_some_of_the_rest_are_drawn() -> None:
+    axes = {name: range(6) for name in "abcde"}
+    (_, params), (_, again) = pairwise(**axes).args, pairwise(**axes).args
+    values = [param.values for param in params]
+    slow = [param.values for param in params if param.marks]
+    assert len(slow) == MOST_SLOW
+    assert values == sorted(set(values)) == [param.values for param in again]
+    for at in range(5):
+        assert {one[at] for one in slow} == set(range(6))

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from dgl_hybrid.cli.plugin import add_plugin_options, plugin_environment
@@ -36,4 +38,23 @@ def run(args: argparse.Namespace) -> int:
     environment = {**os.environ, **plugin_environment(args)}
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execve(sys.executable, [sys.executable, *command], environment)
+    os.execve(sys.executable, [sys.executable, *interpreter_options(sys.orig_argv), *command], environment)
+
+
+def interpreter_options(words: Sequence[str]) -> list[str]:
+    """Returns the options of the interpreter (`-u`, `-X faulthandler`) in a command line, up to the script or `-m`."""
+    options: list[str] = []
+    left = iter(words[1:])
+    for word in left:
+        if not word.startswith("-") or word in ("-", "--"):
+            break
+        if word in ("-X", "-W", "--check-hash-based-pycs"):
+            options += [word, next(left, "")]
+        elif word.startswith(("--", "-X", "-W")):
+            options.append(word)
+        else:  # letters; what follows m or c is the program
+            letters = re.split("[mc]", word[1:], maxsplit=1)
+            options += [f"-{letters[0]}"] if letters[0] else []
+            if len(letters) > 1:
+                break
+    return options

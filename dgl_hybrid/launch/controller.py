@@ -13,6 +13,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -99,6 +100,8 @@ class _Agent:
     is_cleaned: bool = False
     num_open: int = 2
     """Of its stdout and stderr."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of its stdin."""
 
 
 @dataclass(slots=True)
@@ -139,7 +142,7 @@ class Controller:
         """In the order in which they were heard of."""
         self._is_ending = False
         self._started_s = 0.0
-        self._last_ping_s = time.monotonic()
+        self._has_ended = threading.Event()
 
     def run(self) -> ClusterResult:
         """Runs the job to its end.
@@ -183,6 +186,7 @@ class Controller:
             is_remote = not prefixes and not is_local_address(machine.address)
             prefix = prefixes[machine.machine_id] if prefixes else ()
             self._agents.append(self._start_agent(machine, prefix, is_remote=is_remote))
+        threading.Thread(target=self._ping, daemon=True, name="pings").start()
         for agent in self._agents:
             self._send(agent, self._preparation(agent))
         deadline = time.monotonic() + AGENT_TIMEOUT_S
@@ -389,6 +393,7 @@ class Controller:
                 self._job.grace_s + CLEAN_TIMEOUT_S, until=lambda: all(agent.num_open == 0 for agent in self._agents)
             )
         finally:
+            self._has_ended.set()
             for agent in self._agents:
                 if agent.process.poll() is None and agent.num_open > 0:
                     logger.warning("the agent of %s does not end: killed", agent.machine)
@@ -414,14 +419,17 @@ class Controller:
             time.sleep(TURN_S)
         for key, _ in self._selector.select(TURN_S):
             self._receive(key.data, key.fileobj)  # type: ignore[arg-type]
-        if time.monotonic() - self._last_ping_s > PING_EVERY_S:
-            self._last_ping_s = time.monotonic()
+
+    def _ping(self) -> None:
+        """Lets agents know that this process lives, also while whoever reads its output is in no hurry (`| less`)."""
+        while not self._has_ended.wait(PING_EVERY_S):
             for agent in self._agents:
                 self._send(agent, Ping())
 
     def _send(self, agent: _Agent, message: Message) -> None:
         assert agent.process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):  # it is gone: seen in the next turn
+        # It is gone: seen in the next turn.
+        with agent.lock, contextlib.suppress(OSError, ValueError):
             data = memoryview(encode(message))
             while data:
                 data = data[agent.process.stdin.write(data) :]

@@ -4,21 +4,33 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 
 def write_durably(path: Path, data: bytes) -> None:
     """Writes aside, syncs, renames: a reader sees the old file or the new one, never half of one."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    write_all_durably(path.parent, {path.name: data})
+
+
+def write_all_durably(directory: Path, files: Mapping[str, bytes]) -> None:
+    """The same of several files by name: where one cannot be written, all are as they were.
+
+    They are renamed in the given order; a crash in between leaves the first ones new and the others old.
+    """
+    asides = {name: directory / f".{name}.{os.getpid()}.tmp" for name in files}
     try:
-        with open(aside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
+        for name, data in files.items():
+            with open(asides[name], "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+        for name, aside in asides.items():
+            os.replace(aside, directory / name)
     finally:
-        aside.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
+        for aside in asides.values():
+            aside.unlink(missing_ok=True)
+    folder = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -40,6 +41,8 @@ class DependencyPlan:
     chunk_rows: int | None = None
     """Received rows come in messages of so many at most, used and dropped, since all of a layer's would not fit the
     memory budget; None: in one message."""
+    made_for: Mapping[str, str | int | float] | None = None
+    """What the model is that it was made for; set by whoever knows it."""
 
     @property
     def num_cached(self) -> tuple[int, ...]:

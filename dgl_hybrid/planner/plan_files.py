@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         "topology_digest": plan.topology.digest() if plan.topology else None,
         "partition_fingerprint": plan.partition_fingerprint,
         "chunk_rows": plan.chunk_rows,
+        "made_for": None if plan.made_for is None else dict(plan.made_for),
         "ids_sha256": hashlib.sha256(blob).hexdigest(),
         "ids_bytes": len(blob),
     }
@@ -68,6 +70,7 @@ def load_plan(
     world_size: int | None = None,
     num_layers: int | None = None,
     partition_fingerprint: str | None = None,
+    made_for: Mapping[str, str | int | float] | None = None,
 ) -> DependencyPlan:
     """Reads and checks the plan of `rank`.
 
@@ -77,9 +80,10 @@ def load_plan(
         world_size: Checked if given.
         num_layers: Checked if given.
         partition_fingerprint: Checked if given.
+        made_for: Checked if given, as far as the plan tells.
 
     Raises:
-        PlanError: Missing, damaged, or for another rank, world size, layer count or partition.
+        PlanError: Missing, damaged, or for another rank, world size, layer count, partition or model.
     """
     directory = Path(directory)
     json_path, ids_path = plan_paths(directory, rank)
@@ -104,6 +108,12 @@ def load_plan(
     for name, value in expected.items():
         if value is not None and record[name] != value:
             raise PlanError(f"{json_path} was made for {name} {record[name]} (expected {value}); plan again")
+    told = record.get("made_for") or {}
+    for name, of_model in (made_for or {}).items():
+        if name in told and told[name] != of_model:
+            raise PlanError(
+                f"{json_path} was made for a model with {name} {told[name]} (expected {of_model}); plan again"
+            )
     try:
         tensors = load_tensors(blob)
         cached = tuple(tensors[f"cached_{level}"] for level in range(record["num_layers"]))
@@ -120,6 +130,7 @@ def load_plan(
             topology=Topology.from_json(record["topology"]) if record["topology"] else None,
             partition_fingerprint=record["partition_fingerprint"],
             chunk_rows=record.get("chunk_rows"),
+            made_for=record.get("made_for"),
         )
     except (KeyError, TypeError, SafetensorError) as error:
         raise PlanError(f"{json_path} cannot be read ({error}); plan again") from error

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.planner.durable import write_durably
+from dgl_hybrid.planner.durable import write_all_durably
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.models import GraphStack, build_model
 from dgl_hybrid.training.report import Accuracy
@@ -109,6 +109,8 @@ class Checkpoints:
         optimizer: Of all the model's parameters, in their order.
         facts: Of the model; a checkpoint of another one is refused.
         dataset: Its name, for who reads the file.
+        graph: What the graph is told by, however it is partitioned; a checkpoint of another one is refused.
+        seed: Of the run; a checkpoint of another one is refused.
     """
 
     def __init__(
@@ -119,10 +121,14 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         facts: ModelFacts,
         dataset: str,
+        *,
+        graph: Mapping[str, int | str],
+        seed: int,
     ) -> None:
         self._folder = Path(folder)
         self._communicator = communicator
         self._model, self._optimizer, self._facts, self._dataset = model, optimizer, facts, dataset
+        self._graph, self._seed = dict(graph), seed
 
     def make_folder(self) -> None:
         """Makes the folder, and sure that it can be written into: before training, and not after it.
@@ -149,12 +155,13 @@ class Checkpoints:
         """
         with self._communicator.agreed():
             if self._communicator.rank == 0:
-                for name in (LAST_NAME, BEST_NAME):
-                    if (self._folder / name).exists():
-                        raise CheckpointError(
-                            f"{self._folder / name} is there already. Possible solutions: 1) go on from it with "
-                            "--resume, 2) choose another folder for --checkpoint, 3) delete it"
-                        )
+                last, best = (self._folder / name for name in (LAST_NAME, BEST_NAME))
+                others = ["choose another folder for --checkpoint", "delete it"]
+                solutions = ["go on from it with --resume", *others] if last.exists() else others
+                for path in (last, best):
+                    if path.exists():
+                        listed = ", ".join(f"{number}) {solution}" for number, solution in enumerate(solutions, 1))
+                        raise CheckpointError(f"{path} is there already. Possible solutions: {listed}")
 
     def save(self, progress: Progress) -> None:
         """Writes the last weights, and the best if these are, aside first: a reader sees the old file or the new one.
@@ -166,12 +173,13 @@ class Checkpoints:
             if self._communicator.rank != 0:
                 return
             weights = {name: value.detach().cpu().contiguous() for name, value in self._model.state_dict().items()}
+            # The best first: if the run ends in between, it comes by these again after it was resumed.
+            files = {BEST_NAME: weights} if progress.best == progress.accuracy else {}
+            files[LAST_NAME] = weights | self._optimizer_tensors()
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
-                # The best first: if the run ends in between, it comes by these again after it was resumed.
-                if progress.best == progress.accuracy:
-                    self._write(BEST_NAME, weights, progress)
-                self._write(LAST_NAME, weights | self._optimizer_tensors(), progress)
+                contents = {name: self._content(tensors, progress) for name, tensors in files.items()}
+                write_all_durably(self._folder, contents)
             except OSError as error:
                 raise CheckpointError(
                     f"the model of epoch {progress.accuracy.epoch} cannot be saved in {self._folder}: {error.strerror}"
@@ -181,7 +189,7 @@ class Checkpoints:
         """Puts what was saved last into model and optimizer.
 
         Raises:
-            CheckpointError: Missing, damaged, or of another model.
+            CheckpointError: Missing, damaged, or of another model, graph or seed.
         """
         communicator = self._communicator
         record: dict[str, Any] | None = None
@@ -190,7 +198,7 @@ class Checkpoints:
             if communicator.rank == 0:
                 path = self._folder / LAST_NAME
                 record, tensors = _read(path)
-                self._check(path, record["model"])
+                self._check(path, record)
                 record["shapes"] = {
                     name: (str(t.dtype).removeprefix("torch."), list(t.shape)) for name, t in tensors.items()
                 }
@@ -213,23 +221,32 @@ class Checkpoints:
             for key, value in self._optimizer.state[parameter].items()
         }
 
-    def _write(self, name: str, tensors: dict[str, Tensor], progress: Progress) -> None:
+    def _content(self, tensors: dict[str, Tensor], progress: Progress) -> bytes:
         record: dict[str, Any] = {
             "format_version": FORMAT_VERSION,
             "dataset": self._dataset,
+            "graph": self._graph,
+            "seed": self._seed,
             "model": asdict(self._facts),
             "progress": progress.to_json(),
         }
         record["sha256"] = _digest(record, tensors)
-        write_durably(self._folder / name, save_tensors(tensors, {_KEY: json.dumps(record)}))
+        return save_tensors(tensors, {_KEY: json.dumps(record)})
 
-    def _check(self, path: Path, saved: Mapping[str, Any]) -> None:
-        for name, expected in asdict(self._facts).items():
-            if saved[name] != expected:
-                raise CheckpointError(
-                    f"{path} is of a model with {name} {saved[name]} (expected {expected}). Resume with the options it "
-                    "was trained with, or train anew in another folder"
-                )
+    def _check(self, path: Path, record: Mapping[str, Any]) -> None:
+        of_graph = record.get("graph", self._graph)  # neither was in files of before
+        of_run = {"seed": record.get("seed", self._seed)}
+        for what, saved, given in (
+            ("a model", record["model"], asdict(self._facts)),
+            ("a graph", of_graph, self._graph),
+            ("a run", of_run, {"seed": self._seed}),
+        ):
+            for name, expected in given.items():
+                if saved[name] != expected:
+                    raise CheckpointError(
+                        f"{path} is of {what} with {name} {saved[name]} (expected {expected}). Resume with the options "
+                        "it was trained with, or train anew in another folder"
+                    )
 
     def _share(self, tensors: dict[str, Tensor], shapes: Mapping[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
         """Returns rank 0's tensors on every rank. Collective; float64 holds every value of the others' dtypes."""

@@ -65,6 +65,8 @@ class StrategyConfig:
         if self.strategy not in STRATEGIES:
             raise ValueError(f"unknown strategy (got {self.strategy!r}); choose one of {', '.join(STRATEGIES)}")
         self.planner_config()
+        if self.plan is not None and self.strategy != "hybrid":
+            raise ValueError(f"nothing is planned with a plan: leave strategy {self.strategy} out, or plan {self.plan}")
         if self.strategy != "ratio" and self.cache_ratio != _CACHE_RATIO:
             raise ValueError(
                 f"cache_ratio is of strategy ratio alone (got {self.cache_ratio} with strategy {self.strategy})"

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +31,8 @@ from dgl_hybrid.training.metrics import count_correct
 from dgl_hybrid.training.models import build_model
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
+
+_logger = logging.getLogger(__name__)
 
 SPLITS = ("train_mask", "val_mask", "test_mask")
 
@@ -125,6 +130,11 @@ class TrainingRun:
         self.loader, self._first_plan = make_loader(self.job, self.g, self.model)
         if self.progress is not None:
             self.loader.load_state_dict(self.progress.loader)
+            if config.approximate not in (None, "bf16") and self.g.rank() == 0:
+                _logger.warning(
+                    "approximate rows (%s) begin anew with --resume: weights are not those of a run without a break",
+                    config.approximate,
+                )
         communicator = self.g.communicator
         self._wrapped: nn.Module = self.model
         if communicator.transport is not None:
@@ -174,7 +184,9 @@ def save_plan_of(job: TrainJob, g: PartitionedGraph, plan: DependencyPlan, folde
         PlanError: On every rank: one of them cannot write.
     """
     with g.communicator.agreed():
-        plan_to_save = replace(plan, partition_fingerprint=partition_digest(Path(job.part_config)))
+        plan_to_save = replace(
+            plan, partition_fingerprint=partition_digest(Path(job.part_config)), made_for=_model_of(job, g)
+        )
         try:
             save_plan(plan_to_save, folder)
         except OSError as error:
@@ -272,7 +284,21 @@ def _open_checkpoints(
     if folder is None:
         return None
     facts = ModelFacts.of(job, int(g.ndata["feat"].shape[1]))
-    return Checkpoints(folder, g.communicator, model, optimizer, facts, job.dataset)
+    graph, seed = _facts_of_graph(g), job.training.seed
+    return Checkpoints(folder, g.communicator, model, optimizer, facts, job.dataset, graph=graph, seed=seed)
+
+
+def _facts_of_graph(g: PartitionedGraph) -> dict[str, int | str]:
+    """Returns what tells graphs apart, however they are partitioned: sizes, and how many vertices of each split have
+    which label. Collective.
+    """
+    communicator, label = g.communicator, g.ndata["label"].local
+    largest = max(row[0] for row in communicator.gather_ints([int(label.max()) if len(label) else 0]))
+    of_splits = [label[g.ndata[split].local.bool()] for split in SPLITS]
+    counts = [torch.bincount(labels.clamp(min=0), minlength=largest + 1) for labels in of_splits]
+    sums = communicator.sum_(torch.cat(counts).double()).long().tolist()
+    digest = hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
+    return {"vertices": g.num_nodes(), "edges": g.num_edges(), "labels": digest}
 
 
 def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
@@ -291,11 +317,29 @@ def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
     return progress
 
 
+def _model_of(job: TrainJob, g: PartitionedGraph) -> dict[str, str | int | float]:
+    """Returns what decides over what a plan may rely on: what the first layer keeps, which levels are whole."""
+    return {**asdict(job.model), "in_feats": int(g.ndata["feat"].shape[1])}
+
+
+def _check_budget(plan: DependencyPlan, job: TrainJob) -> None:
+    budget = job.strategy.memory_budget
+    if budget is None or plan.estimate is None or plan.chunk_rows is not None:
+        return
+    held = max(of_rank.held_bytes for of_rank in plan.estimate.ranks)
+    if held > budget:
+        raise PlanError(
+            f"the plan in {job.strategy.plan} lets a rank hold {held:,.0f} bytes of other ranks' rows, and "
+            f"--memory-budget is {budget:,.0f}: plan again with this budget, or leave it out"
+        )
+
+
 def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[FullGraphLoader, DependencyPlan]:
     """Makes the train loader and the plan it follows: made now, or read from the job's folder of plans. Collective.
 
     Raises:
-        PlanError: On every rank: no plan fits, or the saved one is damaged or for another model or partition.
+        PlanError: On every rank: no plan fits, or the saved one is damaged, for another model or partition, or over the
+            memory budget.
     """
     plan: DependencyPlan | None = None
     if job.strategy.plan is not None:
@@ -306,7 +350,9 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
                 world_size=g.communicator.world_size,
                 num_layers=job.model.num_layers,
                 partition_fingerprint=partition_digest(Path(job.part_config)),
+                made_for=_model_of(job, g),
             )
+            _check_budget(plan, job)
     loader = FullGraphLoader(
         g,
         g.owned_nodes("train_mask"),

@@ -14,6 +14,7 @@ import pytest
 from dgl_hybrid.cli import demo, main, partition, plan, train
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, resolve
+from dgl_hybrid.cli.run import interpreter_options
 
 # Frozen on purpose: a new knob belongs in a dataclass that has an owner, and is added here with thought.
 TRAIN_OPTIONS = {
@@ -252,3 +253,19 @@ def test_what_hinders_dgl_is_told_in_one_line(
 
 def broken_import(name: str) -> None:
     raise ImportError("libdgl.so: no such file")
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("python -u -m dgl_hybrid.cli run train.py -u", "-u"),
+        ("python -um dgl_hybrid.cli run -X train.py", "-u"),
+        ("python -X dev -W error -Xfaulthandler -OO -m dgl_hybrid.cli run", "-X dev -W error -Xfaulthandler -OO"),
+        ("python --check-hash-based-pycs never -E /bin/dgl-hybrid run -u x", "--check-hash-based-pycs never -E"),
+        ("python /bin/dgl-hybrid run -u", ""),
+        ("python", ""),
+    ],
+)
+def test_a_script_is_run_with_the_options_of_the_interpreter(words: str, expected: str) -> None:
+    """`torchrun` starts workers with -u; without it, what a rank had said when it was ended would be lost."""
+    assert interpreter_options(words.split()) == expected.split()

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from dgl_hybrid.launch import controller
-from dgl_hybrid.launch.cluster import SSH, ClusterFailure, ClusterJob, run_cluster
+from dgl_hybrid.launch.cluster import SSH, ClusterFailure, ClusterJob, PartLine, run_cluster
 from tests.launch.jobs import END_WITHIN_S, SCRIPTS, Observer, fake_job, is_alive, run_observed
 
 RELAY = (sys.executable, str(SCRIPTS / "relayed_shell.py"), "-o", "Some=option")
@@ -140,6 +140,24 @@ def test_a_lost_connection_ends_the_job_on_both_sides(
         assert time.monotonic() - observer.acted_s < END_WITHIN_S
         time.sleep(0.05)
     observer.assert_nothing_left(job.ip_config)
+
+
+@pytest.mark.usefixtures("all_remote")
+def test_who_reads_slowly_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`| less` takes no line while somebody looks at the first ones."""
+    monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
+    working = [["print", "ready"], ["sleep", 6.0], ["print", "done"]]
+    job = fake_job(tmp_path, dict.fromkeys(("trainer 0", "trainer 1"), working), remote_shell=RELAY)
+    read: list[str] = []
+
+    def read_slowly(line: PartLine) -> None:
+        if not read:
+            time.sleep(4.0)
+        read.append(line.text)
+
+    assert run_cluster(job, on_line=read_slowly).exit_code == 0
+    assert read.count("done") == 2
 
 
 @pytest.mark.usefixtures("all_remote")

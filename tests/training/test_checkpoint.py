@@ -148,7 +148,36 @@ def test_nothing_is_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
     fails(make_job(folder, 2, tmp_path, epochs=2, resume=True), 2, "has done 2 epochs, and --epochs is 2")
     job = make_job(folder, 2, tmp_path, resume=True)
     fails(replace(job, model=replace(job.model, hidden=16)), 2, "is of a model with hidden 8 (expected 16)")
+    fails(replace(job, training=replace(job.training, seed=6)), 2, "is of a run with seed 5 (expected 6)")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_another_graph_is_refused(folder: Path, tmp_path: Path, dataset: GraphDataset) -> None:
+    run(make_job(folder, 2, tmp_path / "saved", epochs=2), 2)
+    other = generate_powerlaw(PowerLawConfig(nodes=301, degree=6.0, features=12, classes=4)).graph
+    relabelled = dataset.graph.clone()
+    relabelled.ndata["label"] = relabelled.ndata["label"].flip(0)
+    for name, graph, message in (("other", other, "a graph with vertices 300"), ("flip", relabelled, "with labels ")):
+        dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / name / "2")
+        fails(make_job(tmp_path / name, 2, tmp_path / "saved", resume=True), 2, message)
+
+
+def test_resumed_approximate_runs_say_that_they_differ(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for approximate, is_told in (("bf16", False), ("stale", True)):
+        options: dict[str, Any] = {"approximate": approximate, "eval_every": 1}
+        for epochs in (1, 2):
+            caplog.clear()
+            job = make_job(folder, 1, tmp_path / approximate, epochs=epochs, resume=epochs > 1, **options)
+            train(job)
+            told = "approximate rows (stale) begin anew with --resume" in caplog.text
+            assert told == (is_told and epochs == 2)
+
+
+def test_what_is_left_of_a_first_save_is_not_to_be_resumed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / BEST_NAME).touch()
+    fails(make_job(folder, 2, tmp_path), 2, f"{BEST_NAME} is there already. Possible solutions: 1) choose another")
 
 
 def test_nothing_to_resume(folder: Path, tmp_path: Path) -> None:
@@ -197,7 +226,20 @@ def test_a_full_disk_loses_nothing(folder: Path, tmp_path: Path) -> None:
     message = f"cannot be saved in {tmp_path}: No space left on device"
     fails(make_job(folder, 2, tmp_path, resume=True), 2, message, is_disk_full=True)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
-    (tmp_path / "file").touch()
+
+
+def test_of_two_files_none_is_written_alone(tmp_path: Path) -> None:
+    """The first fits, the second does not."""
+    for name in "ab":
+        (tmp_path / name).write_bytes(b"old")
+    with (
+        mock.patch.object(durable.os, "fsync", side_effect=[None, OSError(28, "No space left on device")]),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        durable.write_all_durably(tmp_path, {"a": b"new", "b": b"new"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old", "b": b"old"}
+    durable.write_all_durably(tmp_path, {"a": b"new", "b": b"newer"})
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new", "b": b"newer"}
 
 
 def test_a_folder_that_cannot_be_written_into_is_told_before_training(folder: Path, tmp_path: Path) -> None:

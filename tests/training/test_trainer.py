@@ -339,3 +339,24 @@ def test_plan_of_another_partition(tmp_path: Path, folder: Path, dataset: GraphD
     dgl_hybrid.partition_graph(dataset.graph, "g", 2, tmp_path / "2", part_method="random")
     errors = run_ranks_expect_errors(2, run_job, make_job(tmp_path, 2, plan=str(tmp_path / "plan")).to_json())
     expect_everywhere(errors, "PlanError", "was made for partition_fingerprint")
+
+
+def test_plan_of_another_model(tmp_path: Path, folder: Path) -> None:
+    """What the first layer keeps of raw features is not there for one that attends to them."""
+    run_ranks(2, save_plan, make_job(folder, 2, model="sage").to_json(), str(tmp_path / "plan"))
+    errors = run_ranks_expect_errors(
+        2, run_job, make_job(folder, 2, model="gat", plan=str(tmp_path / "plan")).to_json()
+    )
+    expect_everywhere(errors, "PlanError", "was made for a model with model sage (expected gat); plan again")
+
+
+def test_plan_over_the_budget(tmp_path: Path, folder: Path) -> None:
+    run_ranks(2, save_plan, make_job(folder, 2, strategy="depcache").to_json(), str(tmp_path / "plan"))
+    job = make_job(folder, 2, plan=str(tmp_path / "plan"))
+    within = replace(job, strategy=replace(job.strategy, memory_budget=1e3))
+    errors = run_ranks_expect_errors(2, run_job, within.to_json())
+    expect_everywhere(errors, "PlanError", "and --memory-budget is 1,000: plan again with this budget")
+    roomy = replace(job, strategy=replace(job.strategy, memory_budget=1e9))
+    assert run(roomy, 2).chosen_plan == "depcache"
+    with pytest.raises(ValueError, match="nothing is planned with a plan: leave strategy depcache out"):
+        replace(job.strategy, strategy="depcache")

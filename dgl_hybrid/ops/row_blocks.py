@@ -105,14 +105,14 @@ def gradients_in_blocks(
         if needs_addend:  # an operation of PyTorch must not hand back what it was given
             found.append(masked.clone() if masked is grad else masked)
         return found
-    d_rows = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
+    d_rows = [x.new_empty(x.shape) if needs else None for x, needs in zip(rows, needs_rows, strict=True)]
     sums = [
         _WeightGradient(x, weight) if needs else None
         for x, weight, needs in zip(rows, weights, needs_weights, strict=True)
     ]
     turned = [weight.t().contiguous() if needs else None for weight, needs in zip(weights, needs_rows, strict=True)]
     d_bias = grad.new_zeros(grad.shape[1], dtype=sum_dtype(grad.dtype))
-    d_addend = torch.empty_like(grad) if needs_addend else None
+    d_addend = grad.new_empty(grad.shape) if needs_addend else None
     for block in row_blocks(grad):
         part = mask_of_relu(grad[block], None if output is None else output[block])
         if d_addend is not None:

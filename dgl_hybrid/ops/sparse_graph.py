@@ -156,10 +156,11 @@ class SparseGraph:
         """
         if self._out_edges is not None:
             return self._out_edges
-        if self._out_neighbours is None:
+        found = self._out_neighbours  # once: another thread may have just built the others, which let go of these
+        if found is None:
             indptr, indices = self._build("out_neighbours")
-            self._out_neighbours = Adjacency(indptr, indices, None)
-        return self._out_neighbours
+            found = self._out_neighbours = Adjacency(indptr, indices, None)
+        return found
 
     def _build(self, op: str) -> tuple[Tensor, ...]:
         build = getattr(torch.ops.dgl_hybrid, op)

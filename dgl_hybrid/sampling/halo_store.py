@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -296,10 +296,10 @@ class HaloStore:
         held.expected = torch.sort(candidates).values
         as_seed = self._expected.as_seed[of_type]
         seeds = torch.sort(candidates[as_seed > 0]).values
-        if bool(find_sorted(seeds, remote)[0].all()):
+        if not held.is_read_for_inputs and bool(find_sorted(seeds, remote)[0].all()):
             held.read_for, reads = seeds, as_seed
         else:
-            held.read_for = None
+            held.read_for, held.is_read_for_inputs = None, True
             reads = torch.where(find_sorted(self._chosen, self._expected.ids[of_type])[0], reads, 0.0)
         order = torch.argsort(reads, descending=True, stable=True)
         return candidates[order[reads[order] > 0]]
@@ -322,7 +322,8 @@ class HaloStore:
     def _note_remote_rows(self, name: str, held: HeldRows, remote: Tensor) -> None:
         """Learns from rows that had to be read: more is wanted of the field, or they may come back."""
         if held.read_for is not None and not bool(find_sorted(held.read_for, remote)[0].all()):
-            held.is_complete = False  # read for inputs as well: fetched at the next read
+            # Read for inputs as well: fetched at the next read, of whatever that is.
+            held.is_read_for_inputs, held.is_complete = True, False
             return
         if self._room_bytes(name) < held.row_bytes:
             return
@@ -419,9 +420,12 @@ class HaloStore:
 
     def _row_bytes(self) -> dict[str, int]:
         """Of the node fields that may be held."""
+        return self._row_bytes_among(self._written.static_names)
+
+    def _row_bytes_among(self, names: Iterable[str]) -> dict[str, int]:
         return {
             name: self._row_bytes_of(name)
-            for name in self._written.static_names
+            for name in names
             if name in self._client._data_store and self._policy(name).is_node
         }
 
@@ -431,7 +435,9 @@ class HaloStore:
         return self._held_sizes[name]
 
     def _node_bytes(self) -> int:
-        return sum(size * self._policy(name).get_size() for name, size in self._row_bytes().items())
+        """What budgets that are a share are a share of: also where only lists can be held."""
+        names = self._written.static_names if self._written.is_guarded else self._client.gdata_name_list()
+        return sum(size * self._policy(name).get_size() for name, size in self._row_bytes_among(names).items())
 
     def _widest_row_bytes(self, ids: Tensor) -> Tensor:
         widest = torch.zeros(len(self._ntypes), dtype=torch.int64)

@@ -36,11 +36,15 @@ class HeldRows:
         """What is wanted of the field was decided, and fetched."""
         self.read_for: Tensor | None = None
         """The seeds, ascending, as long as nothing else of the field was read; None: it is read for inputs."""
+        self.is_read_for_inputs = False
+        """Something else than seeds was read once: what is wanted is not decided by one read of seeds again."""
         self.expected = torch.empty(0, dtype=torch.int64)
         """All ids, ascending, that were weighed when it was decided what to hold."""
         self._bound = bound
         self._share = share
         self._index: IdIndex | None = None
+        self._shared: tuple[Tensor, Tensor] | None = None
+        """Ids and their rows, changed at once: a queue of sampler processes looks at any time."""
         self._rows = torch.empty((0, *part.shape[1:]), dtype=likely_dtype(part))
 
     @property
@@ -65,11 +69,12 @@ class HeldRows:
 
     def shared(self) -> tuple[Tensor, Tensor] | None:
         """Returns ids and rows as they are kept, for `adopt` in another process."""
-        return None if self._index is None else (self._index.ids, self._rows)
+        return self._shared
 
     def adopt(self, ids: Tensor, rows: Tensor, room_bytes: float) -> None:
         """Takes rows that another process fetched."""
         self._index, self._rows, self.is_complete = IdIndex(ids, self._bound, room_bytes=room_bytes), rows, True
+        self._shared = ids, rows
 
     def fetch(self, ids: Tensor, pull: Pull, room_bytes: float) -> None:
         """Fetches rows once and adds them to those that are held, as many as there is room for.
@@ -116,12 +121,13 @@ class HeldRows:
         all_ids, order = torch.sort(all_ids)
         place = torch.empty_like(order)
         place[order] = torch.arange(len(order))
-        self._rows = torch.empty((len(all_ids), *self._rows.shape[1:]), dtype=self._rows.dtype)
+        all_rows = torch.empty((len(all_ids), *self._rows.shape[1:]), dtype=self._rows.dtype)
         for part, places in zip(fetched, place.split([len(part) for part in fetched]), strict=True):
-            self._rows[places] = part
+            all_rows[places] = part
         if self._share:
             all_ids.share_memory_()
-            self._rows.share_memory_()
+            all_rows.share_memory_()
+        self._rows, self._shared = all_rows, (all_ids, all_rows)
         self._index = IdIndex(all_ids, self._bound, room_bytes=whole_room_bytes if table_bytes else 0.0)
 
     def _fitting(self, wanted: Tensor, room_bytes: float) -> Tensor:

@@ -112,10 +112,12 @@ class PartitionLists:
 
     def _at(self, local: Tensor) -> EdgeLists:
         counts, positions = gather_segments(self._indptr, local.to(self._indptr.dtype))
+        # Where a graph has no ids of its edges, they are numbered as they lie.
+        eids = self._eids[positions] if len(self._eids) else positions
         return EdgeLists(
             counts=counts.to(torch.int64),
             src_global=self._nid[self._indices[positions].to(torch.int64)],
-            eid_global=self._eid[self._eids[positions].to(torch.int64)],
+            eid_global=self._eid[eids.to(torch.int64)],
         )
 
 

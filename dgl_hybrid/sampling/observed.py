@@ -8,10 +8,16 @@ from torch import Tensor
 
 _FIRST_REVIEW = 1024
 _MERGE_AT = 2**20
+MOST_COUNTED = 2**20
+"""Ids whose counts are kept: 16 MiB. A script that looks at all edges once is no reason for more."""
 
 
 class ObservedReads:
-    """Counts ids; says when it is time to look at the counts: after 1024 ids, then each time their number doubled."""
+    """Counts ids; says when it is time to look at the counts: after 1024 ids, then each time their number doubled.
+
+    Of more ids than `MOST_COUNTED` those read least are forgotten, so that counts may be too low, never too high
+    (as in Manku and Motwani, "Approximate frequency counts over data streams", VLDB 2002).
+    """
 
     def __init__(self) -> None:
         self._ids = torch.empty(0, dtype=torch.int64)
@@ -51,5 +57,8 @@ class ObservedReads:
         counts = torch.zeros(len(ids), dtype=torch.int64)
         counts[torch.searchsorted(ids, self._ids)] += self._counts
         counts[torch.searchsorted(ids, new_ids)] += new_counts
+        if len(ids) > MOST_COUNTED:  # half of them, so that this does not come with every merge
+            most_read = torch.topk(counts, MOST_COUNTED // 2, sorted=False).indices.sort().values
+            ids, counts = ids[most_read], counts[most_read]
         self._ids, self._counts = ids, counts
         self._pending, self._num_pending = [], 0

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from dgl.distributed import graph_services
+from dgl.distributed import graph_services, role
 from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
@@ -144,7 +144,7 @@ class HaloPlugin:
     def _draw_neighbours(
         self, original: Callable[..., Any], g: Any, nodes: Tensor, issue_remote_req: Any, local_access: Any
     ) -> Any:
-        store = self._store_of(g)
+        store = self._store_of(g, share=_has_samplers())
         if store is None:
             return original(g, nodes, issue_remote_req, local_access)
         ids = nodes.to(torch.int64)  # DGL takes smaller types, too, and gets what the script gave
@@ -226,8 +226,13 @@ class HaloPlugin:
         original(client, name)
 
     def _barrier(self, original: Callable[..., Any], client: Any) -> None:
-        if self.written is not None:
-            self.written.announce_direct_writes()
+        written = self.written
+        if written is None and any(
+            g._client is client and g.get_partition_book().num_partitions() > 1 for g in list(_graphs.values())
+        ):
+            written = self.written_fields(client)  # this process may have read nothing, and yet have written
+        if written is not None:
+            written.announce_direct_writes()
         original(client)
 
     def _get_state(self, original: Callable[..., Any], g: Any) -> Any:
@@ -250,4 +255,5 @@ class HaloPlugin:
 
 
 def _has_samplers() -> bool:
-    return int(os.environ.get("DGL_NUM_SAMPLER", "0")) > 0
+    """Whether there are sampler processes to share with; they themselves share with nobody."""
+    return role.get_role() != "sampler" and int(os.environ.get("DGL_NUM_SAMPLER", "0")) > 0

@@ -65,6 +65,9 @@ CASES = (
     Case("hub", torch.float32, 1, 32, torch.int64, permuted=False),
     Case("power-law", torch.float32, 4, 8, permuted=False),
     Case("hand", torch.float64, 1, 4, permuted=False),
+    # Several blocks of columns, and more heads than a block has columns.
+    *(Case("hub", dtype, 3, 90) for dtype in (torch.float32, torch.float64)),
+    *(Case("hub", dtype, 140, 1) for dtype in (torch.float32, torch.float64)),
 )
 
 

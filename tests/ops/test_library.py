@@ -105,6 +105,10 @@ def arguments(name: str, dtype: torch.dtype = torch.float32) -> list[tuple[objec
         "row_products_backward": [
             mapped(([x6, x2], [random(6, 3), turned], y3, None, None, [False, True], both, False), Tensor.detach),
             mapped(([x6], [random(6, 3)], y3, random(4, 3), factors, [True], [False], True), Tensor.detach),
+            mapped(
+                ([random(6, 4).t()], [random(6, 3)], random(3, 4).t(), random(4, 3), None, [True], [True], True),
+                Tensor.detach,
+            ),
         ],
         "biased_elu": [(random(4, 6), random(6)), (turned, None)],
         "biased_elu_backward": [mapped((random(4, 6), random(4, 6)), Tensor.detach)],

@@ -113,3 +113,15 @@ def test_flops_are_those_of_the_entries() -> None:
     with FlopCounterMode(display=False) as counter:
         rows.times(weight).sum().backward()
     assert counter.get_total_flops() == 2 * (2 * 10 * 4)
+
+
+def test_no_columns() -> None:
+    """Of rows in several blocks, whose sums are added up."""
+    rows = SparseRows.from_dense((torch.rand(5000, 20) < 0.5).float())
+    assert rows is not None
+    assert rows.num_blocks > 1
+    assert rows.transposed_times(torch.empty(5000, 0)).shape == (20, 0)
+    weight = torch.empty(20, 0, requires_grad=True)
+    rows.times(weight).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.shape == (20, 0)

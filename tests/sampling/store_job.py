@@ -135,6 +135,18 @@ def link_prediction(job: Job) -> Any:
     return job.epochs(loader, read)
 
 
+def seeds_first(job: Job) -> Any:
+    """Of each batch the seeds' rows are read before those of all inputs, of the same field."""
+    switch_on(strategy="depcache")
+    loader = node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique())
+
+    def read(batch: Any) -> None:
+        for ids in (batch[1], batch[0]):
+            job.check_rows(job.g.ndata["feat"][ids], "feat", ids)
+
+    return job.epochs(loader, read)
+
+
 class OldStyleSampler:
     """How DistDGL scripts sampled before `DistNodeDataLoader`."""
 
@@ -413,6 +425,12 @@ def partly_served(job: Job) -> Any:
         for inputs, _, _ in loader:
             g.ndata["scratch"][inputs]
     outcome["counts"] = dgl_hybrid.read_counts()
+    if outcome["is_on"]:
+        dgl_hybrid.enable(budget="90%")  # of fields that nobody may hold, but they are there
+        dgl_hybrid.reset_read_counts()
+        for _ in node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique()):
+            pass
+        outcome["counts of a share"] = dgl_hybrid.read_counts()
     for writer in (1, 0):
         g.barrier()
         if job.rank == writer:
@@ -431,6 +449,7 @@ PHASES: dict[str, Callable[[Job], Any]] = {
         unlimited,
         budgets,
         link_prediction,
+        seeds_first,
         old_style,
         says_nothing,
         inference,

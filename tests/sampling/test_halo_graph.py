@@ -209,7 +209,7 @@ def test_seeds_of_any_integer_type(
     noted: list[Tensor] = []
     store = SimpleNamespace(halo_graph=halo, note_remote_seeds=noted.append)
     plugin = HaloPlugin(HaloConfig())
-    monkeypatch.setattr(plugin, "_store_of", lambda g: store)
+    monkeypatch.setattr(plugin, "_store_of", lambda g, share: store)
 
     def of_dgl(g: Any, nodes: Tensor, issue_remote_req: Any, local_access: Any) -> Any:
         assert nodes.dtype == dtype

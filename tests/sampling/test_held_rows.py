@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,6 +96,28 @@ def test_rows_can_be_added_later() -> None:
     assert same_bits(rows, owner.rows[[11, 15, 20]])
     assert len(not_held) == 0
     assert owner.asked == []
+
+
+def test_what_is_shared_is_ids_with_their_own_rows_at_any_time() -> None:
+    """A queue of sampler processes looks from a thread of its own."""
+    owner = Owner(torch.randn(50, 2))
+    held = HeldRows(owner.rows[:10], 50)
+
+    def look(ids: Tensor | None = None) -> Tensor:
+        if (shared := held.shared()) is not None:
+            assert same_bits(shared[1], owner.rows[shared[0]])
+        return torch.empty(0) if ids is None else owner(ids)
+
+    copied = torch.Tensor.share_memory_
+    assert held.shared() is None
+    for ids in ([20, 11], [15, 3, 40]):
+        held._share = True
+        with mock.patch.object(torch.Tensor, "share_memory_", lambda x: (look(), copied(x))[1]):
+            held.fetch(torch.tensor(ids), look, float("inf"))
+    shared = held.shared()
+    assert shared is not None
+    assert shared[0].tolist() == [3, 11, 15, 20, 40]
+    look()
 
 
 def test_small_values_are_kept_small_and_come_back_as_they_were() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from dgl_hybrid.sampling.observed import ObservedReads
+from dgl_hybrid.sampling.observed import MOST_COUNTED, ObservedReads
 
 
 def test_what_comes_back_is_found_the_most_read_first() -> None:
@@ -34,3 +34,14 @@ def test_counts_survive_merging(monkeypatch: object) -> None:
         observed.add(torch.arange(600_000))
     assert len(observed.review(3)) == 600_000
     assert len(observed.review(4)) == 0
+
+
+def test_what_is_read_once_by_all_is_not_kept_for_good() -> None:
+    """A script that looks at every edge has no more of them counted than so many."""
+    observed = ObservedReads()
+    often = torch.arange(7, 4 * MOST_COUNTED, 1001)
+    for ids in torch.arange(4 * MOST_COUNTED).split(MOST_COUNTED // 3):
+        observed.add(ids)
+        observed.add(often)
+    assert len(observed._ids) <= MOST_COUNTED
+    assert torch.equal(observed.review(2).sort().values, often)

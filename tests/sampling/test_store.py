@@ -54,6 +54,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "unlimited",
         "budgets",
         "link_prediction",
+        "seeds_first",
         "old_style",
         "says_nothing",
         "inference",
@@ -72,7 +73,7 @@ def test_counting_alone_holds_nothing(trainers: list[dict[str, Any]]) -> None:
             assert epoch["held_rows"] == epoch["held_seeds"] == epoch["fill_rows"] == epoch["held_bytes"] == 0
 
 
-@pytest.mark.parametrize("phase", ["unlimited", "link_prediction", "old_style", "inference"])
+@pytest.mark.parametrize("phase", ["unlimited", "link_prediction", "seeds_first", "old_style", "inference"])
 def test_without_a_limit_nothing_is_read_twice(trainers: list[dict[str, Any]], phase: str) -> None:
     """Node and edge loaders, samplers of scripts, inference: after the first epoch, nothing at all."""
     for results in trainers:
@@ -220,6 +221,7 @@ def test_where_one_machine_has_no_plugin_nobody_holds_rows(tmp_path: Path) -> No
     assert (on["is_on"], on["machine"], off["is_on"], off["machine"]) == (True, 0, False, 1)
     assert on["counts"]["held_rows"] == on["counts"]["fill_rows"] == 0
     assert on["counts"]["held_seeds"] > 0, "the structure does not change, so lists are held"
+    assert on["counts of a share"]["held_seeds"] > 0
     for trainer in (on, off):
         assert trainer["stale after 0"] == trainer["stale after 1"] == 0
     (warning,) = on["warnings"]

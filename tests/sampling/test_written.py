@@ -12,10 +12,12 @@ import dgl_hybrid
 # isort: split
 import pytest
 import torch
-from dgl.distributed import kvstore, rpc
+from dgl.distributed import kvstore, role, rpc
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.sampling import plugin as plugin_module
 from dgl_hybrid.sampling import written
+from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_store import HaloStore
 from dgl_hybrid.sampling.held_rows import HeldFields
 from dgl_hybrid.sampling.written import WrittenFields, is_served, publish_table
@@ -200,3 +202,30 @@ def test_a_server_that_does_not_answer_is_no_reason_to_wait_for_ever(monkeypatch
     monkeypatch.setattr(rpc, "send_request", lambda *args: None)
     with pytest.raises(ExchangeError, match="did not answer SilenceRequest within 300 s"):
         fields.fall_silent()
+
+
+@pytest.mark.parametrize(("num_parts", "is_told"), [(2, True), (1, False)])
+def test_who_has_read_nothing_announces_what_it_wrote(
+    num_parts: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer whose sampler processes read everything may still write into its part."""
+    client = object()
+    book = SimpleNamespace(num_partitions=lambda: num_parts)
+    graph = SimpleNamespace(_client=client, get_partition_book=lambda: book)
+    monkeypatch.setattr(plugin_module, "_graphs", {"g": graph})
+    done: list[str] = []
+    fields = SimpleNamespace(announce_direct_writes=lambda: done.append("announced"))
+    plugin = plugin_module.HaloPlugin(HaloConfig())
+    monkeypatch.setattr(plugin, "written_fields", lambda of: fields if of is client else None)
+    plugin._barrier(lambda of: done.append("barrier"), client)
+    assert done == ["announced", "barrier"][not is_told :]
+    plugin._barrier(lambda of: done.append("of another"), object())
+    assert done[-1] == "of another"
+    assert "announced" not in done[1:]
+
+
+@pytest.mark.parametrize(("name", "expected"), [("default", True), ("sampler", False)])
+def test_sampler_processes_share_with_nobody(name: str, expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DGL_NUM_SAMPLER", "2")
+    monkeypatch.setattr(role, "CUR_ROLE", name)
+    assert plugin_module._has_samplers() is expected

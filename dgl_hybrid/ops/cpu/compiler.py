@@ -24,19 +24,14 @@ Kernel = Callable[[int], None]
 _SIGNATURE = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _kernels: dict[Hashable, Kernel] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()
 _num_given_back = 0
 """How many kernels there were when the compiler was last given back."""
 
 
-def _renew_lock() -> None:
-    """In a child made by fork: nobody there would release a lock that another thread of the parent held."""
-    global _lock
-    _lock = threading.Lock()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_lock)
+    # A fork waits for whoever compiles: in the child nobody would release this lock, nor those of llvmlite and LLVM.
+    os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 
 
 def compile_kernel(key: Hashable, emit: Callable[[], str]) -> Kernel:

@@ -67,12 +67,7 @@ def _differentiable(
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-            needed = ctx.needs_input_grad
-            ctx.needs_input_grad = _structured(needed[1:], ctx.lengths)
-            try:
-                found = backward(ctx, *grads)
-            finally:
-                ctx.needs_input_grad = needed
+            found = backward(_OfCall(ctx, _structured(ctx.needs_input_grad[1:], ctx.lengths)), *grads)
             return None, *_flattened(found, is_list)
 
     def call(*args: Any) -> Any:
@@ -85,6 +80,19 @@ def _differentiable(
             return op(*args)
 
     return call
+
+
+class _OfCall:
+    """A context as `backward` reads it, with `needs_input_grad` in the form of the op's arguments.
+
+    Of one call: threads may go back through one node at once, and share its context.
+    """
+
+    def __init__(self, ctx: Any, needs_input_grad: tuple[Any, ...]) -> None:
+        self._ctx, self.needs_input_grad = ctx, needs_input_grad
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
 
 
 def _refuse_tangents(values: Sequence[Any]) -> None:

@@ -114,11 +114,11 @@ def _products_backward_meta(
     needs_weights: Sequence[bool],
     needs_addend: bool,
 ) -> list[Tensor]:
-    found = [torch.empty_like(x) for x, needs in zip(rows, needs_rows, strict=True) if needs]
+    found = [x.new_empty(x.shape) for x, needs in zip(rows, needs_rows, strict=True) if needs]
     for weight, needs in zip(weights, needs_weights, strict=True):
         if needs:
             found.append(grad.new_empty(weight.shape[::-1] if is_turned(weight) else weight.shape))
-    return [*found, grad.new_empty(grad.shape[1]), *([torch.empty_like(grad)] if needs_addend else [])]
+    return [*found, grad.new_empty(grad.shape[1]), *([grad.new_empty(grad.shape)] if needs_addend else [])]
 
 
 register(

@@ -53,7 +53,7 @@ def _transposed(
     backend = choose_backend(x)
     out, _ = backend.spmm(read_rows(columns), x.contiguous().unsqueeze(1), column_values.unsqueeze(1), "sum")
     out = out.squeeze(1)
-    return out if num_blocks == 1 else out.view(num_blocks, -1, x.shape[1]).sum(0)
+    return out if num_blocks == 1 else out.view(num_blocks, len(out) // num_blocks, x.shape[1]).sum(0)
 
 
 def _transposed_meta(

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dgl_hybrid.ops import EdgeDropout, SparseGraph
-from dgl_hybrid.ops.cpu import threads
+from dgl_hybrid.ops import EdgeDropout, SparseGraph, spmm
+from dgl_hybrid.ops.cpu import compiler, threads
 from dgl_hybrid.ops.cpu.backend import CpuBackend
 from dgl_hybrid.ops.cpu.tasks import LONG_ROW_ENTRIES, cut_evenly, cut_rows
 
@@ -177,6 +178,45 @@ def test_a_forked_child_computes(graph: SparseGraph) -> None:
         os.waitpid(child, 0)
         pytest.fail("the child hangs")
     assert ended[1] == 0
+
+
+def test_a_fork_waits_for_who_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks that the compiler holds would never be released in the child."""
+    has_begun, has_ended = threading.Event(), threading.Event()
+
+    def compile_slowly(assembly: str) -> compiler.Kernel:
+        has_begun.set()
+        time.sleep(0.5)
+        has_ended.set()
+        return lambda arguments: None
+
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    monkeypatch.setattr(compiler, "_kernels", {})
+    thread = threading.Thread(target=compiler.compile_kernel, args=("slow", str))
+    thread.start()
+    assert has_begun.wait(10.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if child == 0:
+        os._exit(0 if has_ended.is_set() and compiler.compile_kernel("another", str) else 1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_threads_go_back_through_one_node() -> None:
+    num_rows = 2000
+    ends = torch.randint(num_rows, (2, 40 * num_rows), generator=torch.Generator().manual_seed(0))
+    graph = SparseGraph.from_coo(*ends, num_rows, num_rows)
+    x = torch.randn(num_rows, 64, requires_grad=True)
+    out = spmm(graph, x).sum()
+    (expected,) = torch.autograd.grad(out, x, retain_graph=True)
+
+    def go_back(_: int) -> bool:
+        return all(torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], expected) for _ in range(40))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(go_back, range(4)))
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])

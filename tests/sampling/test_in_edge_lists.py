@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dgl_hybrid
@@ -18,7 +19,7 @@ from torch import Tensor
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import halo_store, in_edge_lists
 from dgl_hybrid.sampling.halo_store import HaloStore
-from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, fetch_lists
+from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, PartitionLists, fetch_lists
 from tests.sampling.offline import Machines, start_machines
 
 NUM_NODES, HUB, HUB_DEGREE = 200, 150, 101
@@ -100,3 +101,21 @@ def test_lists_to_decide_by_stay_within_the_limit(machines: Machines, monkeypatc
 def test_lists_that_are_not_whole_are_refused(machines: Machines) -> None:
     with pytest.raises(ExchangeError, match=r"asked for the in-edges of 2 vertices and sent fewer or more"):
         fetch_lists(machines.states[0].partition_book, torch.tensor([HUB, HUB + 1]), torch.tensor([5, 1]))
+
+
+@pytest.mark.parametrize("has_ids", [True, False])
+def test_edges_without_ids_are_numbered_as_they_lie(has_ids: bool) -> None:
+    """What DGL's `adj_tensors` says of an empty tensor of ids."""
+    indptr, indices = torch.tensor([0, 2, 3, 3]), torch.tensor([1, 2, 0])
+    ids = torch.arange(3) if has_ids else torch.empty(0, dtype=torch.int64)
+    graph = SimpleNamespace(
+        adj_tensors=lambda layout: (indptr, indices, ids),
+        ndata={dgl.NID: torch.tensor([10, 11, 12])},
+        edata={dgl.EID: torch.tensor([20, 21, 22])},
+    )
+    book = SimpleNamespace(partid=0, nid2localnid=lambda ids, part: ids - 10)
+    lists = PartitionLists(SimpleNamespace(local_partition=graph, get_partition_book=lambda: book))
+    found = lists.inner(torch.tensor([11, 10]))
+    assert found.counts.tolist() == [1, 2]
+    assert found.src_global.tolist() == [10, 11, 12]
+    assert found.eid_global.tolist() == [22, 20, 21]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,8 +19,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
     parser.usage = USAGE
     parser.epilog = (
-        "The script runs as `python SCRIPT ARGUMENT ...` would run it, in place of this process, as server, trainer or "
-        "by itself. After --, -m MODULE works as well. Under torchrun: torchrun ... -m dgl_hybrid.cli run SCRIPT. With "
+        "The script runs as `python SCRIPT ARGUMENT ...` would run it, with this interpreter's -u, -O, -W, -X and the "
+        "like, in place of this process, as server, trainer or by itself. After --, -m MODULE works as well. Under "
+        "torchrun: torchrun ... -m dgl_hybrid.cli run SCRIPT. With "
         "DGL's tools/launch.py, which puts torch's launcher behind the word python of its command, leave the command "
         "as it is and add --extra_envs DGL_HYBRID_ENABLE=1."
     )
@@ -41,20 +41,28 @@ def run(args: argparse.Namespace) -> int:
     os.execve(sys.executable, [sys.executable, *interpreter_options(sys.orig_argv), *command], environment)
 
 
+_HANDED_ON = "OWXbdquv"
+"""Options that change what the interpreter says and checks, not what it imports: those are of our own start."""
+
+
 def interpreter_options(words: Sequence[str]) -> list[str]:
-    """Returns the options of the interpreter (`-u`, `-X faulthandler`) in a command line, up to the script or `-m`."""
+    """Returns the options of the interpreter in a command line, up to the script or `-m`, that a script is to have, too
+    (`-u`, `-X faulthandler`)."""
     options: list[str] = []
     left = iter(words[1:])
     for word in left:
-        if not word.startswith("-") or word in ("-", "--"):
+        if word == "--check-hash-based-pycs":
+            next(left, "")
+        if word.startswith("--"):
+            continue
+        if not word.startswith("-") or word == "-":
             break
-        if word in ("-X", "-W", "--check-hash-based-pycs"):
-            options += [word, next(left, "")]
-        elif word.startswith(("--", "-X", "-W")):
-            options.append(word)
-        else:  # letters; what follows m or c is the program
-            letters = re.split("[mc]", word[1:], maxsplit=1)
-            options += [f"-{letters[0]}"] if letters[0] else []
-            if len(letters) > 1:
+        for at, letter in enumerate(word[1:], start=1):
+            if letter in "mc":  # the program
+                return options
+            if letter in "WX":
+                options.append(f"-{letter}{word[at + 1 :] or next(left, '')}")
                 break
+            if letter in _HANDED_ON:
+                options.append(f"-{letter}")
     return options

@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import secrets
+import select
 import selectors
 import shlex
 import signal
@@ -143,6 +144,7 @@ class Controller:
         self._is_ending = False
         self._started_s = 0.0
         self._has_ended = threading.Event()
+        self._pings = threading.Thread(target=self._ping, daemon=True, name="pings")
 
     def run(self) -> ClusterResult:
         """Runs the job to its end.
@@ -186,7 +188,7 @@ class Controller:
             is_remote = not prefixes and not is_local_address(machine.address)
             prefix = prefixes[machine.machine_id] if prefixes else ()
             self._agents.append(self._start_agent(machine, prefix, is_remote=is_remote))
-        threading.Thread(target=self._ping, daemon=True, name="pings").start()
+        self._pings.start()
         for agent in self._agents:
             self._send(agent, self._preparation(agent))
         deadline = time.monotonic() + AGENT_TIMEOUT_S
@@ -394,6 +396,8 @@ class Controller:
             )
         finally:
             self._has_ended.set()
+            if self._pings.is_alive():
+                self._pings.join()
             for agent in self._agents:
                 if agent.process.poll() is None and agent.num_open > 0:
                     logger.warning("the agent of %s does not end: killed", agent.machine)
@@ -421,18 +425,34 @@ class Controller:
             self._receive(key.data, key.fileobj)  # type: ignore[arg-type]
 
     def _ping(self) -> None:
-        """Lets agents know that this process lives, also while whoever reads its output is in no hurry (`| less`)."""
+        """Lets agents know that this process lives, also while whoever reads its output is in no hurry (`| less`).
+
+        Never waits for one: an agent that reads nothing has pings before it, and the others wait for theirs.
+        """
         while not self._has_ended.wait(PING_EVERY_S):
             for agent in self._agents:
-                self._send(agent, Ping())
+                if not agent.lock.acquire(blocking=False):
+                    continue  # it is just being told something
+                try:
+                    # Whatever can be written to takes as much as a ping at once.
+                    if select.select([], [agent.process.stdin], [], 0)[1]:
+                        self._write(agent, Ping())
+                except (OSError, ValueError):
+                    pass  # it is gone: seen by the thread that reads
+                finally:
+                    agent.lock.release()
 
     def _send(self, agent: _Agent, message: Message) -> None:
-        assert agent.process.stdin is not None
         # It is gone: seen in the next turn.
         with agent.lock, contextlib.suppress(OSError, ValueError):
-            data = memoryview(encode(message))
-            while data:
-                data = data[agent.process.stdin.write(data) :]
+            self._write(agent, message)
+
+    @staticmethod
+    def _write(agent: _Agent, message: Message) -> None:
+        assert agent.process.stdin is not None
+        data = memoryview(encode(message))
+        while data:
+            data = data[agent.process.stdin.write(data) :]
 
     def _receive(self, agent: _Agent, stream: IO[bytes]) -> None:
         try:

@@ -31,7 +31,7 @@ from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows, Pull
 from dgl_hybrid.sampling.id_index import worthwhile_table_bytes
 from dgl_hybrid.sampling.in_edge_lists import InEdgeLists
 from dgl_hybrid.sampling.list_sizes import list_sizes
-from dgl_hybrid.sampling.observed import ObservedReads
+from dgl_hybrid.sampling.observed import ObservedReads, most_counted
 from dgl_hybrid.sampling.remote_costs import measure_remote_costs
 from dgl_hybrid.sampling.written import WrittenFields
 
@@ -103,7 +103,7 @@ class HaloStore:
         self._rows = HeldFields()
         self._held_sizes: dict[str, int] = {}
         self._observed_rows: dict[str, ObservedReads] = {}
-        self._observed_seeds = ObservedReads()
+        self._observed_seeds = ObservedReads(most_counted(self._budget_bytes))
         if self._is_holding and not self._written.is_guarded:
             _logger.warning(
                 "the server of machine %s runs without dgl_hybrid, so nobody can be told of all writes: in-edge lists "
@@ -327,7 +327,9 @@ class HaloStore:
             return
         if self._room_bytes(name) < held.row_bytes:
             return
-        observed = self._observed_rows.setdefault(name, ObservedReads())
+        if name not in self._observed_rows:
+            self._observed_rows[name] = ObservedReads(most_counted(self._room_bytes(name)))
+        observed = self._observed_rows[name]
         # The others were decided about.
         if observed.add(difference(remote, held.expected)):
             often = observed.review(self._min_count)

@@ -284,19 +284,18 @@ def _open_checkpoints(
     if folder is None:
         return None
     facts = ModelFacts.of(job, int(g.ndata["feat"].shape[1]))
-    graph, seed = _facts_of_graph(g), job.training.seed
+    graph, seed = _facts_of_graph(g, facts.num_classes), job.training.seed
     return Checkpoints(folder, g.communicator, model, optimizer, facts, job.dataset, graph=graph, seed=seed)
 
 
-def _facts_of_graph(g: PartitionedGraph) -> dict[str, int | str]:
+def _facts_of_graph(g: PartitionedGraph, num_classes: int) -> dict[str, int | str]:
     """Returns what tells graphs apart, however they are partitioned: sizes, and how many vertices of each split have
     which label. Collective.
     """
-    communicator, label = g.communicator, g.ndata["label"].local
-    largest = max(row[0] for row in communicator.gather_ints([int(label.max()) if len(label) else 0]))
+    label = g.ndata["label"].local
     of_splits = [label[g.ndata[split].local.bool()] for split in SPLITS]
-    counts = [torch.bincount(labels.clamp(min=0), minlength=largest + 1) for labels in of_splits]
-    sums = communicator.sum_(torch.cat(counts).double()).long().tolist()
+    counts = [torch.bincount(labels, minlength=num_classes) for labels in of_splits]
+    sums = g.communicator.sum_(torch.cat(counts).double()).long().tolist()
     digest = hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
     return {"vertices": g.num_nodes(), "edges": g.num_edges(), "labels": digest}
 
@@ -318,13 +317,31 @@ def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
 
 
 def _model_of(job: TrainJob, g: PartitionedGraph) -> dict[str, str | int | float]:
-    """Returns what decides over what a plan may rely on: what the first layer keeps, which levels are whole."""
-    return {**asdict(job.model), "in_feats": int(g.ndata["feat"].shape[1])}
+    """Returns what decides over what a plan may rely on: what the first layer keeps, which levels are whole, how many
+    bytes a row has.
+    """
+    model = job.model
+    facts: dict[str, str | int | float] = {
+        "model": model.model,
+        "hidden": model.hidden,
+        "in_feats": int(g.ndata["feat"].shape[1]),
+        "dropout": "some" if model.dropout else "none",
+        "dtype": job.training.dtype,
+    }
+    return facts | ({"heads": model.heads} if model.model in ("gat", "gatv2") else {})
 
 
 def _check_budget(plan: DependencyPlan, job: TrainJob) -> None:
     budget = job.strategy.memory_budget
-    if budget is None or plan.estimate is None or plan.chunk_rows is not None:
+    if budget is None or plan.estimate is None:
+        return
+    if plan.chunk_rows is not None:
+        fitting = None if plan.trace is None else chunk_rows_within(plan.trace, budget)
+        if plan.trace is not None and (fitting is None or plan.chunk_rows > fitting):
+            raise PlanError(
+                f"the plan in {job.strategy.plan} receives {plan.chunk_rows:,} rows at a time, and --memory-budget has "
+                f"room for {fitting or 0:,}: plan again with this budget, or leave it out"
+            )
         return
     held = max(of_rank.held_bytes for of_rank in plan.estimate.ranks)
     if held > budget:

@@ -260,8 +260,11 @@ def broken_import(name: str) -> None:
     [
         ("python -u -m dgl_hybrid.cli run train.py -u", "-u"),
         ("python -um dgl_hybrid.cli run -X train.py", "-u"),
-        ("python -X dev -W error -Xfaulthandler -OO -m dgl_hybrid.cli run", "-X dev -W error -Xfaulthandler -OO"),
-        ("python --check-hash-based-pycs never -E /bin/dgl-hybrid run -u x", "--check-hash-based-pycs never -E"),
+        ("python -X dev -W error -Xfaulthandler -OO -m dgl_hybrid.cli run", "-Xdev -Werror -Xfaulthandler -O -O"),
+        ("python -uXimporttime -qWmodule -m dgl_hybrid.cli run", "-u -Ximporttime -q -Wmodule"),
+        ("python -uX dev -uc code -q", "-u -Xdev -u"),
+        ("python --check-hash-based-pycs never -b /bin/dgl-hybrid run -u x", "-b"),
+        ("python3 -sPu /bin/dgl-hybrid run train.py", "-u"),
         ("python /bin/dgl-hybrid run -u", ""),
         ("python", ""),
     ],

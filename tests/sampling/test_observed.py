@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
-from dgl_hybrid.sampling.observed import MOST_COUNTED, ObservedReads
+from dgl_hybrid.sampling.observed import LEAST_COUNTED, ObservedReads, most_counted
 
 
 def test_what_comes_back_is_found_the_most_read_first() -> None:
@@ -38,10 +40,28 @@ def test_counts_survive_merging(monkeypatch: object) -> None:
 
 def test_what_is_read_once_by_all_is_not_kept_for_good() -> None:
     """A script that looks at every edge has no more of them counted than so many."""
-    observed = ObservedReads()
-    often = torch.arange(7, 4 * MOST_COUNTED, 1001)
-    for ids in torch.arange(4 * MOST_COUNTED).split(MOST_COUNTED // 3):
-        observed.add(ids)
-        observed.add(often)
-    assert len(observed._ids) <= MOST_COUNTED
-    assert torch.equal(observed.review(2).sort().values, often)
+    observed = ObservedReads(1000)
+    often = torch.arange(7, 4000, 101)
+    found: list[int] = []
+    for ids in torch.arange(4000).split(300):
+        for some in (ids, often):
+            if observed.add(some):
+                found += (come_back := observed.review(2)).tolist()
+                observed.forget(come_back)
+            assert observed.num_counted <= 1000
+    assert set(found) == set(often.tolist())
+
+
+def test_what_is_wanted_after_one_read_is_all_found() -> None:
+    observed = ObservedReads(1000)
+    found: list[Tensor] = []
+    for ids in torch.arange(9000).split(70):
+        if observed.add(ids):
+            found.append(observed.review(1))
+            observed.forget(found[-1])
+    assert torch.cat([*found, observed.review(1)]).sort().values.tolist() == list(range(9000))
+
+
+def test_more_is_counted_where_more_can_be_held() -> None:
+    assert most_counted(float("inf")) == most_counted(1e6) == LEAST_COUNTED
+    assert 16 * most_counted(1e10) == pytest.approx(1e10 / 16)

@@ -356,7 +356,23 @@ def test_plan_over_the_budget(tmp_path: Path, folder: Path) -> None:
     within = replace(job, strategy=replace(job.strategy, memory_budget=1e3))
     errors = run_ranks_expect_errors(2, run_job, within.to_json())
     expect_everywhere(errors, "PlanError", "and --memory-budget is 1,000: plan again with this budget")
+    wide = replace(job, training=replace(job.training, dtype="float32"))
+    errors = run_ranks_expect_errors(2, run_job, wide.to_json())
+    expect_everywhere(errors, "PlanError", "was made for a model with dtype float64 (expected float32)")
     roomy = replace(job, strategy=replace(job.strategy, memory_budget=1e9))
     assert run(roomy, 2).chosen_plan == "depcache"
     with pytest.raises(ValueError, match="nothing is planned with a plan: leave strategy depcache out"):
         replace(job.strategy, strategy="depcache")
+
+
+def test_plan_in_larger_messages_than_the_budget_has_room_for(tmp_path: Path, folder: Path) -> None:
+    job = make_job(folder, 2, strategy="depcomm")
+    within = replace(job, strategy=replace(job.strategy, memory_budget=3e3))
+    run_ranks(2, save_plan, within.to_json(), str(tmp_path / "plan"))
+    (chunk_rows,) = {planner.load_plan(tmp_path / "plan", rank).chunk_rows for rank in range(2)}
+    assert chunk_rows is not None, "everything at once would not fit"
+    follows = replace(within, strategy=StrategyConfig(plan=str(tmp_path / "plan"), memory_budget=3e3))
+    assert run(follows, 2).chosen_plan == "depcomm"
+    less = replace(within, strategy=StrategyConfig(plan=str(tmp_path / "plan"), memory_budget=1.5e3))
+    errors = run_ranks_expect_errors(2, run_job, less.to_json())
+    expect_everywhere(errors, "PlanError", f"receives {chunk_rows} rows at a time, and --memory-budget has room for ")

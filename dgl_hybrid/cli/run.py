@@ -47,7 +47,8 @@ _HANDED_ON = "OWXbdquv"
 
 def interpreter_options(words: Sequence[str]) -> list[str]:
     """Returns the options of the interpreter in a command line, up to the script or `-m`, that a script is to have, too
-    (`-u`, `-X faulthandler`)."""
+    (`-u`, `-X faulthandler`).
+    """
     options: list[str] = []
     left = iter(words[1:])
     for word in left:

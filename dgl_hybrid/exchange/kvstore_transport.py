@@ -23,7 +23,14 @@ from dgl_hybrid.exchange.mailbox import (
     ParcelResponse,
     register_services,
 )
-from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row
+from dgl_hybrid.exchange.transport import (
+    NO_TAG,
+    ExchangeTag,
+    Transport,
+    as_bytes,
+    bytes_of_row,
+    milliseconds,
+)
 
 PARCEL_BYTES = 32 << 20
 """What one message carries at most: bounds the buffers that sender, server and receiver allocate at a time."""
@@ -130,7 +137,7 @@ class KVStoreTransport(Transport):
         rpc.send_request(server, CollectRequest(address, self._client_id, sum(missing)))
         deadline = time.monotonic() + self._timeout_s
         while sum(missing):
-            response = rpc.recv_response(timeout=max(1, int(1000 * (deadline - time.monotonic()))))
+            response = rpc.recv_response(timeout=milliseconds(deadline - time.monotonic()))
             if response is None:
                 self._late = [source for source, count in enumerate(missing) if count]
                 self._abandon(server, address)
@@ -144,7 +151,10 @@ class KVStoreTransport(Transport):
     def _abandon(self, server: int, address: tuple[int, ...]) -> None:
         """Sees to it that no late parcel meets another request of this client."""
         rpc.send_request(server, AbandonRequest(address))
-        while not isinstance(rpc.recv_response(timeout=int(1000 * self._timeout_s)), (AbandonedResponse, type(None))):
+        while not isinstance(
+            rpc.recv_response(timeout=milliseconds(self._timeout_s)),
+            (AbandonedResponse, type(None)),
+        ):
             pass
 
     def _address(self, rank: int) -> tuple[int, ...]:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import select
 import socket
@@ -40,7 +39,14 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.far_rows import FarRows
 from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
 from dgl_hybrid.exchange.shared_segments import Outbox
-from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row
+from dgl_hybrid.exchange.transport import (
+    NO_TAG,
+    ExchangeTag,
+    Transport,
+    as_bytes,
+    bytes_of_row,
+    milliseconds,
+)
 
 ROUND_BYTES = 16 << 20
 """What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,
@@ -339,7 +345,7 @@ class SharedMemoryTransport(Transport):
             except BlockingIOError:
                 writable = select.poll()
                 writable.register(link.channel, select.POLLOUT)
-                if not writable.poll(_milliseconds(deadline)):
+                if not writable.poll(milliseconds(deadline - time.monotonic())):
                     self._give_up([link.rank])
             except ConnectionError:
                 return
@@ -361,7 +367,7 @@ class SharedMemoryTransport(Transport):
             for link in waiting.values():
                 events.register(link.channel, select.POLLIN)
                 events.register(link.peer_process, select.POLLIN)
-            happened = {descriptor for descriptor, _ in events.poll(_milliseconds(deadline))}
+            happened = {descriptor for descriptor, _ in events.poll(milliseconds(deadline - time.monotonic()))}
             if not happened:
                 self._give_up(sorted(waiting))
 
@@ -468,10 +474,6 @@ def _receive(channel: socket.socket) -> bytes | None:
             return None
         except ConnectionResetError:
             continue  # Said once, of messages that the other end had not read; its own come after.
-
-
-def _milliseconds(deadline: float) -> int:
-    return max(0, math.ceil(1000 * (deadline - time.monotonic())))
 
 
 def _close(outbox: Outbox, links: Sequence[PeerLink]) -> None:

@@ -16,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_LONGEST_WAIT_MS = 2**31 - 1
+"""What the system takes for a wait, some 25 days; who is told to wait for longer gives up then."""
+
 _PROGRESS_KEY = "dgl_hybrid/late/{name}/{rank}"
 
 
@@ -30,6 +33,11 @@ class ExchangeTag:
 
 
 NO_TAG = ExchangeTag()
+
+
+def milliseconds(seconds: float) -> int:
+    """Returns a wait as the system takes it: at least 1, rounded up."""
+    return min(max(1, math.ceil(1000 * seconds)), _LONGEST_WAIT_MS)
 
 
 class Transport(ABC):

@@ -30,7 +30,6 @@ from dgl_hybrid.graph.products_beside import ProductsBeside
 from dgl_hybrid.graph.row_products import (
     are_plain,
     is_relu,
-    is_watched,
     narrowed_rows,
     product,
     rows_and_own,
@@ -39,6 +38,7 @@ from dgl_hybrid.graph.row_products import (
 )
 from dgl_hybrid.graph.split_exchange import Scale
 from dgl_hybrid.graph.static_results import Rows, sparse_or_dense
+from dgl_hybrid.graph.watched_modules import is_watched
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.op_counts import count
 

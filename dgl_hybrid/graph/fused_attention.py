@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms
 from dgl_hybrid.graph.layer_block import FusedOp, LayerBlock
-from dgl_hybrid.graph.row_products import is_elu, is_watched, linear
+from dgl_hybrid.graph.row_products import is_elu, linear
 from dgl_hybrid.graph.split_block import SplitBlock
+from dgl_hybrid.graph.watched_modules import is_watched
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
@@ -115,9 +116,23 @@ def _finish(rst: Tensor, bias: Tensor | None, activation: Any, *, is_new: bool) 
         return flat.view(rst.shape)
     if bias is not None:
         rst = rst + bias
-    elif not is_new and rst.requires_grad and (activation is None or getattr(activation, "inplace", False)):
+    elif not is_new and rst.requires_grad and not _returns_new_rows(activation):
         rst = rst.clone()  # the backward of attention reads its result, and scripts may go on in place
     return activation(rst) if activation else rst
+
+
+_PURE = (
+    *(F.elu, F.gelu, F.leaky_relu, F.relu, F.selu, F.sigmoid, F.silu, F.softplus, F.tanh),
+    *(torch.relu, torch.selu, torch.sigmoid, torch.tanh),
+)
+
+
+def _returns_new_rows(activation: Any) -> bool:
+    """Whether this is known to write into memory of its own. An identity returns what it is given."""
+    if isinstance(activation, nn.Module):
+        is_of_pytorch = type(activation).__module__ == nn.ReLU.__module__
+        return is_of_pytorch and not getattr(activation, "inplace", False)
+    return any(activation is function for function in _PURE)
 
 
 def _find_edges(

@@ -27,16 +27,30 @@ def copy_of(model: ModelT) -> ModelT:
     A `DistEmbedding` inside is copied, so that it remembers its own reads alone, but the tensor it reads is the same:
     copies may read it and must not write to it. Not collective.
     """
-    # What an earlier call has left in attributes (a weight that `weight_norm` makes of two, rows kept to be looked at)
-    # hangs on that call's graph of gradients, and no tensor of one is copied.
-    left: dict[int, Any] = {
-        id(tensor): tensor.detach().clone()
-        for module in model.modules()
-        for tensor in vars(module).values()
-        if isinstance(tensor, Tensor) and not tensor.is_leaf
-    }
-    with _shared_by_copies(_ON_SERVERS):
-        return copy.deepcopy(model, left)
+    with _shared_by_copies(_ON_SERVERS), _copied_without_graphs():
+        return copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def _copied_without_graphs() -> Iterator[None]:
+    """Lets deep copies take what an earlier call has left (a weight that `weight_norm` makes of two, rows kept in a list
+    to be looked at): it hangs on that call's graph of gradients, and no tensor of one is copied.
+    """
+    original = Tensor.__deepcopy__
+
+    def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+        if tensor.is_leaf:
+            return original(tensor, memo)
+        if id(tensor) not in memo:
+            memo[id(tensor)] = tensor.detach().clone()
+        left: Tensor = memo[id(tensor)]
+        return left
+
+    Tensor.__deepcopy__ = copied  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__ = original  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

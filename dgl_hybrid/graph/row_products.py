@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from dgl_hybrid.graph.gradient_owners import is_nobody_elses
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import Rows
+from dgl_hybrid.graph.watched_modules import is_watched
 from dgl_hybrid.ops import SparseRows
+from dgl_hybrid.ops.row_blocks import is_turned
 from dgl_hybrid.ops.unseen import unseen
 
 _COLUMNS = 16
@@ -78,14 +80,15 @@ def gradients_of(
     """Returns gradients of x (n, A), of the weight (O, A) and of a bias (O,), for `x @ weight.t() + bias`."""
     if torch.is_grad_enabled():  # they will be differentiated
         return products([grad], [weight]) if needs_x else None, grad.t() @ x if needs_weight else None, grad.sum(0)
+    multiplied = weight.t()
     found = iter(
         torch.ops.dgl_hybrid.row_products_backward(
-            [x], [weight.t()], grad, None, None, [needs_x], [needs_weight], False
+            [x], [multiplied], grad, None, None, [needs_x], [needs_weight], False
         )
     )
     grad_x = next(found) if needs_x else None
     grad_weight = next(found) if needs_weight else None
-    if grad_weight is not None and grad_weight.shape != weight.shape:  # of a single row or column
+    if grad_weight is not None and not is_turned(multiplied):  # else it lies as the weight does, and so does that
         grad_weight = grad_weight.t()
     return grad_x, grad_weight, next(found)
 
@@ -143,17 +146,6 @@ def product(
     result = torch.matmul(rows, weight)
     result = result if bias is None else result + bias
     return torch.relu(result) if relu else result
-
-
-def is_watched(module: nn.Module) -> bool:
-    """Whether somebody is told of this module's calls, or has given it a forward of its own."""
-    return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in vars(module)
-    )
 
 
 def is_relu(activation: Any) -> bool:

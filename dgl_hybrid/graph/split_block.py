@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,7 +25,6 @@ from dgl_hybrid.graph.split_sum import SplitSum
 class _Shared:
     """What the blocks of one layer on several devices have in common."""
 
-    by_device: dict[torch.device, SplitBlock] = field(default_factory=dict)
     partial_sums: PartialSums | None = None
     """None: not searched for yet."""
 
@@ -49,19 +49,28 @@ class SplitBlock:
         partial_sums: bool = False,
         codec: RowCodec | None = None,
         seed: int = 0,
-        _shared: _Shared | None = None,
+        _first: SplitBlock | None = None,
     ) -> None:
         self._structure, self._communicator, self._device = structure, communicator, device
         self._messages, self._may_send_sums = tuple(messages), partial_sums
         self._codec, self._seed = codec, seed
-        self._shared = _Shared() if _shared is None else _shared
-        self._shared.by_device[device] = self
+        self._shared: _Shared = _Shared() if _first is None else _first._shared
+        self._first = weakref.ref(self if _first is None else _first)
+        self._moved: dict[torch.device, SplitBlock] = {}
+        """Of the first: those on other devices, which do not hold it, so that all go at once with it."""
 
     def on(self, device: torch.device) -> SplitBlock:
         """Returns the same for rows on another device; the same object at every call. Not collective."""
-        known = self._shared.by_device.get(device)
-        if known is not None:
-            return known
+        first = self._first()
+        if first is None or device == self._device:
+            return self if device == self._device else self._on(device, None)
+        if device == first._device:
+            return first
+        if device not in first._moved:
+            first._moved[device] = self._on(device, first)
+        return first._moved[device]
+
+    def _on(self, device: torch.device, first: SplitBlock | None) -> SplitBlock:
         return SplitBlock(
             self._structure,
             self._communicator,
@@ -70,7 +79,7 @@ class SplitBlock:
             partial_sums=self._may_send_sums,
             codec=self._codec,
             seed=self._seed,
-            _shared=self._shared,
+            _first=first,
         )
 
     def release(self) -> None:
@@ -79,8 +88,8 @@ class SplitBlock:
             self.__dict__.pop(name, None)
 
     def retire(self) -> None:
-        """Parts from those on other devices, which hold each other: with the last block all of it is gone, at once."""
-        self._shared.by_device.clear()
+        """Parts from those on other devices, which then last as long as somebody holds them."""
+        self._moved.clear()
 
     @cached_property
     def _layer(self) -> SplitLayer:

@@ -118,9 +118,10 @@ class SplitExchange:
             with _ended_in_any_case(pending):
                 following = make(position + 1) if position + 1 < len(parts) else None
             rows = pending.wait(part.send_counts)
-            if following is not None:
-                pending = self._send_gradients(parts[position + 1], following, codec)
-            _add_returned(part, rows, totals, source_factors)
+            sent = None if following is None else self._send_gradients(parts[position + 1], following, codec)
+            with _ended_in_any_case(sent):
+                _add_returned(part, rows, totals, source_factors)
+            pending = sent
         return totals
 
     def fetch(self, position: int, fields: Sequence[Tensor], meanwhile: Callable[[], None]) -> Tensor:

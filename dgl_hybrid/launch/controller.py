@@ -431,11 +431,12 @@ class Controller:
         """
         while not self._has_ended.wait(PING_EVERY_S):
             for agent in self._agents:
-                if not agent.lock.acquire(blocking=False):
+                stdin = agent.process.stdin
+                if stdin is None or not agent.lock.acquire(blocking=False):
                     continue  # it is just being told something
                 try:
                     # Whatever can be written to takes as much as a ping at once.
-                    if select.select([], [agent.process.stdin], [], 0)[1]:
+                    if select.select([], [stdin], [], 0)[1]:
                         self._write(agent, Ping())
                 except (OSError, ValueError):
                     pass  # it is gone: seen by the thread that reads

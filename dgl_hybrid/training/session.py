@@ -26,6 +26,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import flatten, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.untraced import settle_untraced, untraced
+from dgl_hybrid.graph.watched_modules import OWN_HOOKS
 from dgl_hybrid.training.loss import is_weighting, weight_gradient
 from dgl_hybrid.training.row_mode import RowMode
 from dgl_hybrid.training.step import Step
@@ -312,8 +313,12 @@ def _install() -> None:
         stop()
     if _session.installed:
         return
-    _session.installed.append(register_module_forward_pre_hook(_session.enter))
-    _session.installed.append(register_module_forward_hook(_session.leave, with_kwargs=True, always_call=True))
+    of_modules = [
+        register_module_forward_pre_hook(_session.enter),
+        register_module_forward_hook(_session.leave, with_kwargs=True, always_call=True),
+    ]
+    OWN_HOOKS.update(handle.id for handle in of_modules)
+    _session.installed += of_modules
     _session.installed.append(register_optimizer_step_pre_hook(_session.check_step))
     _session.installed.append(register_optimizer_step_post_hook(_session.check_step))  # closures train inside of it
 

@@ -107,3 +107,28 @@ def test_what_a_call_has_left_in_attributes_is_copied_without_its_gradients() ->
     model.seen.sum().backward()
     assert model.linear.weight_v.grad is not None
     assert copied.linear.weight_v.grad is None
+
+
+def test_what_a_call_has_left_in_containers_is_copied_without_its_gradients() -> None:
+    """A list of each layer's rows, or what a hook of another object keeps."""
+
+    class Recorder:
+        def __init__(self) -> None:
+            self.seen: list[Tensor] = []
+
+        def note(self, module: nn.Module, args: object, output: Tensor) -> None:
+            self.seen.append(output)
+
+    model, recorder = Model(), Recorder()
+    model.linear.register_forward_hook(recorder.note)
+    rows = model.linear(torch.ones(3, 2))
+    model.by_name = {"rows": [rows, rows]}
+    copied = copy_of(model)
+    first, second = copied.by_name["rows"]
+    assert torch.equal(first, rows)
+    assert first is second
+    assert first.grad_fn is None
+    copied.linear(torch.ones(3, 2))
+    assert len(recorder.seen) == 1
+    with pytest.raises(RuntimeError, match="deepcopy"):
+        copy.deepcopy(model)

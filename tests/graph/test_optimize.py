@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
@@ -325,6 +327,13 @@ def test_replaced_and_hooked_parts_still_run(kind: str) -> None:
     handle.remove()
     hooked(graph, inputs_for(graph)[0])
     assert op_counts()[f"{kind}/ours"] == 1
+    seen.clear()
+    handle = register_module_forward_hook(lambda module, args, output: seen.append(type(module)))
+    hooked(graph, inputs_for(graph)[0])
+    handle.remove()
+    assert nn.Dropout in seen, "hooks of all modules are those of each"
+    hooked(graph, inputs_for(graph)[0])
+    assert op_counts()[f"{kind}/ours"] == 2
 
 
 def error_of(call: Callable[[], Any]) -> tuple[type, str]:
@@ -653,11 +662,25 @@ def test_the_result_may_be_changed_in_place(kind: str, graph: Callable[[], Any],
     assert_same(changed_in_place(optimize(layer), graph(), IN_PLACE[change]), expected)
 
 
-@pytest.mark.parametrize("activation", [nn.ReLU(inplace=True), nn.ELU(inplace=True)])
+@pytest.mark.parametrize(
+    "activation",
+    [
+        *(nn.ReLU(inplace=True), nn.ELU(inplace=True), nn.Sequential(nn.ReLU(inplace=True))),
+        *(torch.relu_, functools.partial(F.leaky_relu, inplace=True), lambda h: F.relu(h, inplace=True)),
+    ],
+)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_activations_may_work_in_place(kind: str, activation: nn.Module) -> None:
     layer = make(kind, activation=activation, **({"bias": False} if kind == "gat" else {}))
     check(layer, plain_graph(), inputs_for(plain_graph()))
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_activations_may_return_what_they_are_given(kind: str) -> None:
+    """As `nn.Identity` does: scripts may go on in place."""
+    layer = make(kind, activation=nn.Identity(), **({"bias": False} if kind == "gat" else {}))
+    expected = changed_in_place(copy.deepcopy(layer), plain_graph(), IN_PLACE["skip connection"])
+    assert_same(changed_in_place(optimize(layer), plain_graph(), IN_PLACE["skip connection"]), expected)
 
 
 def test_what_an_elu_needs_for_its_gradient_is_named() -> None:

@@ -142,6 +142,27 @@ def test_gradients_lie_in_memory_as_their_weights_do(inputs: int, outputs: int, 
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.parametrize("by_columns", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(7, 3), (3, 7), (5, 5), (1, 4), (4, 1), (1, 1)])
+def test_weights_of_layers_may_lie_by_columns(inputs: int, outputs: int, by_columns: bool) -> None:
+    """Those of an orthogonal initialisation, or tied to a transposed one, do: of square ones shapes tell nothing."""
+    torch.manual_seed(3)
+    x = torch.randn(BLOCK_ROWS + 5, inputs, dtype=torch.float64, requires_grad=True)
+    layers = [nn.Linear(inputs, outputs, bias=False, dtype=torch.float64) for _ in range(2)]
+    for layer in layers:
+        values = torch.randn(outputs, inputs, dtype=torch.float64)
+        layer.weight = nn.Parameter(values.t().contiguous().t() if by_columns else values)
+    weights = [layer.weight for layer in layers]
+    num_own = len(x) - 2
+    (all_rows, own), (rows, only_own) = narrowed_rows(x, *layers, num_own), rows_and_own(x, layers[1], num_own)
+    ours = torch.cat([all_rows[:, :outputs], own, only_own]).square().sum() + rows.square().sum()
+    of_all, of_own = (layer(x) for layer in layers)
+    expected = torch.cat([of_all, of_own[:num_own], of_own[:num_own]]).square().sum() + x.square().sum()
+    torch.testing.assert_close(ours, expected)
+    found, wanted = (torch.autograd.grad(loss, [x, *weights]) for loss in (ours, expected))
+    torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("needs_rows", [False, True])
 def test_gradients_of_products_with_factors(needs_rows: bool, relu: bool) -> None:

@@ -195,7 +195,9 @@ def test_the_list_of_blocks_belongs_to_the_script(partitions: PartitionStore) ->
         assert losses == [losses[0]] * 3
 
 
-def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_held: bool) -> list[set[str]]:
+def drop_loaders(
+    rank: int, world_size: int, part_config: str, kind: str, is_held: bool, strategy: str
+) -> list[set[str]]:
     """Returns, for each of three loaders that the script dropped, what of it is there while Python looks for no cycles.
 
     Args:
@@ -207,7 +209,9 @@ def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_hel
     held: list[Any] = []
 
     def train() -> dict[str, weakref.ref[object]]:
-        loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5)
+        loader = FullGraphLoader(
+            g, g.owned_nodes("train_mask"), 3, model=model, topology=topology, seed=5, strategy=strategy
+        )
         for _ in range(2):
             for input_nodes, ids, blocks in loader:
                 logits = model(blocks, g.ndata["feat"][input_nodes])
@@ -215,6 +219,9 @@ def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_hel
         held[:] = blocks[1:2] if is_held else []
         things: dict[str, object] = {"loader": loader, "ids": input_nodes, "first block": blocks[0]}
         things |= {"step": loader._step, "structure": blocks[0].structure}
+        if strategy == "depcomm":  # received rows have a structure of their own
+            assert all(block._split is not None for block in blocks[1:])
+            things |= {f"split block {number}": block._split for number, block in enumerate(blocks[1:], 2)}
         return {name: weakref.ref(thing) for name, thing in things.items()}
 
     gc.collect()
@@ -226,20 +233,23 @@ def drop_loaders(rank: int, world_size: int, part_config: str, kind: str, is_hel
 
 
 @pytest.mark.parametrize(
-    ("kind", "is_held"),
+    ("kind", "is_held", "strategy"),
     [
-        *(("sage_mean", False), ("gat", True), ("dotgat", False)),
+        *(("sage_mean", False, "hybrid"), ("gat", True, "hybrid"), ("dotgat", False, "hybrid")),
+        *(("sage_mean", False, "depcomm"), ("gat", False, "depcomm")),
         *(
-            pytest.param(*slow, marks=pytest.mark.slow)
+            pytest.param(*slow, "hybrid", marks=pytest.mark.slow)
             for slow in (("sage_mean", True), ("gat", False), ("dotgat", True))
         ),
     ],
 )
-def test_a_loader_that_is_dropped_is_gone_at_once(kind: str, is_held: bool, partitions: PartitionStore) -> None:
+def test_a_loader_that_is_dropped_is_gone_at_once(
+    kind: str, is_held: bool, strategy: str, partitions: PartitionStore
+) -> None:
     """It held itself by its step, so a script with a loader for each epoch held several plans."""
     folder = partitions.get("power_law", power_law(), 3)
     expected = {"step"} if is_held else set()  # a block that is held still draws the same masks on all ranks
-    assert run_ranks(3, drop_loaders, folder, kind, is_held) == [[expected] * 3] * 3
+    assert run_ranks(3, drop_loaders, folder, kind, is_held, strategy) == [[expected] * 3] * 3
 
 
 def use_batch_of_no_loader(rank: int, world_size: int, part_config: str, is_kept: bool) -> list[torch.Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import dgl.nn as dglnn
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dgl_hybrid.graph.attention_terms import attention_terms

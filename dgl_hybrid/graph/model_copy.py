@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,10 +33,10 @@ def copy_of(model: ModelT) -> ModelT:
 
 @contextlib.contextmanager
 def _copied_without_graphs() -> Iterator[None]:
-    """Lets deep copies take what an earlier call has left (a weight that `weight_norm` makes of two, rows kept in a list
-    to be looked at): it hangs on that call's graph of gradients, and no tensor of one is copied.
+    """Lets deep copies take what an earlier call has left (a weight that `weight_norm` makes of two, rows in a list to
+    be looked at): it hangs on that call's graph of gradients, and no tensor of one is copied.
     """
-    original = Tensor.__deepcopy__
+    original: Callable[[Tensor, dict[int, Any]], Tensor] = Tensor.__deepcopy__
 
     def copied(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
         if tensor.is_leaf:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which modules must really run, since somebody is told of their calls: layers that do their work elsewhere skip them."""
+"""Which modules must really run, since somebody is told of their calls: else layers do their work elsewhere."""
 
 from __future__ import annotations
 

@@ -425,12 +425,6 @@ def partly_served(job: Job) -> Any:
         for inputs, _, _ in loader:
             g.ndata["scratch"][inputs]
     outcome["counts"] = dgl_hybrid.read_counts()
-    if outcome["is_on"]:
-        dgl_hybrid.enable(budget="90%")  # of fields that nobody may hold, but they are there
-        dgl_hybrid.reset_read_counts()
-        for _ in node_loader(job, [3, 4], seeds=torch.cat([train_nodes(job), seeds_of_others(job, 48)]).unique()):
-            pass
-        outcome["counts of a share"] = dgl_hybrid.read_counts()
     for writer in (1, 0):
         g.barrier()
         if job.rank == writer:

@@ -12,10 +12,12 @@ import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 
 # isort: split
 import pytest
+import torch
 from dgl.distributed import role
 
 from dgl_hybrid.sampling import halo_store
 from dgl_hybrid.sampling.config import HaloConfig
+from dgl_hybrid.sampling.halo_store import HaloStore
 
 TWO_MACHINES_ON_ONE_HOST = SimpleNamespace(
     machine_id=0, _server_namebook={0: (0, "10.0.0.1", 1, 1), 1: (1, "10.0.0.1", 2, 1)}
@@ -63,3 +65,18 @@ def test_all_that_is_reached_is_bounded_by_shared_memory_alone(caplog: pytest.Lo
 def test_auto_is_a_quarter_divided_by_all_processes() -> None:
     assert find(HaloConfig(), share=False) == 48e9 / 4 / 8
     assert find(HaloConfig(), share=True) == 64e6 / 4 / 8
+
+
+@pytest.mark.parametrize("is_guarded", [True, False])
+def test_a_share_is_one_of_the_node_fields_whether_they_may_be_held_or_not(is_guarded: bool) -> None:
+    """Where no row may be held, for want of the plugin on some server, lists still may."""
+    names = {"node~_N~feat": True, "node~_N~label": True, "edge~_N:_E:_N~w": False}
+    store: Any = object.__new__(HaloStore)
+    store._written = SimpleNamespace(is_guarded=is_guarded, static_names=frozenset(names if is_guarded else ()))
+    store._client = SimpleNamespace(
+        gdata_name_list=lambda: list(names),
+        _data_store={name: torch.zeros(10, 2) for name in names},
+        _part_policy={name: SimpleNamespace(is_node=is_node, get_size=lambda: 30) for name, is_node in names.items()},
+    )
+    assert store._node_bytes() == 2 * 30 * 2 * 4
+    assert bool(store._row_bytes()) is is_guarded

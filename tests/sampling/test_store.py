@@ -221,7 +221,6 @@ def test_where_one_machine_has_no_plugin_nobody_holds_rows(tmp_path: Path) -> No
     assert (on["is_on"], on["machine"], off["is_on"], off["machine"]) == (True, 0, False, 1)
     assert on["counts"]["held_rows"] == on["counts"]["fill_rows"] == 0
     assert on["counts"]["held_seeds"] > 0, "the structure does not change, so lists are held"
-    assert on["counts of a share"]["held_seeds"] > 0
     for trainer in (on, off):
         assert trainer["stale after 0"] == trainer["stale after 1"] == 0
     (warning,) = on["warnings"]

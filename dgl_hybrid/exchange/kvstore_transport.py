@@ -23,14 +23,7 @@ from dgl_hybrid.exchange.mailbox import (
     ParcelResponse,
     register_services,
 )
-from dgl_hybrid.exchange.transport import (
-    NO_TAG,
-    ExchangeTag,
-    Transport,
-    as_bytes,
-    bytes_of_row,
-    milliseconds,
-)
+from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row, milliseconds
 
 PARCEL_BYTES = 32 << 20
 """What one message carries at most: bounds the buffers that sender, server and receiver allocate at a time."""
@@ -151,10 +144,8 @@ class KVStoreTransport(Transport):
     def _abandon(self, server: int, address: tuple[int, ...]) -> None:
         """Sees to it that no late parcel meets another request of this client."""
         rpc.send_request(server, AbandonRequest(address))
-        while not isinstance(
-            rpc.recv_response(timeout=milliseconds(self._timeout_s)),
-            (AbandonedResponse, type(None)),
-        ):
+        wait_ms = milliseconds(self._timeout_s)
+        while not isinstance(rpc.recv_response(timeout=wait_ms), (AbandonedResponse, type(None))):
             pass
 
     def _address(self, rank: int) -> tuple[int, ...]:

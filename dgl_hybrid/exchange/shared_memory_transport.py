@@ -39,14 +39,7 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.far_rows import FarRows
 from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
 from dgl_hybrid.exchange.shared_segments import Outbox
-from dgl_hybrid.exchange.transport import (
-    NO_TAG,
-    ExchangeTag,
-    Transport,
-    as_bytes,
-    bytes_of_row,
-    milliseconds,
-)
+from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row, milliseconds
 
 ROUND_BYTES = 16 << 20
 """What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,

@@ -8,13 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def write_durably(path: Path, data: bytes) -> None:
-    """Writes aside, syncs, renames: a reader sees the old file or the new one, never half of one."""
-    write_all_durably(path.parent, {path.name: data})
-
-
-def write_all_durably(directory: Path, files: Mapping[str, bytes]) -> None:
-    """The same of several files by name: where one cannot be written, all are as they were.
+def write_durably(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes files by name: aside first, synced, then renamed. A reader sees an old file or the new one, never half of
+    one; where one of them cannot be written, all are as they were.
 
     They are renamed in the given order; a crash in between leaves the first ones new and the others old.
     """

@@ -31,7 +31,7 @@ def plan_paths(directory: Path, rank: int) -> tuple[Path, Path]:
 def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
     """Writes one rank's plan into `directory`, aside first, and returns the JSON file's path.
 
-    A crash between the two files leaves a pair that does not load.
+    A crash between the two renames leaves a pair that does not load.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -58,8 +58,7 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         "ids_bytes": len(blob),
     }
     record["record_sha256"] = _record_digest(record)
-    write_durably(ids_path, blob)
-    write_durably(json_path, (json.dumps(record, indent=1) + "\n").encode())
+    write_durably(directory, {ids_path.name: blob, json_path.name: (json.dumps(record, indent=1) + "\n").encode()})
     return json_path
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.planner.durable import write_all_durably
+from dgl_hybrid.planner.durable import write_durably
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.models import GraphStack, build_model
 from dgl_hybrid.training.report import Accuracy
@@ -179,7 +179,7 @@ class Checkpoints:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 contents = {name: self._content(tensors, progress) for name, tensors in files.items()}
-                write_all_durably(self._folder, contents)
+                write_durably(self._folder, contents)
             except OSError as error:
                 raise CheckpointError(
                     f"the model of epoch {progress.accuracy.epoch} cannot be saved in {self._folder}: {error.strerror}"

@@ -236,9 +236,9 @@ def test_of_two_files_none_is_written_alone(tmp_path: Path) -> None:
         mock.patch.object(durable.os, "fsync", side_effect=[None, OSError(28, "No space left on device")]),
         pytest.raises(OSError, match="No space left"),
     ):
-        durable.write_all_durably(tmp_path, {"a": b"new", "b": b"new"})
+        durable.write_durably(tmp_path, {"a": b"new", "b": b"new"})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"old", "b": b"old"}
-    durable.write_all_durably(tmp_path, {"a": b"new", "b": b"newer"})
+    durable.write_durably(tmp_path, {"a": b"new", "b": b"newer"})
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"a": b"new", "b": b"newer"}
 
 

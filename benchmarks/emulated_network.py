@@ -185,6 +185,8 @@ class EmulatedNetwork:
                 [*self.hosts[sender].prefix, *program, "send", to.address, str(num_bytes)], check=False, timeout=120
             )
             answer = receiving.communicate(timeout=30)[0]
+        except subprocess.TimeoutExpired as error:
+            raise NetworkError(f"the bandwidth test from host {sender} to host {receiver} did not end") from error
         finally:
             receiving.kill()
             receiving.communicate()

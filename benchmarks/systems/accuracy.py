@@ -145,7 +145,7 @@ def measure_cells(
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
                 bench = replace(bench, about=describe_run(bench.peers))
                 found = mark_changed(measure(bench, cell, graph, trials(cell, graph.num_train)), bench.about)
-            except (GraphError, NetworkError, SystemFailure) as error:
+            except (GraphError, NetworkError, SystemFailure, OSError) as error:
                 skipped[key] = str(error)
             else:
                 lines += found

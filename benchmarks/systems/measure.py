@@ -29,7 +29,7 @@ import psutil
 
 from benchmarks.emulated_network import EmulatedNetwork, NetworkError
 from benchmarks.systems import gate
-from benchmarks.systems.adaptors import CLUSTER_SYSTEMS, SINGLE_SYSTEMS
+from benchmarks.systems.adaptors import CLUSTER_SYSTEMS, LOADER_SYSTEMS, SINGLE_SYSTEMS
 from benchmarks.systems.floors import MachineRates, epoch_floor_s
 from benchmarks.systems.graphs import ROOT, PreparedGraph
 from benchmarks.systems.grid import OURS, PEERS, Cell
@@ -40,8 +40,8 @@ from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 WARMUP_LIMIT = 300
 """Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 216."""
 TURN_S, TURN_LIMIT = 0.5, 10
-"""A turn takes so long, in whole epochs and not more than so many. Where it has several, one more goes before them that
-is not counted: its rows have left the caches while others trained."""
+"""A turn takes so long, in whole epochs and not more than so many. One more goes before them that is not counted: its
+rows have left the caches while others trained."""
 SHAPING_TOLERANCE = 1.05
 MEMORY_RESERVE_SHARE = 0.4
 """Of all memory, to be free when systems train: with less of it, some get fewer huge pages and 20 % longer epochs."""
@@ -60,7 +60,7 @@ class Settings:
     rounds: int = 5
     """Turns of each start; each turn is at least one epoch."""
     starts: int = 3
-    """How often each of our systems is started; the others, which are further away, once."""
+    """How often each system that runs our loader is started; the others, which are further away, once."""
     warmup: int = 2
     """Epochs before the first turn once a system is settled, those of the check not counted. The fastest says how many
     epochs a turn has, so that a disturbed one does not decide."""
@@ -95,6 +95,11 @@ class _Entry:
     """What runs in the team's processes, this system among them."""
     facts: dict[str, Any] = field(default_factory=dict)
     checked: dict[str, Any] = field(default_factory=dict)
+    reference: dict[str, Any] = field(default_factory=dict)
+    is_plan_checked: bool = False
+    """Checked again with the plan that is timed, where trials may have chosen another since."""
+    working_bytes: int = 0
+    """What all its ranks take while they train, beyond what they take asleep."""
     prepare_s: float = 0.0
     warmup: int = 0
     is_settled: bool = True
@@ -144,7 +149,7 @@ class Bench:
             num_layers=cell.num_layers,
             hidden=cell.hidden,
             world_size=1 if is_single else cell.ranks,
-            threads=cell.ranks if system == "dgl" else 1,
+            threads=cell.ranks if system in ("dgl", "dgl_blocks") else 1,
             peers=str(self.peers or ""),
             **changes,
         )
@@ -176,12 +181,13 @@ class Bench:
             starts: dict[str, list[_Entry]] = {system: [] for system in present}
             for number in range(self.settings.starts):
                 failed = {name for name, found in starts.items() if any(entry.failure is not None for entry in found)}
-                again = [system for system in present if system in OURS and system not in failed]
+                again = [system for system in present if system in LOADER_SYSTEMS and system not in failed]
                 waiting = units_of(present if number == 0 else again)
+                alone: set[Unit] = set()
                 while waiting:
                     entries: list[_Entry] = []
                     try:
-                        self._start(cell, graph, waiting, network, Path(folder), reference, entries)
+                        self._start(cell, graph, waiting, alone, network, Path(folder), reference, entries)
                         self._take_turns(entries)
                     finally:
                         for entry in entries:
@@ -191,9 +197,12 @@ class Bench:
                     lost = [entry.system for entry in entries if _is_lost_by_another(entry, entries)]
                     if lost:
                         waiting.insert(0, tuple(lost))
+                    died = [entry.system for entry in entries if _has_died_beside_others(entry, entries)]
+                    alone.update((system,) for system in died)
+                    waiting += [(system,) for system in died]
                     for entry in entries:
                         entry.together = [other.system for other in entries if other.failure is None]
-                        if entry.system not in lost:
+                        if entry.system not in (*lost, *died):
                             starts[entry.system].append(entry)
             lines += [
                 self._line(cell, graph, run, system) | self._result(cell, graph, of_system)
@@ -241,6 +250,7 @@ class Bench:
         cell: Cell,
         graph: PreparedGraph,
         units: Sequence[Unit],
+        alone: set[Unit],
         network: EmulatedNetwork | None,
         folder: Path,
         reference: Path,
@@ -249,14 +259,20 @@ class Bench:
         """Starts, prepares and checks systems, one after another, as long as the next one fits beside them.
 
         Each is added to `entries` before it is started, so that the caller can end all, whatever happens.
+
+        Args:
+            alone: Those of `units` that have died beside others, which may have taken the memory: nothing is beside
+                them now.
         """
-        largest = 0
+        largest = asleep = 0
         reserve = MEMORY_RESERVE_SHARE * psutil.virtual_memory().total
         for number, unit in enumerate(units):
             system = unit[0] if len(unit) == 1 else IN_TURNS
             before = psutil.virtual_memory().available
             # DistDGL takes more while it tries the sizes of its batches, and what the system then ends is the largest.
-            if entries and before < (3.0 if system in CLUSTER_SYSTEMS else 1.3) * largest + reserve:
+            if entries and (unit in alone or entries[0].unit in alone):
+                break
+            if entries and before - asleep < (3.0 if system in CLUSTER_SYSTEMS else 1.3) * largest + reserve:
                 break
             team = Team(
                 job=self.job(cell, graph, system),
@@ -271,7 +287,9 @@ class Bench:
             for entry in of_unit:
                 if all(other.failure is None for other in of_unit):
                     self._try(entry, "prepare", functools.partial(self._prepare, entry, reference))
-            largest = max(largest, before - psutil.virtual_memory().available)
+            working = max(entry.working_bytes for entry in of_unit)
+            asleep += working
+            largest = max(largest, before - psutil.virtual_memory().available + working)
 
     def _prepare(self, entry: _Entry, reference: Path) -> None:
         team, timeout_s = entry.team, self.settings.timeout_s
@@ -288,7 +306,8 @@ class Bench:
             _keep(reference, sample)
         if not reference.is_file():
             raise SystemFailure("there is nothing to check it against: plain DGL has failed")
-        entry.checked = gate.compare(sample, gate.merge([json.loads(reference.read_text(encoding="utf-8"))]))
+        entry.reference = gate.merge([json.loads(reference.read_text(encoding="utf-8"))])
+        entry.checked = gate.compare(sample, entry.reference)
         seconds: list[float] = []
         while True:
             if entry.warmup < WARMUP_LIMIT and not all(team.ask("is_settled", timeout_s=timeout_s)):
@@ -302,7 +321,9 @@ class Bench:
         entry.facts |= _of_all_ranks(team.ask("facts", timeout_s=timeout_s))
         if seconds:
             entry.turn = max(1, min(TURN_LIMIT, round(TURN_S / min(seconds))))
+        free_bytes = psutil.virtual_memory().available
         team.ask("forget_peak", timeout_s=timeout_s)
+        entry.working_bytes = max(0, psutil.virtual_memory().available - free_bytes)
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:
         for number in range(-1, self.settings.rounds):
@@ -319,12 +340,14 @@ class Bench:
     def _turn(self, entry: _Entry) -> None:
         ask = functools.partial(entry.team.ask, timeout_s=self.settings.timeout_s)
         if len(entry.unit) > 1 and any(ask("become", name=entry.system)):
-            # The first epoch fetches features and makes what is kept, the second faults in what is used from then on.
-            ask("epochs", count=1)
+            # It begins anew: its first epoch fetches features and makes what is kept.
+            if entry.is_plan_checked:
+                ask("epochs", count=1)
+            else:
+                entry.checked = gate.compare(gate.merge(ask("check")), entry.reference)
+                entry.is_plan_checked = True
             ask("forget_peak")
-            ask("epochs", count=1)
-        if entry.turn > 1:
-            ask("epochs", count=1)
+        ask("epochs", count=1)  # for all alike: faults in what is used from then on
         answers = ask("epochs", count=entry.turn)
         entry.epochs += [list(ranks) for ranks in zip(*answers, strict=True)]
         entry.peak_bytes = [max(peaks) for peaks in zip(*filter(None, (entry.peak_bytes, ask("peak"))), strict=True)]
@@ -398,7 +421,7 @@ class Bench:
         first = starts[0]
         is_emulated = first.team.network is not None
         result = summarise_epochs([epoch for entry in starts for epoch in entry.epochs], is_emulated=is_emulated)
-        if is_emulated and first.system in OURS:
+        if is_emulated and first.system in LOADER_SYSTEMS:
             sent, wire = result["sent_bytes"], result["wire_bytes"]
             if sent is not None and wire < WIRE_TOLERANCE * sent:
                 return {
@@ -443,6 +466,12 @@ def _is_lost_by_another(entry: _Entry, entries: Sequence[_Entry]) -> bool:
     """Tells whether the processes of an entry ended while they were another system, which it may do without."""
     own = [other for other in entries if other.team is entry.team]
     return entry.failure is None and any(other.failure is not None for other in own)
+
+
+def _has_died_beside_others(entry: _Entry, entries: Sequence[_Entry]) -> bool:
+    """Tells whether processes of an entry ended (by the system, for memory, mostly) while another team was there."""
+    has_died = isinstance(entry.failure, SystemFailure) and entry.failure.has_died
+    return has_died and any(other.team is not entry.team for other in entries)
 
 
 def _of_all_ranks(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:

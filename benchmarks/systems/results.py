@@ -164,7 +164,7 @@ def describe_run(peers: Path | None = None) -> dict[str, Any]:
             "cores": len(os.sched_getaffinity(0)),
             "arch": platform.machine(),
             "processor": processor_name(),
-            "system": f"{platform.system()} {platform.release()}",
+            "system": f"{platform.system()} {platform.release().split('-')[0]}",
             "libc": " ".join(platform.libc_ver()),
         },
         "versions": package_versions(),

@@ -156,7 +156,7 @@ def measure_cells(
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
                 bench = replace(bench, about=describe_run(bench.peers))  # of the sources as they are now, hours later
                 found = mark_changed(bench.measure(cell, graph, systems), bench.about)
-            except (GraphError, NetworkError, SystemFailure) as error:
+            except (GraphError, NetworkError, SystemFailure, OSError) as error:
                 skipped[cell.key] = str(error)
             else:
                 lines += found

@@ -32,6 +32,11 @@ def ratio(systems: Systems, *names: str) -> float | None:
     return None if other is None or own is None else other / own
 
 
+def ratio_to_pure(systems: Systems) -> float | None:
+    """Returns that of the better pure plan; None unless both were measured: one alone is not known to be the better."""
+    return ratio(systems, *PURE) if all(seconds(systems, name) is not None for name in PURE) else None
+
+
 def ratio_error(systems: Systems) -> float | None:
     """Returns the standard error of a ratio of two of our systems, relative; None if they were not started repeatedly.
 
@@ -72,7 +77,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "failed": {name: line["error"] for name, line in systems.items() if line["status"] == FAILED},
         "unavailable": [name for name, line in systems.items() if line["status"] == UNAVAILABLE],
         "vs_distdgl_full": ratio(systems, "distdgl_full"),
-        "vs_best_pure": ratio(systems, *PURE) if is_distributed else None,
+        "vs_best_pure": ratio_to_pure(systems) if is_distributed else None,
         "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
         "ratio_error": ratio_error(systems),
         "plans": plans(own),
@@ -82,7 +87,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         },
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
-        "vs_dgl": ratio(systems, "dgl", "dgl_blocks"),
+        "vs_dgl": ratio(systems, "dgl", "dgl_blocks", "dgl_one_thread"),
         "distdgl_compute": _compute_ratio(systems),
         "predicted_error": statistics.median(errors) if errors else None,
         "predicted_error_worst": max(errors, default=None),
@@ -90,16 +95,17 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
 
 
 def memory_summaries(lines: Sequence[Line]) -> Iterable[dict[str, Any]]:
-    """Returns, for each cell, the most that ranks of hybrid and of SAR's fastest mode hold while they train.
+    """Returns, for each cell, the most that a rank of hybrid holds while it trains, and one of SAR in its leanest mode.
 
     Of the last run that measured memory alone, else of the one that measured epochs, if all systems had given back what
     loading has freed.
     """
     cells = newest([line for line in lines if line.get("memory") == "trimmed"]) | newest(lines, PEAK_MEMORY)
     for cell, systems in cells.items():
-        own, sar = best_of(systems, "hybrid"), best_of(systems, *SAR)
-        if own is not None and sar is not None:
-            most, of_sar = max(own["peak_rss_bytes"]), max(sar["peak_rss_bytes"])
+        own = best_of(systems, "hybrid")
+        modes = [systems[name] for name in SAR if name in systems and systems[name]["status"] == OK]
+        if own is not None and modes:
+            most, of_sar = max(own["peak_rss_bytes"]), min(max(mode["peak_rss_bytes"]) for mode in modes)
             plan = own.get("facts", {}).get("plan")
             yield {
                 "cell": cell,

@@ -29,7 +29,7 @@ LINE_HEAD = (
     *("system", "epoch (p20 to p80)", "starts", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
     *("peak memory per rank", "predicted", "floor", "prepared in"),
 )
-MEMORY_HEAD = ("cell", "hybrid", "SAR, the faster mode", "hybrid's of SAR's", "plan", "commit")
+MEMORY_HEAD = ("cell", "hybrid", "SAR, the leanest mode", "hybrid's of SAR's", "plan", "commit")
 
 
 def memory_rows(found: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:

@@ -25,7 +25,13 @@ ROOT = Path(__file__).resolve().parents[2]
 Allocator = Literal["keep", "mapped", "default"]
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc maps large blocks anew each time and hands them back when freed: every epoch then pays for its page faults.
-    "keep": {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)},
+    # Huge pages, which a `FullGraphLoader` asks for by itself, are asked for by glibc here.
+    "keep": {
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(2**36),
+        "MALLOC_TOP_PAD_": str(2**26),
+        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+    },
     # Every large tensor is mapped by itself and goes back when it is freed: memory that is resident is in use.
     "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
     "default": {},
@@ -41,9 +47,11 @@ STOP_TIMEOUT_S = 30.0
 class SystemFailure(RuntimeError):
     """A system did not do what was ordered; all its processes have been ended, or will be by `end`."""
 
-    def __init__(self, message: str, details: str = "") -> None:
+    def __init__(self, message: str, details: str = "", *, has_died: bool = False) -> None:
         super().__init__(message)
         self.details = details
+        self.has_died = has_died
+        """One of its processes has ended, and has told of no error."""
 
 
 @dataclass(kw_only=True)
@@ -221,7 +229,8 @@ class Team:
         buffer = self._buffers[rank]
         if not data:
             time.sleep(0.5)  # let it write its last words
-            raise SystemFailure(f"rank {rank} of {self.job.world_size} died during {order}", self._last_words())
+            message = f"rank {rank} of {self.job.world_size} died during {order}"
+            raise SystemFailure(message, self._last_words(), has_died=True)
         buffer += data
         if not buffer.endswith(b"\n"):
             return
@@ -239,11 +248,13 @@ class Team:
                 raise SystemFailure(
                     f"rank {rank} of {self.job.world_size} ended {when} (exit code {process.returncode})",
                     self._last_words(),
+                    has_died=True,
                 )
         if self._cluster is not None and not self._cluster.is_alive():
             error = self._cluster_error
             details = error.details if isinstance(error, ClusterFailure) else ""
-            raise SystemFailure(str(error or f"DistDGL's job ended {when}"), details or self._last_words())
+            message = str(error or f"DistDGL's job ended {when}")
+            raise SystemFailure(message, details or self._last_words(), has_died=True)
 
     def _last_words(self) -> str:
         words = []

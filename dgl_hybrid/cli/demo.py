@@ -37,7 +37,7 @@ class DemoConfig:
     data: str = "powerlaw"
     """The graph, as in `train`."""
     ranks: int = 2
-    """Number of ranks, one thread each where there are no more cores."""
+    """Number of ranks; each gets the cores divided by it as threads, at least one."""
     model: str = "sage"
     """Kind of layer."""
     num_layers: int = 3

@@ -37,6 +37,7 @@ def spmm(graph: SparseGraph, x: Tensor | None = None, w: Tensor | None = None, r
     """Reduces over the in-edges (u, v) of each destination the products x[u] * w[e], or one of the two alone.
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         x: (S, *f) floating: rows of the sources; None: the edge rows `w` themselves are reduced.
         w: (E, *g), whose features broadcast with `*f`: edge weights; None: each source row counts as it is.
         reduce: "mean" divides the sum by the number of in-edges. Of equal largest (smallest) products the first
@@ -83,11 +84,13 @@ def sddmm(
     """Combines two operands along each edge (u, v).
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         op: "add", "sub", "mul", "div" elementwise; "dot": products summed over the last feature dimension; "copy":
             `lhs` alone, `rhs` None.
-        lhs: (S, *f), (N, *f) or (E, *f) floating, as `lhs_target` says: rows of sources "u", destinations "v" or
-            edges "e".
+        lhs: (S, *f), (N, *f) or (E, *f) floating, as `lhs_target` says.
         rhs: Likewise with features `*g` that broadcast with `*f`; for "dot" the last sizes are equal.
+        lhs_target: Whose rows `lhs` has: sources "u", destinations "v" or edges "e".
+        rhs_target: Likewise of `rhs`.
     Returns:
         (E, *out): the broadcast features; for "dot" the last is 1.
     Raises:
@@ -129,6 +132,7 @@ def edge_softmax(graph: SparseGraph, logits: Tensor) -> Tensor:
     """Softmax over the in-edges of each destination, separately for every feature.
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         logits: (E, *f) floating.
     Returns:
         (E, *f), same dtype.
@@ -158,6 +162,7 @@ def gat(
     Differentiable once: a second derivative raises RuntimeError.
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         x: (S, H, *f) floating.
         el: (S, H) or (S, H, 1) floating: what a source adds to the logits.
         er: (N, H) or (N, H, 1) floating: what a destination adds.
@@ -213,6 +218,7 @@ def gatv2(
     attention[h, d] * leaky_relu(x_src[u, h, d] + x_dst[v, h, d]). Differentiable once, as `gat`.
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         x_src: (S, H, D) floating.
         x_dst: (N, H, D) floating.
         attention: (H, D) or (1, H, D) floating.
@@ -333,6 +339,7 @@ def scaled_sum(graph: SparseGraph, x: Tensor, factors: Tensor, *, of_sources: bo
     """Sums sources over the in-edges of each destination, sources or sums times a factor each, in one pass.
 
     Args:
+        graph: Structure of S sources, N destinations and E edges, on the device of the operands.
         x: (S, *f) floating.
         factors: (S,) or (S, 1) of x's dtype where they are the sources', (N,) or (N, 1) where they are the sums';
             without gradients.

@@ -110,8 +110,11 @@ class SparseGraph:
         Args:
             src: (E,) int32 or int64 in [0, S).
             dst: (E,), same dtype and device, in [0, N).
+            num_src: S, the number of source rows.
+            num_dst: N, the number of destination rows.
         Raises:
             ValueError: Not one destination per source, or an id out of range.
+            TypeError: Tensors that are not int32 or int64.
         """
         if src.dim() != 1 or src.shape != dst.shape:
             raise ValueError(f"edges need one source and one destination each: {tuple(src.shape)}, {tuple(dst.shape)}")

@@ -31,7 +31,14 @@ def plan_paths(directory: Path, rank: int) -> tuple[Path, Path]:
 def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
     """Writes one rank's plan into `directory`, aside first, and returns the JSON file's path.
 
-    A crash between the two renames leaves a pair that does not load.
+    Not collective: each rank saves its own. A crash between the two renames leaves a pair that does not load.
+
+    Args:
+        plan: Of this rank.
+        directory: Made if it is not there; ranks may share it.
+
+    Raises:
+        OSError: The files cannot be written; those of before are as they were.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -54,7 +54,7 @@ class HaloConfig:
     budget: str | int = "auto"
     """`auto`, `unlimited`, a share of the node features (`10%`), bytes (`256MB`, 268435456); of each process, trainers
     and their sampler processes. Counts with `hybrid` alone: `depcache` holds what it reaches, `depcomm` holds nothing.
-    With sampler processes no more than half of what is free in `/dev/shm`, for all trainers of a host together."""
+    With sampler processes no more than a quarter of what is free in `/dev/shm`, for all trainers of a host together."""
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:

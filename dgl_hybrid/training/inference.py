@@ -57,19 +57,23 @@ def infer(
         model: Any module a loader's blocks work with, wrapped in DDP or not; its modules' modes are restored.
         g: A running `DistGraph`, or the graph as this rank sees it.
         sampler: A DGL sampler or the number of layers, as for `FullGraphLoader`.
-        device: Of the blocks; by default where the model's first parameter lies.
         nids: (n,) global ids for this rank; None takes all nodes it owns. A rank may give none.
-        loader: One made before for the same nodes, to save building it.
+        feature: The node field that the model is given as `x`.
+        device: Of the blocks; by default where the model's first parameter lies.
+        loader: One made before for the same nodes, to save building it. What `sampler`, `nids`, `device`, `transport`,
+            `chunk_rows` and `timeout_s` say then has no effect.
         transport: Of a `DistGraph`, as for `FullGraphLoader`.
         chunk_rows: As for `FullGraphLoader`, where not all received rows fit.
         timeout_s: Of a `DistGraph`, as for `FullGraphLoader`.
 
     Returns:
-        `(nids, output)`: the ids this rank owns among all those asked for, ascending, and their output rows.
+        `(nids, output)`: (n,) int64, the ids this rank owns among all those asked for, ascending, and (n, …) their
+        output rows, on the device of the blocks.
 
     Raises:
         BlockError: On all ranks, if the model mixes rows of different vertices outside message passing. This is looked
             for once a model, on small blocks; of one that cannot be run on them it is only said.
+        KeyError: The graph has no such field.
         TypeError: The model is no module.
     """
     if not isinstance(model, nn.Module):

@@ -129,7 +129,9 @@ class FullGraphLoader:
 
     Raises:
         ValueError: On all ranks, for seeds out of range or empty everywhere, an unknown strategy or approximation, or
-            a strategy other than the planner's.
+            a strategy other than the planner's; for a sampler with `prob`, `mask` or another `edge_dir`, for
+            `chunk_rows` beside `approximate`, and where ranks make loaders that differ.
+        TypeError: Arguments of another type, unknown ones, or neither or both of `sampler` and `graph_sampler`.
         PlanError: On all ranks, if a given plan does not fit the graph or the number of layers.
     """
 
@@ -230,6 +232,7 @@ class FullGraphLoader:
             self.communicator, self.num_seeds, reduction=loss_reduction, denominator=loss_denominator
         )
         self.loss_weight = self._weight.value
+        """What the gradient of this rank's loss is multiplied by; 0 on a rank without seeds of its own."""
         given_seed = (torch.initial_seed() + _SEED_STRIDE * g.num_loaders) % 2**62 if seed is None else seed
         g.num_loaders += 1
         # Shares that differ by less than is told apart above would still begin turns at different epochs.

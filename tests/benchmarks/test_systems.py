@@ -29,7 +29,7 @@ from benchmarks.systems.job import Job
 from benchmarks.systems.measure import Bench, Settings, summarise_epochs
 from benchmarks.systems.results import append_lines, is_measured, newest, peer_versions, read_lines, spread
 from benchmarks.systems.run import main, parse, settings_of
-from benchmarks.systems.summary import ratio_error, summarise
+from benchmarks.systems.summary import cell_summary, ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
 from benchmarks.systems.team import SystemFailure, Team
 from benchmarks.systems.write import BEGIN, END, draw_all, report, write
@@ -753,6 +753,8 @@ class FakeTeam:
     """Answers for two ranks; dies when its strategy `dying` comes."""
 
     made: ClassVar[list[FakeTeam]] = []
+    dying: ClassVar[dict[str, int]] = {}
+    """Systems whose processes end when they first train -> how many of their teams."""
 
     def __init__(self, *, job: Any, **options: Any) -> None:
         self.system, self.orders, self.current = job.system, [], ""
@@ -768,6 +770,9 @@ class FakeTeam:
     def ask(self, order: str, *, timeout_s: float, **arguments: Any) -> list[Any]:
         assert not self.has_ended
         self.orders.append(arguments.get("name", order))
+        if order == "epochs" and FakeTeam.dying.get(self.system, 0) > 0:
+            FakeTeam.dying[self.system] -= 1
+            raise SystemFailure("rank 1 of 2 died", has_died=True)
         if order == "become":
             if arguments["name"] == "depcache":
                 raise SystemFailure("rank 1 of 2 died")
@@ -819,7 +824,12 @@ def test_strategies_take_turns_in_the_same_processes(fake_bench: Bench) -> None:
     # Prepared one after another; each turn of another one begins with what is not timed.
     turns = asked[asked.index("depcomm") + 1 :]
     (first, *_) = (number for number, order in enumerate(turns) if order == "hybrid")
-    assert turns[first : first + 6] == ["hybrid", "epochs", "forget_peak", "epochs", "epochs", "peak"]
+    # Its first stay is checked again: trials may have chosen another plan since.
+    assert turns[first : first + 6] == ["hybrid", "check", "forget_peak", "epochs", "epochs", "peak"]
+    later = turns[first + 1 :].index("hybrid") + first + 1
+    assert turns[later : later + 6] == ["hybrid", "epochs", "forget_peak", "epochs", "epochs", "peak"]
+    # All have one epoch in each turn that is not counted, beside those of the turn.
+    assert FakeTeam.made[1].orders[-3:] == ["epochs", "epochs", "peak"]
     # The most that either rank held in any turn, which here is the first.
     number_of_peaks = [number for number, order in enumerate(asked, 1) if order == "peak"]
     assert hybrid.peak_bytes[1] == 7
@@ -842,6 +852,50 @@ def test_what_a_strategy_breaks_is_started_again_without_it(fake_bench: Bench) -
     assert all(team.has_ended for team in FakeTeam.made)
     again = lines[0]["starts"][0]
     assert again.unit == ("hybrid", "depcomm", "neutronstar")
+
+
+@pytest.mark.parametrize("dies_alone", [False, True])
+def test_what_died_beside_others_is_tried_alone(fake_bench: Bench, dies_alone: bool) -> None:
+    """Those may have taken the memory that it was ended for."""
+    FakeTeam.dying = {"distdgl_full": 2 if dies_alone else 1}
+    try:
+        lines = fake_bench.measure(ONE_SAGE, cast(Any, None), ("hybrid", "dgl", "distdgl_full"))
+    finally:
+        FakeTeam.dying = {}
+    assert {line["variant"]: line["failed"] for line in lines} == {
+        "hybrid": False,
+        "dgl": False,
+        "distdgl_full": dies_alone,
+    }
+    teams = [team.system for team in FakeTeam.made]
+    assert teams == ["hybrid", "dgl", "distdgl_full", "distdgl_full", "hybrid"]
+    assert all(team.has_ended for team in FakeTeam.made)
+    (last,) = lines[2]["starts"]
+    assert last.together == ([] if dies_alone else ["distdgl_full"])
+
+
+def test_results_of_a_plan_that_trials_have_chosen_are_checked(
+    fake_bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checks: list[int] = []
+
+    def compare(*samples: Any) -> dict[str, Any]:
+        checks.append(1)
+        if len(checks) == 4:  # after one of each system
+            raise gate.GateError("losses differ")
+        return {}
+
+    monkeypatch.setattr(measure.gate, "compare", compare)
+    lines = fake_bench.measure(TWO, cast(Any, None), ("hybrid", "depcomm", "dgl"))
+    assert [line["failed"] for line in lines].count(True) == 1
+
+
+def test_plain_dgl_has_as_many_threads_as_there_are_ranks(tmp_path: Path) -> None:
+    bench = measure.Bench(settings=Settings(), cache=tmp_path, peers=None, rates=cast(Any, None), about={})
+    graph = SimpleNamespace(part_config="g.json", data={}, num_nodes=9, feat_dim=4, num_classes=2, num_train=3)
+    threads = {system: bench.job(TWO, cast(Any, graph), system).threads for system in systems_of(TWO)}
+    assert {name: count for name, count in threads.items() if count > 1} == {"dgl": 2, "dgl_blocks": 2}
+    assert threads["dgl_one_thread"] == threads["hybrid"] == 1
 
 
 # -------------------------------------------------------------------- memory
@@ -876,6 +930,22 @@ def test_memory_is_asked_for_of_hybrid_and_sar_in_one_turn() -> None:
     args = parse(["--memory", "--graph", "products"])
     assert settings_of(args) == Settings(starts=1, rounds=1)
     assert settings_of(parse(["--memory", "--rounds", "3"])) == Settings(starts=1, rounds=3)
+
+
+def test_memory_is_held_against_the_leanest_mode(lines: list[dict[str, Any]]) -> None:
+    """Which mode is the fastest, one turn does not tell."""
+    of_memory = [
+        make_line(TWO, system, seconds, metric="peak_memory", run="run2", peak_rss_bytes=[size, 1])
+        for system, seconds, size in (("hybrid", 1.0, 30), ("sar", 2.0, 60), ("sar_mfg", 3.0, 40))
+    ]
+    (memory,) = summarise(lines + of_memory, {})["more"]["memory"]
+    assert (memory["sar_bytes"], memory["ratio"]) == (40, 0.75)
+
+
+def test_one_pure_plan_is_not_known_to_be_the_better(lines: list[dict[str, Any]]) -> None:
+    systems = newest(lines)[TWO.key]
+    assert cell_summary(systems)["vs_best_pure"] is not None
+    assert cell_summary({k: v for k, v in systems.items() if k != "depcomm"})["vs_best_pure"] is None
 
 
 def test_a_strategy_goes_on_with_the_plan_that_it_has_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,6 +54,10 @@ SYSTEMS: dict[str, Callable[[Job], System]] = {
     "sar_mfg_no_sr": partial(_load, "sar", "SAR", blocks="mfg", rematerialise="no"),
     "pipegcn": partial(_load, "pipegcn", "PipeGCN"),
 }
+LOADER_SYSTEMS = frozenset(
+    name for name, load in SYSTEMS.items() if isinstance(load, partial) and load.args[0] == "ours"
+)
+"""Those that run a `FullGraphLoader`, with whatever options."""
 CLUSTER_SYSTEMS = frozenset({"distdgl_full", "distdgl_sampled"})
 """Those that need DistDGL's servers."""
 SINGLE_SYSTEMS = frozenset({"dgl", "dgl_blocks", "dgl_one_thread"})

@@ -113,6 +113,7 @@ def build_plan_problem(
         owned_rows=torch.tensor([*(level.num_rows for level in reached), len(seeds)]),
         owned_edges=torch.tensor([level.num_edges for level in reached], dtype=torch.int64),
         owned_reads=owned_reads,
+        inputs_are_free=inputs_are_free,
     )
 
 

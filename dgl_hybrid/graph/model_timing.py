@@ -116,12 +116,10 @@ def time_model(
             calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
             # Nearly all edges may be those of a layer whose sums are kept: rows are what there is too much of then.
             factor = min(FIRST_EDGES / max(timer.num_edges, 1), timer.largest_factor)
-            first = timer.measure(*timer.blocks_of(factor), rounds=1)
             if factor < 1.0:
-                # Also when this hardly changes the size: one epoch alone is as often a disturbed one as not.
-                scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
+                first_s = timer.measure(*timer.blocks_of(factor), rounds=1).elapsed_s
+                scale = max(min(budget_s / max(first_s, 1e-6), 1.0 / factor), 1.0)
                 factor = min(factor * scale, timer.largest_factor)
-            del first
             large = timer.measure(*timer.blocks_of(factor), any_wants_more=any_wants_more)
         except CheckpointError:
             return None

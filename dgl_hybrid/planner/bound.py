@@ -22,7 +22,7 @@ def lower_bound(items: Items, prices: Prices) -> float:
     total = 0.0
     for level in range(items.num_layers):
         compute = prices.compute[level].copy()
-        if level:
+        if level > items.lowest:
             # Rows that are needed anyway are paid for by owned vertices, not by readers.
             share = np.where(items.demand[level - 1], 0.0, least / np.maximum(num_readers, 1))
             compute += np.bincount(items.reader, weights=share[items.source], minlength=items.num_halo)

@@ -116,7 +116,7 @@ def build_network(items: Items, prices: Prices, computed: Bools, *, max_arcs: in
     for level in range(num_layers - 1, -1, -1):
         wanted = free[level] & ~present[level]
         if level + 1 < num_layers:
-            wanted |= items.reads(free[level + 1])
+            wanted |= items.reads(free[level + 1], level + 1)
             # c(u, l + 1) asks for c(u, l) and so for a(u, l); level 0 has no node for c.
             wanted |= free[level + 1]
         wanted &= ~present[level]
@@ -128,6 +128,8 @@ def build_network(items: Items, prices: Prices, computed: Bools, *, max_arcs: in
             arcs = own[below[own] >= 0]
             tails.append(compute_node[level, arcs])
             heads.append(below[arcs])
+        if level <= items.lowest:
+            continue
         edges = np.flatnonzero(free[level][items.reader] & (present_node[level - 1] >= 0)[items.source])
         if max_arcs is not None and edges.size + sum(part.size for part in tails) > max_arcs:
             return None
@@ -160,7 +162,7 @@ def _candidates(items: Items, gain: Floats, computed: Bools, present: Bools) -> 
         possible = items.allowed[level] & ~computed[level]
         might = present[level] | free[level]
         if level + 1 < items.num_layers:
-            might = present[level] | free[level + 1] | items.reads(free[level + 1])
+            might = present[level] | free[level + 1] | items.reads(free[level + 1], level + 1)
         # The best this item and levels above could gain if all inputs came free; `above` of levels without a node is 0.
         best = gain[level] + np.maximum(above, 0.0)
         free[level] = possible & might & (best > 0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 
 def write_durably(directory: Path, files: Mapping[str, bytes]) -> None:
     """Writes files by name: aside first, synced, then renamed. A reader sees an old file or the new one, never half of
-    one; where one of them cannot be written, all are as they were.
+    one; where the bytes of one of them cannot be written, all are as they were.
 
     They are renamed in the given order; a crash in between leaves the first ones new and the others old.
     """
@@ -29,5 +30,8 @@ def write_durably(directory: Path, files: Mapping[str, bytes]) -> None:
     folder = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(folder)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # file systems that sync no folders: both are there
+            raise
     finally:
         os.close(folder)

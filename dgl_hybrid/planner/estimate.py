@@ -139,9 +139,10 @@ def estimate_rank(
         rows = int(problem.owned_rows[level]) + int(computed[level].sum())
         num_received = int(received.sum())
         if num_received:
-            receive_s = items.receive_prices(costs)[level][received]
+            by_owner = np.bincount(items.owner[received], minlength=costs.world_size)
+            receive_s = math.fsum(price * int(n) for price, n in zip(costs.receive_s[level], by_owner, strict=True))
             pack = costs.pack_s[level] * num_received + costs.copy_s[level] * rows
-            wire = max(float(math.fsum(receive_s)) - costs.pack_s[level] * num_received, 0.0) + costs.latency_s[level]
+            wire = max(receive_s - costs.pack_s[level] * num_received, 0.0) + costs.latency_s[level]
         edges = int(problem.owned_edges[level])
         if layer < problem.num_layers:
             edges += int(items.in_degree[computed[layer]].sum())

@@ -104,7 +104,7 @@ def _missing_inputs(
 ) -> tuple[tuple[int, int, int], float]:
     """Returns (all, here anyway, for it alone) halo inputs of one computed row, and the price of the last, received."""
     span = slice(*np.searchsorted(items.reader, [at, at + 1]))
-    inputs = items.source[span]
+    inputs = items.source[span] if level > items.lowest else items.source[:0]
     without = computed.copy()
     without[level:, at] = False
     here = items.present(without)[level - 1, inputs]

@@ -34,7 +34,7 @@ def ratio_choice(items: Items, costs: ItemCosts, cache_ratio: float) -> Bools:
         count = round(cache_ratio * candidates.size)
         chosen[level, candidates[np.argsort(prices[level, candidates], kind="stable")[:count]]] = True
     for level in range(items.num_layers - 1, 0, -1):
-        chosen[level - 1] |= chosen[level] | (items.reads(chosen[level]) & items.allowed[level - 1])
+        chosen[level - 1] |= chosen[level] | (items.reads(chosen[level], level) & items.allowed[level - 1])
     return chosen
 
 
@@ -76,5 +76,5 @@ def _fill(items: Items, wanted: Bools) -> Bools:
         if level + 1 < items.num_layers:
             computed[level] |= computed[level + 1]
         if level:
-            needed = items.demand[level - 1] | computed[level] | items.reads(computed[level])
+            needed = items.demand[level - 1] | computed[level] | items.reads(computed[level], level)
     return computed

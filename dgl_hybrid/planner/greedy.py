@@ -146,7 +146,7 @@ class _State:
         """Computes `raised` (L, H) too and marks what that brings here."""
         self.computed |= raised
         self.present |= raised
-        for level in range(1, self.items.num_layers):
+        for level in range(self.items.lowest + 1, self.items.num_layers):
             self.present[level - 1, self.source[raised[level][self.reader]]] = True
         self._drop_settled_edges()
 
@@ -154,7 +154,7 @@ class _State:
         """Drops edges from rows present at all levels, and to vertices that cannot be raised any more."""
         if self.items.num_layers < 2:
             return
-        absent = ~np.asarray(self.present[:-1].all(axis=0))
+        absent = ~np.asarray(self.present[self.items.lowest : -1].all(axis=0))
         raisable = np.logical_and(self.items.allowed, np.logical_not(self.computed))
         open_ = np.asarray(raisable[1:].any(axis=0))
         keep = absent[self.source] & open_[self.reader]
@@ -175,7 +175,7 @@ class _State:
         chain = np.zeros(items.num_halo)
         for level in range(1 if received else items.num_layers):
             own = prices.compute[level] - np.where(self.present[level], prices.receive[level], 0.0)
-            if level:
+            if level > items.lowest:
                 sums[level] = self._sum_over_inputs(price[level - 1])
                 own += sums[level]
             # What gains by itself is another move's gain, not a discount for this one.
@@ -207,7 +207,7 @@ class _State:
         compute = self.prices.compute if compute is None else compute
         gains = np.where(self.present, receive, 0.0)
         gains -= compute
-        for level in range(1, self.items.num_layers if unpaid is not None else 0):
+        for level in range(self.items.lowest + 1, self.items.num_layers if unpaid is not None else 0):
             assert unpaid is not None
             if power is None or total_power is None:
                 known = unpaid.sums[level]
@@ -256,7 +256,7 @@ def _coalition(state: _State) -> tuple[Bools, Ints]:
             break
         raised = state.raised(take, target)
         total = np.zeros((num_layers, num_halo))
-        for level in range(1, num_layers):
+        for level in range(state.items.lowest + 1, num_layers):
             weights = np.where(raised[level], power, 0.0)
             total[level - 1] = np.bincount(state.source, weights=weights[state.reader], minlength=num_halo)
         shared = state.gains(unpaid, power=power, total_power=total)

@@ -2,7 +2,8 @@
 """Closure rules over a problem's items, as vectorised numpy: the one place that knows what a choice implies.
 
 A choice is `computed`, an (L, H) bool array; what must be present follows from it:
-an item is present if owned vertices read it, if it is computed here, or if a computed item reads it.
+an item is present if owned vertices read it, if it is computed here, or if a computed item reads it (but for inputs,
+where owners hand out what the first layer aggregates from them).
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ class Items:
     """(E,) position of the vertex that reads, ascending."""
     source: Positions
     """(E,) position of the vertex that is read, ascending for each reader."""
+    lowest: int = 0
+    """Rows that are computed here bring the rows of this level and above that they read, and none below."""
 
-    def reads(self, computed: Bools) -> Bools:
-        """Returns (H,) bool: read, one level down, by the vertices in `computed` (H,)."""
+    def reads(self, computed: Bools, level: int) -> Bools:
+        """Returns (H,) bool: brought here, one level down, by the vertices in `computed` (H,) of a level above 0."""
         result = np.zeros(self.num_halo, dtype=np.bool_)
-        if computed.any():
+        if level > self.lowest and computed.any():
             result[self.source[computed[self.reader]]] = True
         return result
 
@@ -55,7 +58,7 @@ class Items:
         """Returns (L, H) bool: the rows that are here, received or computed."""
         result = self.demand | computed
         for level in range(1, self.num_layers):
-            result[level - 1] |= self.reads(computed[level])
+            result[level - 1] |= self.reads(computed[level], level)
         return result
 
     def close_down(self, wanted: Bools) -> Bools:
@@ -72,7 +75,7 @@ class Items:
         for level in range(self.num_layers - 1, -1, -1):
             result[level] &= needed
             if level:
-                needed = self.demand[level - 1] | result[level] | self.reads(result[level])
+                needed = self.demand[level - 1] | result[level] | self.reads(result[level], level)
         return result
 
     def receive_prices(self, costs: ItemCosts) -> Floats:
@@ -152,6 +155,7 @@ def build_items(problem: PlanProblem) -> Items:
         allowed=allowed,
         reader=reader,
         source=source,
+        lowest=1 if problem.inputs_are_free else 0,
     )
 
 

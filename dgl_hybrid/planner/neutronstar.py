@@ -22,6 +22,8 @@ from .items import Bools, Floats, Ints, Items
 
 QUICK_VERTICES, QUICK_ROWS = 200_000, 2 * 10**8
 """Halo vertices of a problem, and rows of the subtrees walked through, that take a few seconds."""
+MARKS_IN_A_ROW = 16
+"""Looking at so many marks takes as long as a row."""
 
 
 def neutronstar_choice(items: Items, costs: ItemCosts, memory_bytes: float | None = None) -> Bools:
@@ -83,8 +85,11 @@ class _Search:
         heap = [(least, False, vertex) for least, vertex in zip(self._least(vertices, level), vertices.tolist())]
         heapq.heapify(heap)
         at_first = self.computed.copy()
+        has_taken = False
         while heap and self.rows_left >= 0:
-            _, is_priced, vertex = heapq.heappop(heap)
+            least, is_priced, vertex = heapq.heappop(heap)
+            if not has_taken and not least < self.receive_s[level]:
+                return  # so it would be with the cheapest: nothing is replicated that it could do without by now
             if not is_priced:
                 subtree = self._subtree(vertex, level, at_first)
                 if subtree is not None:
@@ -97,6 +102,7 @@ class _Search:
             if extra > self.left:
                 return
             self.left -= extra
+            has_taken = True
             for k, vertices in enumerate(subtree):
                 self.computed[k, vertices] = True
 
@@ -123,8 +129,10 @@ class _Search:
         for k in range(level):
             missing = ~self.computed[level - 1] & ~self.computed[k]
             below += np.where(missing, self.vertex_s[k] + items.in_degree * self.edge_s[k], 0.0)
-        of_sources = np.bincount(items.reader, weights=below[items.source], minlength=items.num_halo)
-        least = own + np.where(self.computed[level], 0.0, below + of_sources)
+        least = own + np.where(self.computed[level], 0.0, below)
+        if level > items.lowest:
+            of_sources = np.bincount(items.reader, weights=below[items.source], minlength=items.num_halo)
+            least += np.where(self.computed[level], 0.0, of_sources)
         result: list[float] = ((1.0 - 1e-9) * least[vertices]).tolist()  # sums in another order round differently
         return result
 
@@ -138,7 +146,7 @@ class _Search:
                 return None
             frontier = frontier[~computed[k, frontier]]
             result.append(frontier)
-            if k and frontier.size:
+            if k > items.lowest and frontier.size:
                 frontier = self._with_sources(frontier)
         return result[::-1]
 
@@ -148,7 +156,7 @@ class _Search:
         counts = past - first
         begins = np.cumsum(counts) - counts
         edges = np.repeat(first - begins, counts) + np.arange(int(counts.sum()))
-        self.rows_left -= len(edges)
+        self.rows_left -= len(edges) + self.items.num_halo // MARKS_IN_A_ROW
         self.marks[vertices] = True
         self.marks[self.items.source[edges]] = True
         found = np.flatnonzero(self.marks)

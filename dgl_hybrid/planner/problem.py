@@ -45,6 +45,8 @@ class PlanProblem:
     owned_reads: Tensor | None = None
     """(L, H) int32: how many of those begin at each halo vertex: they wait for its row if it is received. None: not
     known, and nothing is taken to run beside the exchange."""
+    inputs_are_free: bool = False
+    """Rows of level 1 that are computed here bring no rows of level 0 but their own: owners aggregate for them."""
 
     @property
     def num_halo(self) -> int:

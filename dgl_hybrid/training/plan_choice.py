@@ -93,13 +93,18 @@ class PlanChoice:
 
     # ---------------------------------------------------------------- planning
 
-    def plan(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
+    def plan(self, model: nn.Module, template: CallTemplate, *, is_trained: bool = True) -> PlanOutcome:
         """Makes a plan, and begins to try its candidates if there is a choice.
+
+        Args:
+            model: The user's.
+            template: How it is called.
+            is_trained: Alike on all ranks; see `PlanMaker.make`.
 
         Raises:
             BlockError, TraceError, PlanError: On all ranks; see `PlanMaker.make`.
         """
-        outcome, planning_s = self._make(model, template)
+        outcome, planning_s = self._make(model, template, is_trained=is_trained)
         self.outcome, self.trials = outcome, None
         if self._share > 0.0 and len(outcome.candidates) > 1:
             self.trials = PlanTrials(
@@ -123,7 +128,7 @@ class PlanChoice:
         model, template = seen
         try:
             if not self.is_fixed:
-                return self.plan(model, template)
+                return self.plan(model, template, is_trained=self._any_has_trained())
             self._is_checked = True
             self.maker.trace(model, template)
         except TraceError as error:
@@ -159,11 +164,16 @@ class PlanChoice:
         favourites: list[int] = self._communicator.broadcast_json(own)
         return favourites
 
-    def _make(self, model: nn.Module, template: CallTemplate) -> tuple[PlanOutcome, float]:
+    def _any_has_trained(self) -> bool:
+        """Tells whether a call was seen, on any rank, that trains. Collective."""
+        told = self._communicator.gather_ints([int(self.calls.has_seen_training)])
+        return any(has_trained for (has_trained,) in told)
+
+    def _make(self, model: nn.Module, template: CallTemplate, *, is_trained: bool = True) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it."""
         start_ns = time.perf_counter_ns()
         self._planned_for = template
-        outcome = self.maker.make(model, template)
+        outcome = self.maker.make(model, template, is_trained=is_trained)
         took = self._communicator.gather_ints([time.perf_counter_ns() - start_ns])
         return outcome, max(ns for (ns,) in took) / 1e9
 

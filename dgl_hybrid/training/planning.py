@@ -148,8 +148,13 @@ class PlanMaker:
         """Has the ranks probed again for the next plan: they are no longer what they were."""
         self._graph.topology = None
 
-    def make(self, model: nn.Module, template: CallTemplate) -> PlanOutcome:
+    def make(self, model: nn.Module, template: CallTemplate, *, is_trained: bool = True) -> PlanOutcome:
         """Traces the model on rank 0 and plans on every rank. Collective.
+
+        Args:
+            model: The user's.
+            template: How it is called.
+            is_trained: Not only evaluated: then a pure plan, which no time changes, comes without a measured one.
 
         Raises:
             BlockError: On all ranks, if the model cannot be run on blocks exactly.
@@ -165,7 +170,7 @@ class PlanMaker:
                 for order in orders
             ]
         trace, times = orders[0], None
-        if self._given_topology is None:
+        if self._given_topology is None and (is_trained or self._config.strategy not in ("depcache", "depcomm")):
             times_of_orders = [self.time(model, template, order, sets) for order in orders]
             trace, times = self._fastest(orders, times_of_orders, sets, shares)
         if self.device.type == "cuda":
@@ -386,6 +391,11 @@ class PlanMaker:
             max_halo_edges=0 if self._config.strategy == "depcomm" else self._config.max_halo_edges,
         )
         with communicator.agreed():
+            if topology.world_size != communicator.world_size:
+                raise PlanError(
+                    f"the topology is of {topology.world_size} ranks, and {communicator.world_size} are running: "
+                    f"give one of as many, or none, and these are measured"
+                )
             costs = cost_model(trace, topology, communicator.rank, times, sent_shares)
             candidates = propose_plans(problem, costs, self._config)
         by_rank = self._estimates_by_rank(candidates)

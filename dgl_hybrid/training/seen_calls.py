@@ -29,6 +29,7 @@ class SeenCalls:
         is_in_pieces: Before any such call one has trained that was not given the blocks of all layers: several modules
             use them in turn, or they came inside an object, where they cannot be replaced. Repeating such a call would
             use those of its epoch.
+        has_seen_training: The call that `template` was made of trains.
     """
 
     def __init__(self, planned_for: nn.Module | None = None) -> None:
@@ -37,7 +38,7 @@ class SeenCalls:
         self.template: CallTemplate | None = None
         self.is_in_pieces = False
         self._model: weakref.ref[nn.Module] | None = None
-        self._has_seen_training = False
+        self.has_seen_training = False
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._other: tuple[weakref.ref[nn.Module], CallTemplate] | None = None
 
@@ -54,7 +55,7 @@ class SeenCalls:
             self.is_in_pieces |= self.template is None and trains
             return
         # An evaluation may come first, which is called in ways of its own.
-        is_first = self.template is None or (trains and not self._has_seen_training)
+        is_first = self.template is None or (trains and not self.has_seen_training)
         if not is_first and (not trains or module in self._trained):
             return
         template = make_template()
@@ -70,7 +71,7 @@ class SeenCalls:
         if trains:
             self._trained.add(module)
         if is_first:
-            self._has_seen_training = trains
+            self.has_seen_training = trains
             self._model, self.template = weakref.ref(module), template
             if self._planned_for is None:
                 self._planned_for = self._model

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -52,7 +53,10 @@ def make_problem(
 
 
 def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int) -> PlanProblem:
-    """Draws a directed halo graph with self-loops, duplicates, unexpandable and undemanded vertices."""
+    """Draws a directed halo graph with self-loops, duplicates, unexpandable and undemanded vertices.
+
+    With every third seed rows that are computed bring no inputs.
+    """
     rng = np.random.default_rng([seed, num_layers, num_halo, world_size])
     density = rng.choice([1.0, 1.5, 2.5, 4.0]) / max(num_halo, 1)
     lists = [
@@ -61,7 +65,7 @@ def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int
     ]
     rank = int(rng.integers(world_size))
     others = [q for q in range(world_size) if q != rank]
-    return make_problem(
+    problem = make_problem(
         in_neighbours=lists,
         demand=rng.random((num_layers, num_halo)) < rng.choice([0.2, 0.5, 0.9], size=(num_layers, 1)),
         owner=rng.choice(others, size=num_halo),
@@ -70,6 +74,7 @@ def random_problem(seed: int, *, num_layers: int, num_halo: int, world_size: int
         in_degree=[len(x) + int(rng.integers(0, 3)) for x in lists],
         expandable=rng.random(num_halo) < rng.choice([0.8, 1.0]),
     )
+    return replace(problem, inputs_are_free=seed % 3 == 1)
 
 
 def random_costs(seed: int, *, num_layers: int, world_size: int, whole: bool = True) -> ItemCosts:
@@ -115,7 +120,7 @@ def brute_force(problem: PlanProblem, costs: ItemCosts) -> tuple[float, np.ndarr
         computed = heights >= level
         for u in range(num_halo):
             present = computed[:, u] | bool(problem.demand[level, u])
-            if level + 1 < num_layers:
+            if level + 1 < num_layers and not (level == 0 and problem.inputs_are_free):
                 for reader in range(num_halo):
                     start, end = int(problem.in_indptr[reader]), int(problem.in_indptr[reader + 1])
                     if u in problem.in_halo[start:end].tolist():

@@ -111,8 +111,8 @@ def test_a_planted_bug_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The brute-force test can fail: forgetting one kind of input makes plans that cost more than they seem."""
     honest = Items.reads
 
-    def forgets(self: Items, computed: np.ndarray) -> np.ndarray:
-        result = honest(self, computed)
+    def forgets(self: Items, computed: np.ndarray, level: int) -> np.ndarray:
+        result = honest(self, computed, level)
         result[self.num_halo // 2 :] = False
         return result
 

@@ -35,7 +35,7 @@ def by_definition(items: Items, costs: ItemCosts, memory_bytes: float | None) ->
                 return None
             new = frontier - replicated[k]
             levels.insert(0, new)
-            frontier = new.union(*(sources[v] for v in new))
+            frontier = new.union(*(sources[v] for v in new if k > items.lowest))
         return levels
 
     def price(levels: list[set[int]]) -> float:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import dgl
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,8 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
+from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.planner.plan import plan_from_choice
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, run_step
 from tests.helpers.graphs import NAMED, NUM_CLASSES, NUM_FEATURES, power_law
@@ -161,16 +165,22 @@ def test_double_backward(chunk_rows: int | None, partitions: PartitionStore) -> 
 
 
 def train_within(
-    rank: int, world_size: int, folder: str, kind: str, budget: float | None, strategy: str = "hybrid"
+    rank: int,
+    world_size: int,
+    folder: str,
+    kind: str,
+    budget: float | None,
+    strategy: str = "hybrid",
+    num_layers: int = 2,
 ) -> dict[str, Any]:
     """Two epochs under a memory budget, planned."""
     g = PartitionedGraph.open(folder)
-    case = Case(kind=kind, num_layers=2)
+    case = Case(kind=kind, num_layers=num_layers)
     model = optimize(case.build(g.ndata["feat"].shape[1]))
     loader = FullGraphLoader(
         g,
         g.owned_nodes("train_mask"),
-        2,
+        num_layers,
         model=model,
         planner=PlannerConfig(strategy=strategy, memory_budget_bytes=budget),
         topology=uniform_topology(world_size),
@@ -191,6 +201,8 @@ def train_within(
     held_bytes = estimate.ranks[rank].held_bytes
     return {
         "held_bytes": held_bytes,
+        "planned": loader.outcome.plan.num_cached[0] + loader.outcome.plan.communicated[0],
+        "inputs": int((~loader.sets.owned).sum()) + sum(loader.sets.layers[0].exchange.recv_counts),
         "chunk_rows": loader.outcome.plan.chunk_rows,
         "losses": losses,
         "gradients": gradients,
@@ -217,6 +229,46 @@ def test_a_budget_is_not_charged_what_no_rank_holds(partitions: PartitionStore) 
     free, within = (run_ranks(3, train_within, folder, "sage_mean", budget, "depcache") for budget in (None, 1e12))
     assert [one["held_bytes"] for one in within] == [one["held_bytes"] for one in free]
     assert all(one["held_bytes"] > 0 for one in free)
+
+
+def ring(num_nodes: int) -> dgl.DGLGraph:
+    """Each node reads two on either side: what is two steps from a part no vertex of it reads."""
+    nodes, steps = torch.arange(num_nodes), [-2, -1, 1, 2]
+    graph = dgl.graph((torch.cat([(nodes + step) % num_nodes for step in steps]), nodes.repeat(len(steps))))
+    generator = torch.Generator().manual_seed(0)
+    graph.ndata["feat"] = torch.randn(num_nodes, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    graph.ndata["label"] = torch.randint(NUM_CLASSES, (num_nodes,), generator=generator)
+    graph.ndata["train_mask"] = nodes % 2 > 0
+    return graph
+
+
+def cache_level_1(rank: int, world_size: int, folder: str) -> tuple[int, int]:
+    """Caches at level 1 what this rank reads there, and nothing at level 2. Returns how many rows of other ranks'
+    vertices the planner reckons with at level 0, and how many there are."""
+    g = PartitionedGraph.open(folder)
+    model = optimize(Case(kind="sage_mean", num_layers=3).build(g.ndata["feat"].shape[1]))
+    mask = g.owned_nodes("train_mask")
+    loader = FullGraphLoader(
+        g, mask, 3, model=model, strategy="depcache", topology=uniform_topology(world_size), autotune=False
+    )
+    outcome = loader.outcome
+    assert outcome is not None
+    assert outcome.basis is not None
+    problem, costs = outcome.basis.problem, outcome.basis.costs
+    items = build_items(problem)
+    computed = np.zeros_like(items.demand)
+    computed[:2] = items.demand[1] & items.allowed[1]
+    plan = plan_from_choice(problem, items, costs, computed, strategy="forced")
+    loader = FullGraphLoader(g, mask, 3, plan=dataclasses.replace(plan, trace=outcome.plan.trace))
+    held = int((~loader.sets.owned).sum()) + sum(loader.sets.layers[0].exchange.recv_counts)
+    return int(items.present(computed)[0].sum()), held
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_rows_cached_at_level_1_bring_no_inputs(num_ranks: int, partitions: PartitionStore) -> None:
+    folder = partitions.get("ring_300", ring(300), num_ranks, method="metis")
+    for reckoned, held in run_ranks(num_ranks, cache_level_1, folder):
+        assert reckoned == held > 0
 
 
 @pytest.mark.parametrize("kind", ["sage_pool", "sage_mean"])

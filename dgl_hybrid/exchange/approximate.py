@@ -97,11 +97,14 @@ class ApproximateRows:
     def __init__(self, approximation: Approximation, *, seed: int = 0) -> None:
         self.approximation, self.seed = approximation, seed
         self._num_uses = 0
-        self._received: dict[tuple[int, bool], Tensor] = {}
+        self._num_backwards: dict[int, int] = {}
+        self._received: dict[tuple[int, int], Tensor] = {}
+        """Of the epoch before, by use and by which backward of it; 0: forward."""
 
     def begin_epoch(self) -> None:
         """Counts the exchanges of this layer from the beginning."""
         self._num_uses = 0
+        self._num_backwards.clear()
 
     def applies_to(self, fields: list[Tensor]) -> bool:
         """Whether fields of one dtype that travel together are approximated. Alike on all ranks."""
@@ -138,8 +141,12 @@ class ApproximateRows:
         pending = communicator.start_exchange(
             send, send_counts, recv_counts, layer=plan.layer, backward=backward, out=fresh
         )
-        older = self._received.get((use, backward))
-        self._received[use, backward] = fresh
+        # Several losses may go back through one forward, each as it did in the epoch before.
+        nth = self._num_backwards.get(use, 0) + 1 if backward else 0
+        if backward:
+            self._num_backwards[use] = nth
+        older = self._received.get((use, nth))
+        self._received[use, nth] = fresh
         if older is None or older.shape != fresh.shape or older.dtype != fresh.dtype:
             pending.wait()
             return list(fresh.split(list(recv_counts)))

@@ -24,8 +24,6 @@ import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int32]
 
-_MAX_SECONDS = 300.0
-"""Half of what ranks wait for each other unless they were told otherwise."""
 
 _PR_SET_PDEATHSIG = 1
 
@@ -34,16 +32,17 @@ class ClusterError(RuntimeError):
     """Why there are no clusters."""
 
 
-def cut_into_clusters(indptr: Numbers, indices: Numbers, num_clusters: int) -> Numbers:
+def cut_into_clusters(indptr: Numbers, indices: Numbers, num_clusters: int, timeout_s: float) -> Numbers:
     """Returns the cluster of each vertex, of about equally many vertices each; the same for the same graph.
 
     Args:
         indptr: (N + 1,) of adjacency lists.
         indices: (E,) neighbours; every edge in both directions, no loops.
         num_clusters: 2 to N.
+        timeout_s: For METIS.
 
     Raises:
-        ClusterError: METIS is not installed, failed, or took longer than `_MAX_SECONDS`.
+        ClusterError: METIS is not installed, failed, or took longer than `timeout_s`.
     """
     if not sys.executable or getattr(sys, "frozen", False):
         raise ClusterError("there is no Python to start METIS with")
@@ -55,7 +54,7 @@ def cut_into_clusters(indptr: Numbers, indices: Numbers, num_clusters: int) -> N
             [sys.executable, "-P", __file__],
             input=b"".join((head.tobytes(), *numbers)),
             capture_output=True,
-            timeout=_MAX_SECONDS,
+            timeout=timeout_s,
             check=False,
         )
     except (OSError, ValueError, MemoryError, subprocess.TimeoutExpired) as error:

@@ -35,6 +35,7 @@ class Communicator:
     Args:
         transport: What carries tensors between the ranks, or None for a world of one rank.
         name: Names the ranks' group where peers that did not take part are looked for.
+        timeout_s: For how long the transport waits for a peer.
 
     Attributes:
         rank, world_size: This process and their number.
@@ -42,9 +43,9 @@ class Communicator:
         buffers: Memory for the rows of layers, used again from epoch to epoch.
     """
 
-    def __init__(self, transport: Transport | None, *, name: str = "exchange") -> None:
+    def __init__(self, transport: Transport | None, *, name: str = "exchange", timeout_s: float = float("inf")) -> None:
         self.transport = transport
-        self.name = name
+        self.name, self.timeout_s = name, timeout_s
         self.rank = 0 if transport is None else transport.rank
         self.world_size = 1 if transport is None else transport.world_size
         self.backend = "none" if transport is None else transport.backend

@@ -67,16 +67,16 @@ def create_communicator(
     collective = CollectiveTransport(group)
     name = f"exchange {group.group_name}"  # alike on all ranks, and of this group alone
     if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
-        return Communicator(collective, name=name)
+        return Communicator(collective, name=name, timeout_s=timeout_s)
     joined = connect_through_memory(collective, timeout_s=timeout_s, everybody=transport == "shared_memory")
     if not isinstance(joined, str):
-        return Communicator(joined, name=name)
+        return Communicator(joined, name=name, timeout_s=timeout_s)
     if transport == "shared_memory":
         raise ExchangeError(
             f"transport='shared_memory' needs ranks that can share memory, but {joined}. Give transport='collective'."
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
-    return Communicator(collective, name=name)
+    return Communicator(collective, name=name, timeout_s=timeout_s)
 
 
 def default_timeout_s() -> float:

@@ -80,6 +80,8 @@ _MOST_WINDOWS = 256
 _MIN_EDGES = 50_000
 """Of the whole graph. Below this everything is in cache in any order."""
 
+_METIS_S = 300.0
+"""At most; half of what ranks wait for each other unless they were told otherwise."""
 _GAIN = 0.95
 """The new order is taken if it has at most this share of the given one's distinct reads."""
 
@@ -120,7 +122,8 @@ class LocalPlaces:
         places = torch.arange(start, stop)
         if 2 <= stop - start <= _MAX_ROWS:
             indptr, indices = self._own_edges()
-            order = find_local_order(indptr, indices)
+            # Ranks wait for each other before and after: who finds no clusters in half of that time does without.
+            order = find_local_order(indptr, indices, min(_METIS_S, self._communicator.timeout_s / 2))
             places[order] = torch.arange(start, stop)
             by_id, by_locality = count_reads(indptr, indices), count_reads(indptr, indices, order)
             self._shares_more = takes_local_order(by_id, by_locality)
@@ -175,7 +178,7 @@ def order_rows(class_sizes: Sequence[int], places: Tensor) -> Tensor:
     return order[torch.argsort(level_class[order], stable=True)]
 
 
-def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
+def find_local_order(indptr: Tensor, indices: Tensor, timeout_s: float = _METIS_S) -> Tensor:
     """Returns the (N,) vertices, cluster after cluster, as the note has it. The same for the same edges.
 
     Edges of vertices with more than `_MOST_NEIGHBORS` in-edges, or read by more rows than that, count as none.
@@ -183,6 +186,7 @@ def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
     Args:
         indptr: (N + 1,) int64 of in-edges.
         indices: (E,) integer sources in [0, N).
+        timeout_s: Without clusters after so long, the order is that of breadth first.
     """
     edges = _some_edges_both_ways(indptr, indices)
     order = torch.from_numpy(reverse_cuthill_mckee(edges, symmetric_mode=True).astype(np.int64))
@@ -197,7 +201,8 @@ def find_local_order(indptr: Tensor, indices: Tensor) -> Tensor:
     if len(rows) < len(order):
         edges = edges[rows][:, rows]
     try:
-        cluster = torch.from_numpy(cut_into_clusters(edges.indptr, edges.indices, num_clusters).astype(np.int64))
+        found = cut_into_clusters(edges.indptr, edges.indices, num_clusters, timeout_s)
+        cluster = torch.from_numpy(found.astype(np.int64))
     except ClusterError as error:
         _logger.warning("rows are put in breadth-first order, not in clusters, and epochs may take longer: %s", error)
         return order

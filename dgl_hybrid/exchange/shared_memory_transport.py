@@ -195,7 +195,9 @@ class SharedMemoryTransport(Transport):
             incoming[link.rank] = place[post.num_bytes :]
 
     def send_buffer(self, num_bytes: int) -> Tensor:
-        if self._why_left:  # the process group may still send from the outbox; the next operation raises
+        # The process group may still send from the outbox, and a forked process would write into its parent's: the next
+        # operation raises.
+        if self._why_left or os.getpid() != self._process:
             return torch.empty(num_bytes, dtype=torch.uint8)
         return self._outbox.place(num_bytes)
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,22 +14,39 @@ from dgl_hybrid.errors import BlockError
 ExtendFields = Callable[[list[Tensor]], list[Tensor]]
 
 
+@dataclass(frozen=True, slots=True)
+class _Extended:
+    """A field with its received rows."""
+
+    rows: Tensor
+    """(C + R, ...)"""
+    version: int
+    """Of the field that it was made from."""
+    is_exact: bool = True
+
+
 class SourceFields(MutableMapping[str, Tensor]):
     """What `block.srcdata` is: a mapping of (C, ...) tensors, the rows computed on this rank.
 
     `complete` exchanges the fields an operation names and remembers the result until the field is set again or the
     scope ends. Fields set in the same `local_scope` travel with the first of them: a layer that sets two (attention
     terms and features) then costs one message, not two. Fields set outside any scope travel only when named.
+
+    Args:
+        num_rows: C.
+        where: For messages.
+        is_approximate: What is received where gradients are taken is approximate, and serves nothing else.
     """
 
-    def __init__(self, num_rows: int, where: str) -> None:
+    def __init__(self, num_rows: int, where: str, *, is_approximate: bool = False) -> None:
         self._num_rows = num_rows
         self._where = where
+        self._is_approximate = is_approximate
         self._held: dict[str, Tensor] = {}
-        self._extended: dict[str, tuple[Tensor, int]] = {}  # and the version of the field it was made from
+        self._extended: dict[str, _Extended] = {}
         self._complete: set[str] = set()
         self._set_in_scope: list[str] = []
-        self._scopes: list[tuple[dict[str, Tensor], dict[str, tuple[Tensor, int]], list[str]]] = []
+        self._scopes: list[tuple[dict[str, Tensor], dict[str, _Extended], list[str]]] = []
 
     def __getitem__(self, key: str) -> Tensor:
         return self._held[key]
@@ -61,7 +79,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
-        self._held[key], self._extended[key] = held, (extended, _version_of(held))
+        self._held[key], self._extended[key] = held, _Extended(extended, _version_of(held))
         self._complete.add(key)
 
     def reset(self, known: Mapping[str, Tensor], *, keeps_received: bool) -> None:
@@ -93,9 +111,10 @@ class SourceFields(MutableMapping[str, Tensor]):
         pending = [name for name in names if not self._is_extended(name)]
         if pending:
             pending += [name for name in self._set_in_scope if self._is_due(name) and name not in pending]
+            is_exact = not (self._is_approximate and torch.is_grad_enabled())
             for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
-                self._extended[name] = (tensor, _version_of(self._held[name]))
-        return {name: self._extended[name][0] for name in names}
+                self._extended[name] = _Extended(tensor, _version_of(self._held[name]), is_exact)
+        return {name: self._extended[name].rows for name in names}
 
     def would_travel(self, name: str) -> list[str]:
         """Returns the fields that a `complete` of this one would exchange: none if its received rows are at hand."""
@@ -113,13 +132,17 @@ class SourceFields(MutableMapping[str, Tensor]):
 
         Of a tensor made in inference mode nobody counts the writes, so it is exchanged at every use. A field that was
         written in place since, or was exchanged under `no_grad` and now needs its gradient (an evaluation or a
-        reentrant checkpoint before this), is exchanged again.
+        reentrant checkpoint before this), is exchanged again. So are rows that were received in inference mode, which
+        a backward could not keep, and approximate ones, for whom no gradient is taken.
         """
         if name not in self._extended or self._held[name].is_inference():
             return False
-        held, (extended, version) = self._held[name], self._extended[name]
-        lacks_gradient = held.requires_grad and torch.is_grad_enabled() and not extended.requires_grad
-        return version == _version_of(held) and not lacks_gradient
+        held, extended = self._held[name], self._extended[name]
+        takes_gradients = torch.is_grad_enabled()
+        lacks_gradient = held.requires_grad and takes_gradients and not extended.rows.requires_grad
+        is_of_inference = extended.rows.is_inference() and not torch.is_inference_mode_enabled()
+        serves = extended.is_exact or takes_gradients
+        return extended.version == _version_of(held) and serves and not lacks_gradient and not is_of_inference
 
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""

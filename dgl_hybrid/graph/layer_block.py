@@ -138,7 +138,7 @@ class LayerBlock:
         self._block = self._build_block(device, edge_numbers) if _block is None else _block
         self._edge_ids, self._idtype = edge_ids, _idtype
         claim(self._block._graph)
-        self._source = SourceFields(structure.num_held, self._where)
+        self._source = SourceFields(structure.num_held, self._where, is_approximate=approximation is not None)
         ids = torch.cat([rows_global[: structure.num_held], structure.exchange.recv_global]).to(device)
         self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
         dispatch.install()

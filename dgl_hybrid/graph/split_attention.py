@@ -144,7 +144,6 @@ class SplitAttention:
             _readers_of(part, max(most, _LEAST_READERS) if self.fetches_again else len(part.dst_rows))
             for part in layer.parts
         ]
-        self._split_keys: tuple[Tensor, list[Tensor]] | None = None
         has_entries = layer.held.in_edges.indptr.diff() > 0
         self._without_held = (~has_entries).nonzero().flatten()
         for part in layer.parts:
@@ -194,10 +193,8 @@ class SplitAttention:
         if dropout is None:
             return (None,) * (1 + len(self.layer.parts))
         assert dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
-        if self._split_keys is None or self._split_keys[0] is not dropout.edge_keys:
-            positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
-            self._split_keys = dropout.edge_keys, [dropout.edge_keys[where] for where in positions]
-        return tuple(replace(dropout, edge_keys=keys) for keys in self._split_keys[1])
+        positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
+        return tuple(replace(dropout, edge_keys=dropout.edge_keys[where]) for where in positions)
 
     def forward(
         self, call: _Call, sources: _Sources, dst: Tensor, attention: Tensor | None

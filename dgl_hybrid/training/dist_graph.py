@@ -63,7 +63,7 @@ def connect_trainers(g: DistGraph, transport: TransportName, *, timeout_s: float
                 f"without dgl_hybrid. Call dgl_hybrid.enable() before dgl.distributed.initialize(...), or start the "
                 f"script with `dgl-hybrid launch` or `dgl-hybrid run`."
             )
-        return Communicator(KVStoreTransport(timeout_s=timeout_s))
+        return Communicator(KVStoreTransport(timeout_s=timeout_s), timeout_s=timeout_s)
     if not is_initialized:
         raise ExchangeError(
             f"full-graph training on a DistGraph exchanges rows over torch.distributed, which is not initialised on "

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import numpy as np
@@ -133,9 +134,9 @@ def test_components_smaller_than_a_cluster_stay_whole(monkeypatch: pytest.Monkey
     monkeypatch.setattr(locality, "_CLUSTER_ROWS", 500)
     asked: list[int] = []
 
-    def cut(indptr: Numbers, indices: Numbers, num_clusters: int) -> Numbers:
+    def cut(indptr: Numbers, indices: Numbers, num_clusters: int, timeout_s: float) -> Numbers:
         asked.append(len(indptr) - 1)
-        return cut_into_clusters(indptr, indices, num_clusters)
+        return cut_into_clusters(indptr, indices, num_clusters, timeout_s)
 
     monkeypatch.setattr(locality, "cut_into_clusters", cut)
     generator = torch.Generator().manual_seed(0)
@@ -203,18 +204,16 @@ def test_errors_of_the_process_that_runs_metis_say_why(
 ) -> None:
     (tmp_path / "metis.py").write_text(script)
     monkeypatch.setattr(clusters, "__file__", str(tmp_path / "metis.py"))
-    if "sleep" in script:
-        monkeypatch.setattr(clusters, "_MAX_SECONDS", 0.5)
     path = np.array([0, 1, 3, 4], dtype=np.int32), np.array([1, 0, 2, 1], dtype=np.int32)
     with pytest.raises(ClusterError, match=error):
-        cut_into_clusters(*path, 2)
+        cut_into_clusters(*path, 2, 0.5 if "sleep" in script else 60.0)
 
 
 def test_a_ring_is_cut_into_arcs() -> None:
     num_rows = 400
     row = np.arange(num_rows)
     indices = np.stack([(row - 1) % num_rows, (row + 1) % num_rows], axis=1).ravel().astype(np.int32)
-    found = cut_into_clusters(np.arange(0, 2 * num_rows + 1, 2, dtype=np.int32), indices, 4)
+    found = cut_into_clusters(np.arange(0, 2 * num_rows + 1, 2, dtype=np.int32), indices, 4, 60.0)
     assert np.bincount(found).min() >= 90
     assert int((found != np.roll(found, 1)).sum()) <= 8
 
@@ -245,11 +244,29 @@ class Alone(EdgeLists):
         raise NotImplementedError
 
 
-def places_of(indptr: Tensor, indices: Tensor) -> LocalPlaces:
+def places_of(indptr: Tensor, indices: Tensor, timeout_s: float = 600.0) -> LocalPlaces:
     """As the only rank has them."""
     ownership = Ownership(offsets=torch.tensor([0, len(indptr) - 1]), rank=0)
-    communicator = cast(Communicator, None)  # nothing is exchanged until others ask
+    communicator = cast(Communicator, SimpleNamespace(timeout_s=timeout_s))  # nothing is exchanged until others ask
     return LocalPlaces(communicator, ownership, Alone(indptr, indices), len(indices))
+
+
+@pytest.mark.parametrize(("timeout_s", "expected_s"), [(60.0, 30.0), (600.0, 300.0), (float("inf"), 300.0)])
+def test_clusters_take_no_longer_than_ranks_wait(
+    timeout_s: float, expected_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+
+    def cut(indptr: Numbers, indices: Numbers, num_clusters: int, timeout_s: float) -> Numbers:
+        asked.append(timeout_s)
+        raise ClusterError("too slow")
+
+    monkeypatch.setattr(locality, "cut_into_clusters", cut)
+    num_rows = 20_000
+    row = torch.arange(num_rows)
+    ends = torch.cat([(row + 1) % num_rows, (row + 7) % num_rows]), torch.cat([row, row])
+    places_of(*in_edges(num_rows, *ends), timeout_s).find("locality")
+    assert asked == [expected_s]
 
 
 def test_an_order_that_shares_no_more_reads_is_not_taken(caplog: pytest.LogCaptureFixture) -> None:
@@ -277,7 +294,7 @@ def test_an_order_is_looked_for_once_and_only_where_it_may_be_used(monkeypatch: 
     assert not small.are_known
     assert not small.is_local("auto")
 
-    def fail(indptr: Tensor, indices: Tensor) -> Tensor:
+    def fail(indptr: Tensor, indices: Tensor, timeout_s: float) -> Tensor:
         raise MemoryError
 
     with monkeypatch.context() as patched:

@@ -345,14 +345,17 @@ def test_two_threads_of_a_rank_do_not_mix() -> None:
 
 def run_fork(rank: int, world_size: int) -> int:
     communicator = through_memory()
+    own = communicator.send_buffer((4, 2), torch.float32, torch.device("cpu")).fill_(1.0)
     child = os.fork()
     if child == 0:
+        communicator.send_buffer((4, 2), torch.float32, torch.device("cpu")).fill_(2.0)
         try:
             communicator.exchange_counts([1] * world_size)
         except ExchangeError as error:
             os._exit(7 if "forked from a rank" in str(error) else 8)
         os._exit(9)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert bool((own == 1.0).all()), "what the rank is about to send is its own"
     communicator.exchange_counts([1] * world_size)  # and the rank itself goes on
     return status
 

@@ -104,6 +104,36 @@ def test_stale_rows_and_gradients_are_those_of_the_epoch_before(world_size: int,
             torch.testing.assert_close(grad, y[:NUM_ROWS] + home, rtol=1e-14, atol=1e-14)
 
 
+def epochs_of_two_losses(rank: int, world_size: int) -> list[list[tuple[Tensor, Tensor]]]:
+    """Of each epoch, what both losses give and get."""
+    communicator, plan = create_communicator(), make_plans(world_size)[rank]
+    rows, generator = ApproximateRows(Approximation.of("stale")), torch.Generator().manual_seed(rank)
+    x = torch.randn(NUM_ROWS, 4, generator=generator, dtype=torch.float64).requires_grad_()
+    results = []
+    for _ in range(3):
+        rows.begin_epoch()
+        (out,) = extend_rows([x], plan, communicator, approximation=rows)
+        epoch = []
+        for _ in range(2):
+            y = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+            (grad,) = torch.autograd.grad(out, x, y, retain_graph=True)
+            epoch.append((y, grad))
+        results.append(epoch)
+    communicator.barrier()
+    return results
+
+
+def test_each_of_two_losses_gets_its_own_stale_gradients() -> None:
+    world_size = 3
+    results = run_ranks(world_size, epochs_of_two_losses)
+    for epoch, used in enumerate((0, 0, 1)):
+        for loss in range(2):
+            for rank in range(world_size):
+                y, grad = results[rank][epoch][loss]
+                home = come_home_exactly(world_size, rank, [results[peer][used][loss][0] for peer in range(world_size)])
+                torch.testing.assert_close(grad, y[:NUM_ROWS] + home, rtol=1e-14, atol=1e-14)
+
+
 @pytest.mark.parametrize("name", ["bf16", "int8", "stale+bf16", "stale+int8"])
 def test_narrower_rows_are_near_and_narrow_fields_exact(name: str) -> None:
     world_size, stale = 3, name.startswith("stale")

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -254,3 +256,18 @@ def test_a_folder_that_cannot_be_written_into_is_told_before_training(folder: Pa
         fails(make_job(folder, 2, tmp_path, epochs=2, resume=True), 2, "must be a folder that can be written into")
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_a_file_system_that_syncs_no_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync, codes = os.fsync, [errno.EINVAL, errno.EIO]
+
+    def fsync(file: int) -> None:
+        if stat.S_ISDIR(os.fstat(file).st_mode):
+            raise OSError(codes.pop(0), "no folders")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    durable.write_durably(tmp_path, {"a": b"new"})
+    assert (tmp_path / "a").read_bytes() == b"new"
+    with pytest.raises(OSError, match="no folders"):
+        durable.write_durably(tmp_path, {"a": b"newer"})

@@ -200,9 +200,9 @@ def run_step_in_clusters(rank: int, world_size: int, part_config: str, case: Cas
     """As `run_step`, with clusters of few rows, so that METIS cuts small graphs; and how often it was asked."""
     asked: list[None] = []
 
-    def cut_and_note(indptr: Numbers, indices: Numbers, num_clusters: int) -> Numbers:
+    def cut_and_note(indptr: Numbers, indices: Numbers, num_clusters: int, timeout_s: float) -> Numbers:
         asked.append(None)
-        return cut_into_clusters(indptr, indices, num_clusters)
+        return cut_into_clusters(indptr, indices, num_clusters, timeout_s)
 
     with (
         mock.patch.object(locality, "_CLUSTER_ROWS", 2),

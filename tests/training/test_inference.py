@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange import locality
-from dgl_hybrid.training import inference
+from dgl_hybrid.training import inference, planning
 from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
@@ -185,3 +185,26 @@ def infer_twice(rank: int, world_size: int, part_config: str) -> list[tuple[bool
 def test_one_pass_looks_for_no_row_order_but_takes_that_of_training(partitions: PartitionStore) -> None:
     facts = run_ranks(3, infer_twice, partitions.get("power_law", power_law(), 3))
     assert facts == [[(False, False), (True, True)]] * 3
+
+
+def evaluate_by_one_loader(rank: int, world_size: int, part_config: str, strategy: str) -> tuple[int, list[Tensor]]:
+    """Returns how often models were timed, and what three evaluations by one loader give."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="sage_mean").build(NUM_FEATURES)
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, strategy=strategy, autotune=False)
+    with mock.patch.object(planning, "time_model", wraps=planning.time_model) as timing:
+        found = [infer(model, g, 2, loader=loader)[1] for _ in range(3)]
+    assert loader.outcome is not None
+    return timing.call_count, found
+
+
+@pytest.mark.parametrize(("strategy", "num_timings"), [("depcomm", 0), ("depcache", 0), ("hybrid", 1)])
+def test_who_only_evaluates_by_a_pure_plan_is_not_timed(
+    strategy: str, num_timings: int, partitions: PartitionStore
+) -> None:
+    """No time changes what it does, and an evaluation is shorter than the timing."""
+    graph = power_law()
+    for count, found in run_ranks(2, evaluate_by_one_loader, partitions.get("power_law", graph, 2), strategy):
+        assert (count > 0) == (num_timings > 0)
+        for output in found[1:]:
+            torch.testing.assert_close(output, found[0], rtol=1e-9, atol=1e-12)

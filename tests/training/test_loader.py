@@ -986,3 +986,14 @@ def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: st
 def test_where_no_plan_fits_after_a_drift_those_of_before_stay(partitions: PartitionStore) -> None:
     by_rank = run_ranks(2, plan_where_nothing_fits_any_more, partitions.get("power_law", power_law(), 2))
     assert by_rank[0] == by_rank[1]
+
+
+def plan_for_other_ranks(rank: int, world_size: int, part_config: str) -> None:
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gcn_both").build(g.ndata["feat"].shape[1])
+    FullGraphLoader(g, g.owned_nodes(), 2, model=model, topology=uniform_topology(world_size + 2))
+
+
+def test_a_topology_of_other_ranks_is_named(partitions: PartitionStore) -> None:
+    for error in run_ranks_expect_errors(2, plan_for_other_ranks, partitions.get("power_law", power_law(), 2)):
+        assert "the topology is of 4 ranks, and 2 are running" in error.message

@@ -6,7 +6,8 @@ machine may compile the same at the same time: each writes a file of its own and
 file or none.
 
 What lies there is run, so the folder must belong to the user and nobody else may write to it: the trust that Python has
-in its `.pyc` files.
+in its `.pyc` files. Nobody else may put another folder in its place, either, as who may write to the folder around it
+could, unless that has the sticky bit (`/tmp`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class CodeCache:
     """Code by key, in a folder that may be missing, unwritable, somebody else's or damaged: then it is compiled again.
 
     Args:
-        folder: Where the files lie; None keeps nothing on disk.
+        folder: Where the files lie, in a folder that holds several kinds of code; None keeps nothing on disk.
         kind: What the code is, for example "cubin": the files' suffix, and part of what their heads say.
     """
 
@@ -89,9 +90,8 @@ class CodeCache:
         if path is None:
             return None
         try:
-            _require_own(path.parent)
-            _require_own(path)  # it may have been put there while others could write to the folder
-            data = path.read_bytes()
+            _require_own_folder(path.parent)
+            data = _read_own(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -112,8 +112,10 @@ class CodeCache:
             return
         aside = None
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _require_own(path.parent)
+            # One by one: parents get what the umask leaves, which may let the user's group write.
+            path.parent.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            _require_own_folder(path.parent)
             if not self._has_written:
                 self._has_written = True
                 _remove_unused(path.parent)
@@ -148,10 +150,40 @@ def _checksum(key: str, code: bytes) -> bytes:
     return hashlib.sha256(key.encode() + code).digest()
 
 
-def _require_own(path: Path) -> None:
-    """Raises PermissionError if anybody else could have put code there; FileNotFoundError if there is none."""
-    found = path.stat()
-    if hasattr(os, "geteuid") and (found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+def _read_own(path: Path) -> bytes:
+    """Reads a file that nobody else could have written: it may have been put there while others could write around it.
+
+    Raises:
+        OSError: There is none, it is a link, or somebody else's.
+    """
+    # What is checked is what is read, whatever takes its name meanwhile.
+    with open(os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0)), "rb") as file:
+        _require_own(path, os.fstat(file.fileno()))
+        return file.read()
+
+
+def _require_own_folder(path: Path) -> None:
+    """Raises PermissionError if anybody else could put files there, or another folder in its place.
+
+    Raises:
+        FileNotFoundError: There is none.
+    """
+    _require_own(path, path.stat())
+    around = path.parent.stat()
+    if not around.st_mode & stat.S_ISVTX:  # else, as in `/tmp`, nobody renames what is not theirs
+        # With a umask of 002 each user's own group may write to what others of this package have made there, and finds
+        # that a file of somebody else's is not read.
+        _require_own(path.parent, around, or_root=True, others=stat.S_IWOTH)
+
+
+def _require_own(
+    path: Path, found: os.stat_result, *, or_root: bool = False, others: int = stat.S_IWGRP | stat.S_IWOTH
+) -> None:
+    """Raises PermissionError if others than the user, `or_root`, may write to `path`, of which `found` is known."""
+    if not hasattr(os, "geteuid"):
+        return
+    owners = (os.geteuid(), 0) if or_root else (os.geteuid(),)
+    if found.st_uid not in owners or found.st_mode & others:
         raise PermissionError(
             f"{path} of user {found.st_uid} with mode {stat.S_IMODE(found.st_mode):o}; expected one of user "
             f"{os.geteuid()} that nobody else may write to"

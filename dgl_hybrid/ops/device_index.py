@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.ops.index_notes import kept_relation, notes_of
+from dgl_hybrid.ops.sparse_graph import to_keep
 
 _CPU_CONTEXT = (1, 0)  # device type and id, as DGL counts them
 _GPU_TYPE = 2
@@ -101,7 +102,8 @@ class DeviceIndex(HeteroGraphIndex):
         # Noted for the index of the CPU: a script that moves a graph in every epoch finds its tensors there already.
         kept = notes_of(self.on_cpu).answers
         if (self.device, key) not in kept:
-            kept[self.device, key] = self._answers(ask())
+            with torch.inference_mode(False):  # who trains later saves them
+                kept[self.device, key] = tuple(to_keep(answer, device=self.device) for answer in ask())
         return kept[self.device, key]
 
     # ------------------------------------------------------- other questions, asked on the CPU

@@ -69,11 +69,13 @@ def _home(index: Any, device: torch.device | str | None) -> tuple[Any, torch.dev
 
 def claim(index: Any) -> None:
     """Marks an index as one of a graph of ours, whose operations reach our ops without being asked for."""
+    index, _ = _home(index, None)
     notes_of(index).is_claimed = True
 
 
 def is_claimed(index: Any) -> bool:
     """Tells whether `claim` was called with this index, or with that of the graph whose only edge type it is."""
+    index, _ = _home(index, None)
     notes = existing_notes(index)
     return notes is not None and notes.is_claimed
 
@@ -86,8 +88,11 @@ def _convert(index: Any) -> SparseGraph:
         src, dst, edge_ids = index.edges(0)
         order = torch.argsort(edge_ids)
         return SparseGraph.from_coo(src[order], dst[order], num_src, num_dst)
-    # DGL's own tensors, not copies, where the ids are as wide as ours.
+    # DGL's own tensors, not copies, which it sorts in place for global negative sampling: left to it where the ids are
+    # as wide as ours, entries would stand for other edges from then on. Graphs of ours are not sampled so.
     _, _, indptr, indices, edge_ids = index.adjacency_matrix_tensors(0, True, "csr")
     counting = torch.arange(len(edge_ids), dtype=edge_ids.dtype, device=edge_ids.device)
     counts_up = torch.equal(edge_ids, counting)  # also of none at all, which is how DGL says it
-    return SparseGraph.from_csc(indptr, indices, None if counts_up else edge_ids, num_src=num_src)
+    return SparseGraph.from_csc(
+        indptr, indices, None if counts_up else edge_ids, num_src=num_src, copy=not is_claimed(index)
+    )

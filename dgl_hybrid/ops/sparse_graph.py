@@ -72,6 +72,7 @@ class SparseGraph:
         *,
         num_src: int,
         out_edges: tuple[Tensor, Tensor, Tensor | None] | None = None,
+        copy: bool = False,
     ) -> SparseGraph:
         """Takes compressed rows by destination; ids become int32 where that suffices.
 
@@ -81,16 +82,17 @@ class SparseGraph:
             edge_ids: (E,), integer: row of the edge tensors for each entry, a permutation; None: entry k is edge k.
             num_src: S, the number of source rows.
             out_edges: `(indptr (S + 1,), indices (E,), edge_ids (E,) | None)` by source, if at hand; built otherwise.
+            copy: Whether somebody may write to the tensors later; by default those that fit are kept as they are.
         Raises:
             ValueError: Shapes or devices that do not fit together. The values are not read: see `validate`.
             TypeError: Tensors that are not int32 or int64.
         """
         num_dst, num_edges = len(indptr) - 1, len(indices)
         dtype = torch.int32 if max(num_src, num_dst, num_edges) < _INT32_LIMIT else torch.int64
-        in_adjacency = _adjacency(indptr, indices, edge_ids, dtype, "in-edges")
+        in_adjacency = _adjacency(indptr, indices, edge_ids, dtype, "in-edges", copy=copy)
         out_adjacency = None
         if out_edges is not None:
-            out_adjacency = _adjacency(*out_edges, dtype, "out-edges")
+            out_adjacency = _adjacency(*out_edges, dtype, "out-edges", copy=copy)
             if out_adjacency.num_rows != num_src or out_adjacency.num_edges != num_edges:
                 raise ValueError(
                     f"out-edges must have {num_src} rows and {num_edges} entries as the in-edges say "
@@ -170,7 +172,10 @@ class SparseGraph:
         is_inference = not torch.compiler.is_compiling() and torch.is_inference_mode_enabled()
         with torch.inference_mode(False) if is_inference else contextlib.nullcontext():  # kept for trained steps, too
             built: tuple[Tensor, ...] = build(self.in_edges.tensors(), self.num_src)
-            return built
+        if self.device.type == "cuda" and not torch.compiler.is_compiling():
+            # Others may find them next on another stream, which nobody outside can make wait.
+            torch.cuda.current_stream(self.device).synchronize()
+        return built
 
     @property
     def has_out_edges(self) -> bool:
@@ -286,7 +291,9 @@ def _row_starts(rows: Tensor, num_rows: int) -> Tensor:
     return starts
 
 
-def _adjacency(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, dtype: torch.dtype, name: str) -> Adjacency:
+def _adjacency(
+    indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, dtype: torch.dtype, name: str, *, copy: bool
+) -> Adjacency:
     given = {"indptr": indptr, "indices": indices} | ({} if edge_ids is None else {"edge_ids": edge_ids})
     for role, ids in given.items():
         if ids.dtype not in (torch.int32, torch.int64):
@@ -302,13 +309,13 @@ def _adjacency(indptr: Tensor, indices: Tensor, edge_ids: Tensor | None, dtype: 
     if edge_ids is not None and len(edge_ids) != len(indices):
         raise ValueError(f"the {name} need one edge id per entry: {len(indices)} entries (got {len(edge_ids)} ids)")
     return Adjacency(
-        _kept(indptr, dtype=dtype),
-        _kept(indices, dtype=dtype),
-        None if edge_ids is None else _kept(edge_ids, dtype=dtype),
+        to_keep(indptr, dtype=dtype, copy=copy),
+        to_keep(indices, dtype=dtype, copy=copy),
+        None if edge_ids is None else to_keep(edge_ids, dtype=dtype, copy=copy),
     )
 
 
-def _kept(ids: Tensor, **target: Any) -> Tensor:
+def to_keep(ids: Tensor, **target: Any) -> Tensor:
     """Ids that a backward may save, even if an evaluation in inference mode is the first to use the graph."""
     with torch.inference_mode(False):
         ids = ids.to(**target).contiguous()
@@ -316,7 +323,7 @@ def _kept(ids: Tensor, **target: Any) -> Tensor:
 
 
 def _moved(adjacency: Adjacency, device: torch.device | str) -> Adjacency:
-    return Adjacency.from_tensors([_kept(ids, device=device) for ids in adjacency.tensors()])
+    return Adjacency.from_tensors([to_keep(ids, device=device) for ids in adjacency.tensors()])
 
 
 def _validated_ends(adjacency: Adjacency, num_neighbours: int, name: str, role: str) -> Tensor:

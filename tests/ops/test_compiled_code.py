@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,67 @@ def test_file_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytes
     assert cache_in(tmp_path).load_or_compile(KEY, lambda: b"mine") == b"mine"
     assert f"{file} of user" in caplog.text
     assert cache_in(tmp_path).load_or_compile(KEY, never) == b"mine", "it was replaced by one of the user's own"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+@pytest.mark.parametrize("mode", [0o720, 0o702, 0o777])
+def test_folder_that_others_may_replace_is_not_used(
+    mode: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The folder that the variable names holds that of the files: who may write there can put another in its place."""
+    folder = tmp_path / "kernels"
+    cache_in(folder).load_or_compile(KEY, lambda: CUBIN)
+    tmp_path.chmod(mode)
+    try:
+        assert cache_in(folder).load_or_compile(KEY, lambda: b"mine") == b"mine"
+        assert f"{tmp_path} of user" in caplog.text
+        tmp_path.chmod(mode | 0o1000)
+        assert cache_in(folder).load_or_compile(KEY, never) == CUBIN, "as in /tmp: others rename only what is theirs"
+    finally:
+        tmp_path.chmod(0o700)
+    assert cache_in(folder).load_or_compile(KEY, never) == CUBIN, "nothing was written meanwhile"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_folders_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
+    """With a umask of 002, the default of some systems, the group may write to what is made without a mode."""
+    before = os.umask(0o002)
+    try:
+        (tmp_path / "dgl_hybrid").mkdir()  # for other things
+        cache_in(tmp_path / "dgl_hybrid" / "kernels").load_or_compile(KEY, lambda: CUBIN)
+    finally:
+        os.umask(before)
+    assert cache_in(tmp_path / "dgl_hybrid" / "kernels").load_or_compile(KEY, never) == CUBIN
+
+
+@pytest.mark.skipif(not hasattr(os, "O_NOFOLLOW"), reason="links are followed here")
+def test_link_is_not_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "kernels"
+    for used in (elsewhere, folder):
+        cache_in(used).load_or_compile(KEY, lambda: CUBIN)
+    file = folder / f"{KEY}.cubin"
+    file.unlink()
+    file.symlink_to(elsewhere / f"{KEY}.cubin")
+    assert cache_in(folder).load_or_compile(KEY, lambda: b"mine") == b"mine"
+    assert "symbolic links" in caplog.text
+    assert cache_in(folder).load_or_compile(KEY, never) == b"mine", "a file took the place of the link"
+    assert cache_in(elsewhere).load_or_compile(KEY, never) == CUBIN
+
+
+def test_what_is_read_is_what_was_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody may give the file's name to another one between the check and the read."""
+    cache_in(tmp_path).load_or_compile(KEY, lambda: CUBIN)
+    (tmp_path / "other").mkdir(0o700)
+    cache_in(tmp_path / "other").load_or_compile(KEY, lambda: b"other")
+    check = compiled_code._require_own
+
+    def check_and_swap(path: Path, *args: Any, **kwargs: Any) -> None:
+        check(path, *args, **kwargs)
+        if path.suffix == ".cubin":
+            os.replace(tmp_path / "other" / path.name, path)
+
+    monkeypatch.setattr(compiled_code, "_require_own", check_and_swap)
+    assert cache_in(tmp_path).load_or_compile(KEY, never) == CUBIN
 
 
 def test_what_was_not_used_for_longest_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

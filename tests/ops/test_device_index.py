@@ -232,6 +232,20 @@ def test_structure_is_moved_once(device: torch.device, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_what_was_first_asked_in_inference_mode_serves_training(device: torch.device, ids: torch.dtype) -> None:
+    """A backward saves no tensors of inference mode, so an evaluation before the first step must not leave any."""
+    graph = make_graph("", torch.float64)
+    moved = on_device(graph.int() if ids == torch.int32 else graph.long(), device)
+    with torch.inference_mode():
+        questions(moved)
+        moved._graph.all_out_degrees(0)
+    factor = torch.ones((), requires_grad=True)
+    for answer in (*moved.edges(), *moved.adj_tensors("csc"), moved._graph.all_out_degrees(0)):
+        (factor * answer).sum().backward()  # saves the answer
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_operators_we_lack_run_as_rows_of_edges(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     graph = make_block("", torch.float64)
     x, w = torch.rand(graph.num_src_nodes(), 3), torch.rand(graph.num_edges(), 1)

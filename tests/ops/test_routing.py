@@ -21,6 +21,7 @@ from torch import Tensor
 from dgl_hybrid.errors import CompatError
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.ops import dgl_index, routing
+from dgl_hybrid.ops.device_index import DeviceIndex
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
 from dgl_hybrid.ops.op_counts import count, op_counts, reset_op_counts
 from dgl_hybrid.ops.sparse_graph import edge_neighbours, edge_rows
@@ -426,3 +427,50 @@ def test_edge_ids_that_count_up_are_left_out() -> None:
     assert structure.in_edges.edge_ids is not None
     assert structure.in_edges.edge_ids.tolist() == [2, 0, 1]
     assert structure.in_edges.indices.tolist() == [1, 0, 2]
+
+
+UNSORTED_ROWS = torch.tensor([0, 3, 4, 6]), torch.tensor([3, 0, 2, 1, 4, 0])
+"""In-edges of three destinations; sources do not ascend within a row."""
+
+
+def unsorted_graph(edge_ids: list[int], ids: torch.dtype) -> Any:
+    rows = (*(given.clone() for given in UNSORTED_ROWS), torch.tensor(edge_ids, dtype=torch.int64))  # DGL takes these
+    block = dgl.create_block(("csc", rows), num_src_nodes=5, num_dst_nodes=3)
+    return block.int() if ids == torch.int32 else block
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("edge_ids", [[], [0, 1, 2, 3, 4, 5], [5, 1, 4, 0, 3, 2]], ids=["none", "count up", "mixed"])
+def test_dgl_may_sort_its_rows_after_ours_were_made(edge_ids: list[int], ids: torch.dtype) -> None:
+    """Global negative sampling sorts the rows of the graph in place; ours, which shared them, took wrong edges then."""
+    graph = unsorted_graph(edge_ids, ids)
+    x, w = torch.rand(5, 2), torch.rand(6, 1)
+    expected = dgl.ops.u_mul_e_sum(graph, x, w)
+    with routed("all"):
+        before = dgl.ops.u_mul_e_sum(graph, x, w)
+        structure = sparse_graph_of(graph._graph)
+        assert structure is not None
+        ours = [tensor.clone() for tensor in structure.in_edges.tensors()]
+        dgl.sampling.global_uniform_negative_sampling(graph, 2)
+        after = dgl.ops.u_mul_e_sum(graph, x, w)
+    torch.testing.assert_close(before, expected)
+    torch.testing.assert_close(after, expected)
+    assert all(torch.equal(now, then) for now, then in zip(structure.in_edges.tensors(), ours, strict=True))
+    indices = graph._graph.adjacency_matrix_tensors(0, True, "csr")[3]
+    assert indices.tolist() == [0, 2, 3, 1, 0, 4], "DGL sorts no rows in place: the test tells nothing"
+
+
+def test_graphs_of_ours_share_their_rows_with_dgl() -> None:
+    """Nobody samples from them, so a copy would be memory for nothing."""
+    graph, of_user = (unsorted_graph([0, 1, 2, 3, 4, 5], torch.int32)._graph for _ in range(2))
+    on_device = DeviceIndex.of(unsorted_graph([0, 1, 2, 3, 4, 5], torch.int32)._graph, torch.device("cpu"))
+    for index in (graph, on_device):
+        dgl_index.claim(index)
+    assert [_shares_rows(index) for index in (graph, on_device.on_cpu, of_user)] == [True, True, False]
+
+
+def _shares_rows(index: Any) -> bool:
+    structure = sparse_graph_of(index)
+    assert structure is not None
+    indices: Tensor = index.adjacency_matrix_tensors(0, True, "csr")[3]
+    return structure.in_edges.indices.data_ptr() == indices.data_ptr()

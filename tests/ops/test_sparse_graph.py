@@ -93,6 +93,9 @@ def test_from_csc_converts_once_and_copies_nothing_that_fits() -> None:
     wide = SparseGraph.from_csc(indptr.long(), indices.long(), torch.tensor([2, 1, 0]), num_src=2)
     assert wide.index_dtype == torch.int32
     assert {ids.dtype for ids in wide.in_edges.tensors()} == {torch.int32}
+    copied = SparseGraph.from_csc(indptr, indices, num_src=2, copy=True)
+    indices.fill_(9)
+    assert copied.in_edges.indices.tolist() == [1, 0, 1]
     large = SparseGraph.from_csc(indptr, indices, num_src=2**31)
     assert large.index_dtype == torch.int64
     assert {ids.dtype for ids in large.in_edges.tensors()} == {torch.int64}

@@ -23,6 +23,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.graph import split_block
 from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
+from dgl_hybrid.ops import SparseGraph
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training import planning, stable_reads
 from dgl_hybrid.training.fields import RowSets
@@ -278,6 +279,25 @@ def test_one_structure_for_a_device_named_without_its_number(gpus: PretendedGpus
 
 
 # ---------------------------------------------------------------- random numbers
+
+
+def waits_for_rows_by_source(rank: int, world_size: int) -> list[tuple[str, bool]]:
+    graph = SparseGraph.from_coo(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 1]), 2, 2).to(GPU)
+    waits = []
+
+    def note_wait() -> None:
+        waits.append((asked_for, getattr(graph, f"_{asked_for}") is not None))
+
+    stream = SimpleNamespace(cuda_stream=0, synchronize=note_wait)
+    with mock.patch.object(torch.cuda, "current_stream", return_value=stream):
+        for asked_for in ("out_neighbours", "out_edges", "out_neighbours", "out_edges"):
+            assert getattr(graph, asked_for).num_rows == 2
+    return waits
+
+
+def test_rows_by_source_are_there_before_others_find_them(gpus: PretendedGpus) -> None:
+    """They were made on the stream of whoever asked first, and another stream's kernels could read them unfinished."""
+    assert gpus.run(1, waits_for_rows_by_source) == [[("out_neighbours", False), ("out_edges", False)]]
 
 
 def generator_around_planning(rank: int, world_size: int, part_config: str) -> bool:

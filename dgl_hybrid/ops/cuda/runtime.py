@@ -55,9 +55,10 @@ def create_launcher() -> DriverLauncher:
     """Returns a launcher of the kernels on this machine's GPUs.
 
     Raises:
-        KernelError: No CUDA driver, no GPU, or no NVRTC.
+        KernelError: No CUDA driver, no GPU, no NVRTC, or one that knows none of the GPUs.
     """
     driver, nvrtc = Driver.load(), Nvrtc.load()
+    _require_known_gpu(driver, nvrtc.supported_archs())
     cache = CodeCache(default_folder(_FOLDER), "cubin")
     return DriverLauncher(driver, cubin_source(nvrtc, SOURCE.read_text("utf-8"), cache))
 
@@ -90,6 +91,19 @@ def choose_arch(capability: Capability, supported: Sequence[int]) -> str:
             f"{', '.join(f'sm_{arch}' for arch in supported) or 'none'}): install a PyTorch whose CUDA knows this GPU"
         )
     return f"sm_{max(known)}"
+
+
+def _require_known_gpu(driver: Driver, supported: Sequence[int]) -> None:
+    """Raises KernelError if the compiler knows no visible GPU: now, while the reference ops can still stand in."""
+    problem: KernelError | None = None
+    for index in range(driver.device_count()):
+        try:
+            choose_arch(driver.compute_capability(index), supported)
+            return
+        except KernelError as error:
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def describe() -> CudaStatus:

@@ -120,7 +120,8 @@ def cut_rows(indptr: Tensor, task_entries: int = TASK_ENTRIES) -> TaskList:
 class TaskLists:
     """The task lists of structures in use: made once per structure, dropped with it.
 
-    Structures are told apart by their `indptr` tensor, which must not be written to.
+    Structures are told apart by their `indptr` tensor, and by how often it was written to: offsets of segments may lie
+    in a buffer that is used again.
     """
 
     def __init__(self, task_entries: int = TASK_ENTRIES) -> None:
@@ -129,10 +130,14 @@ class TaskLists:
 
     def of(self, indptr: Tensor) -> TaskList:
         """Returns the tasks of the rows that `indptr` delimits."""
-        found: TaskList | None = self._lists.get(indptr)
-        if found is None:
-            found = cut_rows(indptr, self._task_entries)
+        if indptr.is_inference():  # nobody counts what is written into such a tensor
+            return cut_rows(indptr, self._task_entries)
+        version: int
+        found: TaskList | None
+        version, found = self._lists.get(indptr, (-1, None))
+        if found is None or version != indptr._version:
+            version, found = indptr._version, cut_rows(indptr, self._task_entries)
             if indptr.is_cuda:  # it may next be used on another stream, which nobody outside can make wait
                 torch.cuda.current_stream(indptr.device).synchronize()
-            self._lists[indptr] = found
+            self._lists[indptr] = version, found
         return found

@@ -97,3 +97,19 @@ def test_tasks_of_a_structure_are_made_once(
         x = torch.ones(S, 32, requires_grad=True)
         ops.spmm(graph, x).sum().backward()
     assert len(made) == 2, "one list by destination, one by source"
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_segments_whose_offsets_lie_in_a_buffer_that_is_used_again(
+    is_inference: bool, gpu: CudaBackend, fake: FakeDriver, use: Callable[[object], None]
+) -> None:
+    """With the task lists of what lay there before, the kernels cut rows where other segments ended."""
+    use(gpu)
+    x = torch.arange(40.0 * 32).view(40, 32)
+    with torch.inference_mode(is_inference):
+        offsets = torch.zeros(4, dtype=torch.int32)
+        for ends in ([30, 35, 40], [2, 4, 40], [0, 40, 40]):
+            offsets[1:] = torch.tensor(ends)
+            bounds = [0, *ends]
+            expected = torch.stack([x[first:last].sum(0) for first, last in zip(bounds, ends, strict=False)])
+            torch.testing.assert_close(ops.segment_reduce(offsets, x, "sum"), expected)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -8,17 +9,21 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from dgl_hybrid.errors import KernelError
+from dgl_hybrid.ops import backend
 from dgl_hybrid.ops.compiled_code import FOLDER_VARIABLE, CodeCache
 from dgl_hybrid.ops.cuda import driver as driver_module
 from dgl_hybrid.ops.cuda import runtime
+from dgl_hybrid.ops.cuda.launch import DriverLauncher
 from dgl_hybrid.ops.cuda.nvrtc import Nvrtc
 from dgl_hybrid.ops.cuda.runtime import choose_arch, create_launcher, cubin_source, describe
+from dgl_hybrid.ops.naive import NaiveBackend
 from tests.ops.cuda.fake_driver import FakeDriver
 
 OPTIONS = ("-DKERNELS=KERNELS_SPMM", "-DDTYPE=DTYPE_F32")
@@ -105,6 +110,24 @@ def test_launcher_without_driver_or_compiler(fake: FakeDriver, monkeypatch: pyte
     monkeypatch.setattr(runtime, "Nvrtc", MissingNvrtc)
     with pytest.raises(KernelError, match="no compiler here"):
         create_launcher()
+
+
+def test_no_launcher_for_gpus_that_the_compiler_does_not_know(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Said at once, the reference can stand in; the first launch would be too late for that."""
+    monkeypatch.setattr(driver_module, "LIBRARY", str(fake.path))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "dgl_hybrid"))
+    monkeypatch.setattr(runtime.Nvrtc, "load", lambda: CountingNvrtc(archs=(75, 80)))
+    with pytest.raises(KernelError, match=r"compiles for compute capability 9\.0 \(got one for sm_75, sm_80\)"):
+        create_launcher()
+    monkeypatch.setattr(backend, "load_backend", functools.cache(backend.load_backend.__wrapped__))
+    monkeypatch.setattr(backend, "_load_or_reference", functools.cache(backend._load_or_reference.__wrapped__))
+    on_cuda = SimpleNamespace(dtype=torch.float32, device=torch.device("cuda"))
+    assert type(backend.choose_backend(on_cuda)) is NaiveBackend  # type: ignore[arg-type]
+    capabilities = {0: (12, 0), 1: (8, 6)}
+    monkeypatch.setattr(driver_module.Driver, "compute_capability", lambda self, device: capabilities[device])
+    assert isinstance(create_launcher(), DriverLauncher), "one of the GPUs will do"
 
 
 def test_description_of_a_machine_with_gpus(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -89,3 +89,19 @@ def test_lists_are_made_once_and_dropped_with_the_structure(lengths: list[int]) 
     del tasks, indptr
     gc.collect()
     assert [reference() for reference in watched] == [None, None]
+
+
+@pytest.mark.parametrize("is_inference", [False, True])
+def test_offsets_that_were_written_to_are_cut_anew(is_inference: bool) -> None:
+    """A caller of `segment_reduce` may keep one buffer of offsets; tasks of what lay there before sum other rows."""
+    lists, lengths = TaskLists(4), [[9, 2], [2, 9], [1, 10], [3, 4]]
+    with torch.inference_mode(is_inference):
+        offsets = indptr_of(lengths[0], torch.int64)
+        for of_segments in lengths:
+            offsets.copy_(indptr_of(of_segments, torch.int64))
+            tasks, expected = lists.of(offsets), cut_rows(offsets, 4)
+            assert tasks.num_tasks == expected.num_tasks
+            assert tasks.split_rows.tolist() == expected.split_rows.tolist()
+            for ours, fresh in ((tasks.begin, expected.begin), (tasks.row, expected.row), (tasks.slot, expected.slot)):
+                assert (ours is None) == (fresh is None)
+                assert ours is None or fresh is None or ours.tolist() == fresh.tolist()

@@ -76,17 +76,28 @@ def add_config_options(
                 )
 
 
-def resolve(args: argparse.Namespace, configs: Sequence[type[Any]]) -> list[Any]:
+def resolve(
+    args: argparse.Namespace, configs: Sequence[type[Any]], *, without: Mapping[str, str] = MappingProxyType({})
+) -> list[Any]:
     """Builds the configs from the command line and the config file.
 
+    Args:
+        args: What the command line says.
+        configs: Dataclasses.
+        without: Fields that are no options of this command, and why. A file may name them with their defaults: one
+            that another command has printed names every option.
     Raises:
         ValueError: The file cannot be read, or names an option that does not exist or a value that is wrong.
     """
     given = vars(args)
-    names = {field.name for config in configs for field in fields(config)}
+    names = {field.name for config in configs for field in fields(config)} - without.keys()
+    defaults = {field.name: field.default for config in configs for field in fields(config) if field.name in without}
     from_file: dict[str, Any] = {}
     if given.get("config") is not None:
         from_file = read_config_file(Path(given["config"]))
+        for name, default in defaults.items():
+            if name in from_file and from_file.pop(name) != default:
+                raise ValueError(f"{given['config']}: {name} is no option of this command: {without[name]}")
         unknown = sorted(set(from_file) - names)
         if unknown:
             raise ValueError(f"{given['config']}: unknown option {unknown[0]!r}; there are {', '.join(sorted(names))}")

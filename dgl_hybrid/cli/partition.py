@@ -20,8 +20,11 @@ from dgl_hybrid.launch.workspace import (
 )
 
 CONFIGS = (DataConfig, PartitionConfig, RunConfig)
-WITHOUT = ("partition", "threads")
-"""Fields that are no options here: a partition is made, not read, by one process that starts no ranks."""
+WITHOUT = {
+    "partition": "a partition is made here, not read; name the new one with --out",
+    "threads": "one process makes the partition, and starts no ranks",
+}
+"""Fields that are no options here, and why."""
 TEXTS = {
     "symmetric": "Add the reverse of every arc; not done unless given. `train --model gcn` does it for graphs that it "
     "partitions itself: give --symmetric --self-loops here for the same.",
@@ -42,12 +45,14 @@ def run(args: argparse.Namespace) -> int:
     """Writes the partition to --out, or into the workspace, and says where it is."""
     from dgl_hybrid.partition import read_partition_summary
 
-    configs = resolve(args, CONFIGS)
+    configs = resolve(args, CONFIGS, without=WITHOUT)
     if args.print_config:
         return print_config(configs)
     data, partition, options = configs
-    if partition.partition is not None:
-        raise ValueError("partition names an existing partition; name the new one with --out")
+    if options.out is not None and partition.workspace is not None:
+        raise ValueError(
+            f"--workspace cannot be given with --out: the partition is written to {options.out} and kept nowhere else"
+        )
     if options.out is None:
         part_config = prepare_partition(data, partition).part_config
     else:

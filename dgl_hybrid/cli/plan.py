@@ -17,8 +17,12 @@ from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, check_exist
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
 CONFIGS = (DataConfig, PartitionConfig, ModelConfig, StrategyConfig, TrainConfig, RunConfig)
-WITHOUT = ("plan", "checkpoint", "resume")
-"""Fields that are no options here: plans are made, not read, and nothing is trained."""
+WITHOUT = {
+    "plan": "plans are made here, not read; choose where new ones go with --out",
+    "checkpoint": "nothing is trained here",
+    "resume": "nothing is trained here",
+}
+"""Fields that are no options here, and why."""
 _TRAINING_ONLY = "No effect on a plan; known so that the words of `train` are understood."
 TEXTS = {
     "out": "Folder for the plans; plans/ beside the partition if not given.",
@@ -42,12 +46,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Plans, saves to --out (by default beside the partition), and prints the report."""
-    configs = resolve(args, CONFIGS)
+    configs = resolve(args, CONFIGS, without=WITHOUT)
     if args.print_config:
         return print_config(configs)
     data, partition, model, strategy, training, options = configs
-    if strategy.plan is not None:
-        raise ValueError("plan names plans to train with; choose where new ones go with --out")
     check_existing_partition(data, partition)
     prepared = prepare_partition(data.for_model(model.model), partition)
     job = make_job(prepared, model, strategy, training)

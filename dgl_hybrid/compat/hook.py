@@ -129,6 +129,11 @@ class MendingFinder:
         while self._callbacks:
             self._callbacks.pop(0)()
 
+    @staticmethod
+    def has_mended(module: ModuleType) -> bool:
+        """Tells whether a module that has fixes made at import was loaded with them."""
+        return isinstance(module.__loader__, _MendedLoader)
+
     def switchable(self) -> dict[str, list[tuple[Fix, FilePatch]]]:
         """Returns the fixes that can be switched, by the name of the module that they mend."""
         self.prepare()
@@ -188,7 +193,7 @@ class MendingFinder:
                     continue
                 self._by_module.setdefault(patch.module, []).append((fix, patch))
                 loaded = sys.modules.get(patch.module)
-                if loaded is not None and not isinstance(loaded.__loader__, _MendedLoader):
+                if loaded is not None and not self.has_mended(loaded):
                     self.record(fix.name, "too late: dgl was imported before dgl_hybrid")
 
     def _find_elsewhere(

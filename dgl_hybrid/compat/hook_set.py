@@ -2,7 +2,8 @@
 """Puts functions of ours around functions of DGL, and takes them away again.
 
 A hook is checked against the signature it was written for before anything is changed, and all hooks of a set are
-installed or none. When a set is removed, every function is the original object again.
+installed or none. When a set is removed, every function is the original object again. Where somebody put a function of
+theirs around ours, ours stays below it for good and does nothing, however often its set is installed again.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from dgl_hybrid.errors import CompatError
 
@@ -30,22 +33,36 @@ class Hook:
     """Called as `action(original, *args, **kwargs)`."""
 
 
+@dataclass(eq=False, slots=True)
+class _Activation:
+    """What the hooks of one installation ask before they act; the next installation has another."""
+
+    is_over: bool = False
+
+
+_ours: WeakKeyDictionary[Callable[..., Any], tuple[_Activation, Callable[..., Any]]] = WeakKeyDictionary()
+"""The functions that were put around others, in what installation, and around what.
+
+Not an attribute of them: `functools.wraps` would copy it to functions of other people.
+"""
+
+
 class HookSet:
     """Hooks that are installed and removed together."""
 
     def __init__(self, hooks: tuple[Hook, ...]) -> None:
         self._hooks = hooks
-        self._installed: list[tuple[Any, str, Any, Any]] = []
-        self._is_active = False
+        self._installed: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._activation: _Activation | None = None
 
     @property
     def is_installed(self) -> bool:
-        return self._is_active
+        return self._activation is not None
 
     @property
     def originals(self) -> tuple[Callable[..., Any], ...]:
         """What the hooks are around, in their order; nothing while they are not installed."""
-        return tuple(original for _, _, original, _ in self._installed)
+        return tuple(original for _, _, original in self._installed)
 
     def install(self) -> None:
         """Installs all hooks; of a set that is installed, does nothing.
@@ -53,31 +70,49 @@ class HookSet:
         Raises:
             CompatError: A function is missing or has another signature; nothing is installed then.
         """
-        if self._is_active:
+        if self._activation is not None:
             return
         found = [_find(hook) for hook in self._hooks]
-        self._is_active = True
+        self._activation = _Activation()
         for hook, (owner, attribute, original) in zip(self._hooks, found, strict=True):
-            replacement = self._around(original, hook.action)
-            setattr(owner, attribute, replacement)
-            self._installed.append((owner, attribute, original, replacement))
+            setattr(owner, attribute, _around(original, hook.action, self._activation))
+            self._installed.append((owner, attribute, original))
 
     def remove(self) -> None:
         """Puts the originals back. Where somebody hooked our hook, ours stays under theirs and does nothing."""
-        self._is_active = False
-        for owner, attribute, original, replacement in reversed(self._installed):
-            if owner.__dict__.get(attribute) is replacement:
-                setattr(owner, attribute, original)
+        if self._activation is None:
+            return
+        self._activation.is_over = True
+        self._activation = None
+        for owner, attribute, _ in reversed(self._installed):
+            function = owner.__dict__.get(attribute)
+            below = _below_leftovers(function)
+            if below is not function:
+                setattr(owner, attribute, below)
         self._installed.clear()
 
-    def _around(self, original: Callable[..., Any], action: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hooked(*args: Any, **kwargs: Any) -> Any:
-            if not self._is_active:
-                return original(*args, **kwargs)
-            return action(original, *args, **kwargs)
 
-        return hooked
+def _around(original: Callable[..., Any], action: Callable[..., Any], activation: _Activation) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        # Not what the set says now: under somebody's function this one may outlive its installation, and acting in the
+        # next one it would act twice, or be what that one takes for DGL's own.
+        if activation.is_over:
+            return original(*args, **kwargs)
+        return action(original, *args, **kwargs)
+
+    _ours[hooked] = (activation, original)
+    return hooked
+
+
+def _below_leftovers(function: Any) -> Any:
+    """Returns what stands below hooks of installations that are over; `function` itself where it is none of them."""
+    while isinstance(function, FunctionType) and function in _ours:
+        activation, original = _ours[function]
+        if not activation.is_over:
+            break
+        function = original
+    return function
 
 
 def _find(hook: Hook) -> tuple[Any, str, Callable[..., Any]]:
@@ -85,7 +120,7 @@ def _find(hook: Hook) -> tuple[Any, str, Callable[..., Any]]:
     *classes, attribute = hook.name.split(".")
     for name in classes:
         owner = getattr(owner, name, None)
-    function = None if owner is None else owner.__dict__.get(attribute)
+    function = None if owner is None else _below_leftovers(owner.__dict__.get(attribute))
     if function is None:
         raise CompatError(f"expected {hook.module}.{hook.name} in this DGL (got none). Is it a supported version?")
     parameters = " ".join(inspect.signature(function).parameters)

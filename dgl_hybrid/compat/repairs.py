@@ -34,8 +34,9 @@ def switch_on() -> None:
     """Switches on every fix whose header says `When: enabled`; imports the modules that they mend. Idempotent.
 
     Raises:
-        CompatError: when the installed DGL is not a supported one, a file of it is not as released, or somebody
-            replaced a function that is to be mended; names the file. Nothing is switched on then.
+        CompatError: when the installed DGL is not a supported one, a file of it is not as released, it was imported
+            before this package and lacks what is mended at import, or somebody replaced a function that is to be
+            mended; names the file. Nothing is switched on then.
     """
     global _undo
     if _undo is not None:
@@ -89,7 +90,14 @@ def _plan_module(module: ModuleType, changes: list[Change]) -> bool:
     mended_text = FINDER.mend(module.__name__, source, enabled=True)
     if mended_text is source:
         return True
-    stock = ast.parse(FINDER.mend(module.__name__, source, enabled=False), path)
+    stock_text = FINDER.mend(module.__name__, source, enabled=False)
+    if stock_text is not source and not FINDER.has_mended(module):
+        # The mended functions would call what only the fixes made at import bring.
+        raise CompatError(
+            f"{path} was loaded without the fixes that are made as DGL is imported. Import dgl_hybrid before dgl, or "
+            "start the program with `dgl-hybrid run` or `dgl-hybrid launch`."
+        )
+    stock = ast.parse(stock_text, path)
     mended = ast.parse(mended_text, path)
     file_name = f"{path} (mended by dgl_hybrid, switched on)"
     # Without a modification time: never checked against a file, so tracebacks show the mended lines.

@@ -24,7 +24,7 @@ _logger = logging.getLogger(__name__)
 
 PART_METHODS = ("metis", "random", "contiguous")
 _WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
-_OF_A_NEW_PARTITION = ("part_method", "num_hops")
+_OF_A_NEW_PARTITION = ("part_method", "num_hops", "workspace")
 _DATASET_FILE = "dataset.json"
 """What we know of the graph beyond what DGL's files say; believed for the very partition that it was written for."""
 _FORMAT = 2
@@ -119,7 +119,7 @@ def check_existing_partition(data: DataConfig, partition: PartitionConfig) -> No
         data: As given, without a model's defaults.
         partition: As given.
     Raises:
-        ValueError: An option of how a graph is loaded or split is given together with `partition`.
+        ValueError: An option of how a graph is loaded or split, or where parts are kept, is given with `partition`.
     """
     if partition.partition is None:
         return
@@ -132,7 +132,8 @@ def check_existing_partition(data: DataConfig, partition: PartitionConfig) -> No
     if given:
         raise ValueError(
             f"{', '.join(given)} cannot be given with --partition: the graph in {partition.partition} was loaded and "
-            f"split before. Make another partition with `dgl-hybrid partition`, or leave out --partition."
+            f"split before, and is read from there. Make another partition with `dgl-hybrid partition`, or leave out "
+            "--partition."
         )
 
 

@@ -25,6 +25,16 @@ def check_method(part_method: str) -> None:
         raise ValueError(f"part_method must be one of {', '.join(get_args(PartMethod))} (got {part_method!r})")
 
 
+def check_num_parts(num_parts: int, num_nodes: int) -> None:
+    """Raises ValueError if so many vertices cannot be split into so many parts that none is empty."""
+    if num_parts < 1:
+        raise ValueError(f"num_parts must be at least 1 (got {num_parts})")
+    if num_parts > num_nodes:
+        raise ValueError(
+            f"num_parts must not exceed the number of vertices (got {num_parts} parts for {num_nodes} vertices)"
+        )
+
+
 def assign_nodes(
     graph: dgl.DGLGraph,
     num_parts: int,
@@ -54,12 +64,7 @@ def assign_nodes(
     """
     check_method(part_method)
     num_nodes = int(graph.num_nodes())
-    if num_parts < 1:
-        raise ValueError(f"num_parts must be at least 1 (got {num_parts})")
-    if num_parts > num_nodes:
-        raise ValueError(
-            f"num_parts must not exceed the number of vertices (got {num_parts} parts for {num_nodes} vertices)"
-        )
+    check_num_parts(num_parts, num_nodes)
     if num_parts == 1:
         return torch.zeros(num_nodes, dtype=torch.int64)
     if part_method == "random":

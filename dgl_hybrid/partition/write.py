@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition.assign import assign_nodes, check_method
+from dgl_hybrid.partition.assign import assign_nodes, check_method, check_num_parts
 from dgl_hybrid.partition.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
@@ -36,6 +36,9 @@ from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
 
 _logger = logging.getLogger(__name__)
+
+_dgls_own_partition_graph = dgl_partition.partition_graph
+"""Taken before the plugin can be on: with it on, the name leads to `partition_graph` below, which would begin again."""
 
 BalanceTypes = Tensor | dict[str, Tensor]
 IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
@@ -139,7 +142,8 @@ def partition_graph(
             )
         if use_graphbolt:
             _add_graphbolt(staging / f"{graph_name}.json", kwargs)
-        files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
+        found = [path for path in sorted(staging.rglob("*")) if path.is_file() and path != staging / MANIFEST_NAME]
+        files = [str(path.relative_to(staging)) for path in found]
         write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
         sync_tree(staging)
         _move_into_place(staging, target, graph_name)
@@ -190,6 +194,7 @@ def _write_heterograph(
     g: dgl.DGLGraph, graph_name: str, num_parts: int, folder: Path, *, seed: int, **options: object
 ) -> IdMapping | None:
     """Lets DGL write it: full-graph training does not read heterographs yet, sampled training does."""
+    check_num_parts(num_parts, int(g.num_nodes()))
     # Nothing else of it draws, and what does not draw leaves the script's own draws as they are.
     is_drawn = options["part_method"] == "random" and num_parts > 1
     try:
@@ -197,10 +202,11 @@ def _write_heterograph(
             _seeded(seed) if is_drawn else contextlib.nullcontext(),
             captured_output("dgl.distributed.partition_graph"),
         ):
-            mapping: IdMapping | None = dgl_partition.partition_graph(
+            mapping: IdMapping | None = _dgls_own_partition_graph(
                 g, graph_name, num_parts, str(folder), return_mapping=True, **options
             )
-    except (IndexError, AssertionError, dgl.DGLError) as error:
+    except (IndexError, KeyError, TypeError, AssertionError, dgl.DGLError) as error:
+        # KeyError: no vertex was drawn for the last part; TypeError: METIS returned nothing.
         if _is_of_files(error):
             raise
         raise PartitionError(

@@ -47,7 +47,6 @@ class HaloPlugin:
         self.config = config
         self._stores: dict[str, HaloStore] = {}
         self.written = written
-        self._is_partitioning = False
         self._hooks = HookSet(self._make_hooks())
 
     def install(self) -> None:
@@ -113,14 +112,9 @@ class HaloPlugin:
 
     # ---------------------------------------------------------------- what hooked functions do
 
-    def _partition_graph(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._is_partitioning:
-            return original(*args, **kwargs)  # ours leaves heterographs to DGL's
-        self._is_partitioning = True
-        try:
-            return partition_graph(*args, **kwargs)
-        finally:
-            self._is_partitioning = False
+    @staticmethod
+    def _partition_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return partition_graph(*args, **kwargs)
 
     def _make_loader(
         self,

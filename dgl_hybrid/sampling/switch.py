@@ -49,7 +49,8 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
 
     Raises:
         ValueError: An unknown strategy or budget.
-        CompatError: Another DGL than a supported one, or one whose functions were replaced by something else.
+        CompatError: Another DGL than a supported one, one that was imported before this package and runs without its
+            fixes, or one whose functions were replaced by something else.
         HybridError: DGL's servers of this job run without the plugin, so they cannot tell of writes.
     """
     global _plugin, _silent, _exported

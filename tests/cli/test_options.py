@@ -171,12 +171,19 @@ def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> Non
         (["plan", "--plan", "x"], 2, "unrecognized arguments: --plan x"),
         (["partition", "--partition", "x"], 2, "unrecognized arguments: --partition x"),
         (["partition", "--threads", "2"], 2, "unrecognized arguments: --threads 2"),
+        (["train", "--partition", "parts", "--workspace", "w"], 1, "--workspace cannot be given with --partition"),
+        (["plan", "--partition", "parts", "--workspace", "w"], 1, "--workspace cannot be given with --partition"),
+        (
+            ["partition", "--data", "nope", "--out", "o", "--workspace", "w"],
+            1,
+            "--workspace cannot be given with --out",
+        ),
     ],
 )
 def test_wrong_words_end_in_one_line(
     words: list[str], code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if words and words[0] == "train":
+    if words and words[0] == "train" and "--partition" not in words:
         words = [*words, "--workspace", str(tmp_path)]
     try:
         found = main.main(words)
@@ -194,7 +201,12 @@ def test_wrong_words_end_in_one_line(
     ("command", "content", "message"),
     [
         ("plan", {"plan": "x"}, "choose where new ones go with --out"),
+        ("plan", {"data": "nope", "checkpoint": "x"}, "checkpoint is no option of this command: nothing is trained"),
+        ("plan", {"data": "nope", "resume": True}, "resume is no option of this command: nothing is trained"),
         ("partition", {"partition": "x"}, "name the new one with --out"),
+        ("partition", {"data": "nope", "threads": 2}, "c.json: threads is no option of this command: one process"),
+        ("partition", {"data": "nope", "out": "o", "workspace": "w"}, "--workspace cannot be given with --out"),
+        ("train", {"partition": "x", "workspace": "w"}, "--workspace cannot be given with --partition"),
         ("train", {"partition": "x", "symmetric": True}, "--symmetric cannot be given with --partition"),
         ("train", {"partition": "x", "part_method": "random"}, "--part-method cannot be given with --partition"),
     ],
@@ -213,6 +225,14 @@ def test_a_printed_config_goes_with_an_existing_partition(tmp_path: Path, capsys
     (tmp_path / "c.json").write_text(capsys.readouterr().out)
     assert main.main(["train", "--config", str(tmp_path / "c.json")]) == 1
     assert "none does not exist. Give a partition folder" in capsys.readouterr().err
+
+
+def test_a_config_that_train_printed_goes_for_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `plan` has no option for is at its default there, and no wish."""
+    assert main.main(["train", "--hidden", "7", "--print-config"]) == 0
+    (tmp_path / "c.json").write_text(capsys.readouterr().out)
+    assert main.main(["plan", "--config", str(tmp_path / "c.json"), "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["hidden"] == 7
 
 
 def test_options_of_one_command_do_not_leak(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -77,6 +78,73 @@ def test_a_hook_under_somebody_elses_goes_quiet(module: Any) -> None:
     assert module.greet("a") == "wrapped hooked"
     hooks.remove()
     assert module.greet("a") == "wrapped a"
+
+
+def put_around(module: Any) -> Callable[..., Any]:
+    """Puts a profiler around `greet`, as well-behaved ones do it."""
+    inner = module.greet
+
+    @functools.wraps(inner)
+    def timed(*args: Any, **kwargs: Any) -> Any:
+        return "timed " + inner(*args, **kwargs)
+
+    module.greet = timed
+    return timed
+
+
+def test_a_hook_under_somebody_elses_is_not_woken_by_the_next(module: Any) -> None:
+    """It was, and what the next one took for DGL's own led to it: calls went round without end."""
+
+    def below(original: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+        return f"hooked {hooks.originals[0](*args, **kwargs)}"
+
+    hooks = HookSet((hook("greet", "name times", below),))
+    hooks.install()
+    timed = put_around(module)
+    assert module.greet("a") == "timed hooked a"
+    hooks.remove()
+    assert module.greet("a") == "timed a"
+    hooks.install()
+    assert module.greet("a") == "hooked timed a"
+    hooks.remove()
+    assert module.greet is timed
+
+
+@pytest.mark.parametrize("is_taken_off", ["before the next", "under the next"])
+def test_a_hook_that_somebody_uncovers_is_taken_away(module: Any, is_taken_off: str) -> None:
+    """A profiler that ends puts back what it found: a hook of ours that nobody else would have removed any more."""
+    original = module.greet
+    hooks = HookSet((hook("greet", "name times", lambda f, *args, **kwargs: "hooked " + f(*args, **kwargs)),))
+    hooks.install()
+    found = module.greet
+    put_around(module)
+    hooks.remove()
+    if is_taken_off == "before the next":
+        module.greet = found
+        hooks.install()
+        assert hooks.originals == (original,)
+        assert module.greet("a") == "hooked a"
+    else:
+        hooks.install()
+        module.greet = found
+        assert module.greet("a") == "a"
+    hooks.remove()
+    assert module.greet is original
+
+
+def test_sets_may_be_removed_in_any_order(module: Any) -> None:
+    original = module.greet
+    first, second = (
+        HookSet((hook("greet", "name times", lambda f, *args, word=word, **kwargs: word + f(*args, **kwargs)),))
+        for word in ("first ", "second ")
+    )
+    first.install()
+    second.install()
+    assert module.greet("a") == "second first a"
+    first.remove()
+    assert module.greet("a") == "second a"
+    second.remove()
+    assert module.greet is original
 
 
 def test_a_second_installation_does_nothing(module: Any) -> None:

@@ -216,3 +216,43 @@ def test_a_partition_may_lack_a_type(tmp_path: Path) -> None:
     for trainer in found:
         expected = {"follows": 400, "bought-by": 1, "buys": 1}
         assert trainer["lacking"] == {"edges": expected, "labels": [7], "written": 2.0}
+
+
+def partition_buyers(folder: Path, parts: list[int]) -> Path:
+    """Ten users buy two items; `parts` says for each item, then for each user, where it goes."""
+    buys = torch.arange(10), torch.arange(10) % 2
+    graph = dgl.heterograph({("user", "buys", "item"): buys, ("user", "follows", "user"): ([], [])})
+    graph.nodes["item"].data["label"] = torch.tensor([7, 8])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dgl.distributed.partition, "metis_partition_assignment", lambda *_, **__: torch.tensor(parts))
+        dgl.distributed.partition_graph(graph, "repairs", max(parts) + 1, str(folder))
+    return folder / "repairs.json"
+
+
+def test_a_partition_may_lack_every_edge(tmp_path: Path) -> None:
+    """Its IDs begin where those of the partition before end; they began at 0, and then nobody could load the parts."""
+    cases = {"none": [0] * 12, "last": [0, 0] + [0] * 5 + [1] * 5, "first": [1, 2] + [0] * 4 + [1] * 3 + [2] * 3}
+    with pytest.raises(IndexError):
+        partition_buyers(tmp_path, cases["none"])  # no edge of a type in the only part
+    repairs.switch_on()
+    try:
+        found = {name: partition_buyers(tmp_path / name, parts) for name, parts in cases.items()}
+    finally:
+        repairs.switch_off()
+    ranges = {name: json.loads(part_config.read_text())["edge_map"] for name, part_config in found.items()}
+    assert [edges["user:buys:item"] for edges in ranges.values()] == [
+        [[0, 10]],
+        [[0, 10], [10, 10]],
+        [[0, 0], [0, 5], [5, 10]],
+    ]
+    assert [edges["user:follows:user"] for edges in ranges.values()] == [
+        [[10, 10]],
+        [[10, 10], [10, 10]],
+        [[0, 0], [5, 5], [10, 10]],
+    ]
+    for name, parts in cases.items():
+        for part_id in range(max(parts) + 1):
+            dgl.distributed.load_partition(str(found[name]), part_id)
+    for trainer in run(found["last"], tmp_path / "out", "lacking"):
+        assert trainer["lacking"]["edges"] == {"buys": 10}
+        assert trainer["lacking"]["labels"] == [7, 8]

@@ -236,6 +236,41 @@ def test_what_cannot_be_switched_is_refused(
         repairs.switch_on()
 
 
+LATE = """
+import sys
+from dgl_hybrid.compat import describe, hook, repairs
+from dgl_hybrid.errors import CompatError
+
+# As where stock DGL can be imported: with what makes that possible here, and without what the repairs build on.
+ours = (hook.FINDER, *(found for found in sys.meta_path if getattr(found, "__name__", "") == "DglHybridStartup"))
+sys.meta_path[:] = [found for found in sys.meta_path if found not in ours]
+others = hook.MendingFinder()
+others.skip = {"0011", "0018", "0019"}
+sys.meta_path.insert(0, others)
+import dgl
+sys.meta_path.remove(others)
+hook.install()
+
+states = {fix["name"][:4]: fix["state"] for fix in describe()["fixes"]}
+assert states["0019"].startswith("too late"), states
+initialize = dgl.distributed.initialize.__code__
+try:
+    repairs.switch_on()
+except CompatError as error:
+    print(error)
+assert dgl.distributed.initialize.__code__ is initialize
+assert not repairs.is_on()
+"""
+
+
+def test_a_dgl_that_was_imported_too_early_is_refused() -> None:
+    """Mended functions were put in, which call what only the fixes made at import bring: a NameError in the job."""
+    ran = run_python(LATE)
+    assert ran.returncode == 0, ran.stderr
+    assert "was loaded without the fixes that are made as DGL is imported" in ran.stdout
+    assert "Import dgl_hybrid before dgl, or start the program with `dgl-hybrid run`" in ran.stdout
+
+
 def test_another_file_is_refused_by_name(thing: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "dgl_thing.py").write_text(STOCK.replace("LIMIT = 1", "LIMIT = 3"))
     with pytest.raises(CompatError, match=r"0099-thing does not fit dgl_thing\.py:3: expected 'LIMIT = 1'"):

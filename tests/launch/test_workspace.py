@@ -136,7 +136,7 @@ def test_existing_partition(tmp_path: Path) -> None:
 
 
 def test_an_existing_partition_takes_no_options_of_a_new_one() -> None:
-    existing = PartitionConfig(partition="parts", ranks=2, workspace="w")
+    existing = PartitionConfig(partition="parts", ranks=2)
     check_existing_partition(DataConfig(), existing)
     check_existing_partition(DataConfig(symmetric=True), PartitionConfig())
     for data, named in (
@@ -148,6 +148,8 @@ def test_an_existing_partition_takes_no_options_of_a_new_one() -> None:
             check_existing_partition(data, existing)
     with pytest.raises(ValueError, match=r"^--part-method, --num-hops cannot be given"):
         check_existing_partition(DataConfig(), PartitionConfig(partition="p", part_method="random", num_hops=2))
+    with pytest.raises(ValueError, match=r"^--workspace cannot be given with --partition: the graph in p was"):
+        check_existing_partition(DataConfig(), PartitionConfig(partition="p", workspace="w"))
 
 
 def test_no_partition(tmp_path: Path) -> None:

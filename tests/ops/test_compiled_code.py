@@ -170,7 +170,6 @@ def test_folders_are_the_users_alone_whatever_the_umask(tmp_path: Path) -> None:
     before = os.umask(0o002)
     try:
         (tmp_path / "dgl_hybrid").mkdir()  # for other things
-        (tmp_path / "dgl_hybrid").mkdir()  # for other things
         cache_in(tmp_path / "dgl_hybrid" / "kernels").load_or_compile(KEY, lambda: CUBIN)
     finally:
         os.umask(before)

@@ -278,6 +278,23 @@ def test_a_heterograph_is_written_and_refused_by_load(tmp_path: Path) -> None:
         partition_graph(graph, "h", 2, tmp_path / "q", part_method="contiguous")
 
 
+def test_what_ails_dgl_with_a_heterograph_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DGL's own words are a KeyError where nothing was drawn for a part, a TypeError where METIS gives nothing."""
+    pair = dgl.heterograph({("a", "x", "b"): ([0], [0]), ("b", "y", "a"): ([0], [0])})
+    words = []
+    for seed in range(12):  # in every fourth draw both vertices go to part 0
+        with pytest.raises(PartitionError, match="DGL cannot write this heterograph in 2 parts") as caught:
+            partition_graph(pair, "h", 2, tmp_path / "q", part_method="random", seed=seed)
+        words.append(str(caught.value))
+    assert any("KeyError" in word for word in words)
+    monkeypatch.setattr(dgl.distributed.partition, "metis_partition_assignment", lambda *args, **kwargs: None)
+    with pytest.raises(PartitionError, match=r"in 2 parts \(TypeError"):
+        partition_graph(pair, "h", 2, tmp_path / "q")
+    for num_parts, message in ((0, r"must be at least 1 \(got 0\)"), (3, r"number of vertices \(got 3 parts for 2")):
+        with pytest.raises(ValueError, match=f"num_parts .*{message}"):
+            partition_graph(pair, "h", num_parts, tmp_path / "q")
+
+
 def next_draws(graph: dgl.DGLGraph, folder: Path, seed: int, method: str | None) -> list[int]:
     """What a script that has seeded DGL draws after it has written a partition, or has not (None)."""
     dgl.seed(seed)

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dgl_hybrid
 
@@ -16,7 +18,8 @@ from dgl.distributed import dist_dataloader, dist_graph, graph_services, kvstore
 from dgl.distributed import partition as dgl_partition
 
 from dgl_hybrid.errors import CompatError
-from dgl_hybrid.partition.manifest import SIDECAR_NAME
+from dgl_hybrid.partition import verify_partition
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, read_manifest
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 from dgl_hybrid.sampling.hooks import answer_pulls, unhooked_pull, withdraw
 
@@ -84,6 +87,30 @@ def test_the_unhooked_pull_goes_below_what_others_put_around_ours(monkeypatch: p
     assert kvstore.KVClient.__dict__["pull"] is dgls_own
 
 
+def test_a_profiler_that_outlives_the_hook_does_not_bring_it_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our hook below it came back to life with the next answerer, and the first read went round without end."""
+    monkeypatch.setattr(kvstore.KVClient, "pull", lambda self, name, id_tensor: f"{name} of DGL")
+
+    def answer(client: Any, name: str, ids: Any) -> Any:
+        return f"ours, by {unhooked_pull(client, name, ids)}"
+
+    answer_pulls(answer)
+    hooked = kvstore.KVClient.pull
+
+    @functools.wraps(hooked)
+    def timed(*args: Any) -> Any:
+        return hooked(*args)
+
+    monkeypatch.setattr(kvstore.KVClient, "pull", timed)
+    withdraw(answer)
+    answer_pulls(answer)
+    try:
+        assert object.__new__(kvstore.KVClient).pull("feat", None) == "ours, by feat of DGL"
+    finally:
+        withdraw(answer)
+    assert kvstore.KVClient.__dict__["pull"] is timed
+
+
 def touched() -> dict[str, object]:
     """Every function of DGL that the plugin puts something around, and the code of those that it repairs."""
     functions = {
@@ -129,8 +156,6 @@ def test_a_failed_enable_changes_nothing(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_partitioning_is_ours_while_the_plugin_is_on(tmp_path: Any) -> None:
-    import torch
-
     g = dgl.graph((torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 0])))
     hetero = dgl.heterograph({("a", "to", "b"): (torch.tensor([0, 1]), torch.tensor([1, 0]))})
     dgl_hybrid.enable()
@@ -144,3 +169,29 @@ def test_partitioning_is_ours_while_the_plugin_is_on(tmp_path: Any) -> None:
     assert list((tmp_path / "ours").rglob(SIDECAR_NAME)), "our sidecar lies beside DGL's files"
     assert not list((tmp_path / "stock").rglob(SIDECAR_NAME))
     assert (tmp_path / "hetero" / "hetero.json").is_file()
+
+
+def test_the_seed_for_a_heterograph_counts_while_the_plugin_is_on(tmp_path: Path) -> None:
+    """What lets DGL write it called the hooked name, which began again with seed 0 and a manifest of its own."""
+    ring = torch.arange(40)
+    graph = dgl.heterograph({("a", "x", "b"): (ring, ring), ("b", "y", "a"): (ring, ring.roll(1))})
+
+    def draw(seed: int, folder: str) -> list[int]:
+        ids = dgl_hybrid.partition_graph(
+            graph, "h", 2, tmp_path / folder, part_method="random", return_mapping=True, seed=seed
+        )
+        return ids[0]["a"].tolist()  # type: ignore[index, call-overload, no-any-return]
+
+    off = [draw(seed, f"off{seed}") for seed in (0, 5)]
+    dgl_hybrid.enable()
+    try:
+        on = [draw(seed, f"on{seed}") for seed in (0, 5)]
+    finally:
+        dgl_hybrid.disable()
+    assert on == off
+    assert on[0] != on[1]
+    manifest = read_manifest(tmp_path / "on5")
+    assert manifest is not None
+    assert manifest.seed == 5
+    assert MANIFEST_NAME not in manifest.files
+    verify_partition(tmp_path / "on5" / "h.json")

@@ -194,15 +194,16 @@ class Bench:
                             entry.team.end()
                     begun = {entry.unit for entry in entries}
                     waiting = [unit for unit in waiting if unit not in begun]
+                    died = {entry.unit: None for entry in entries if _has_died_beside_others(entry, entries)}
+                    alone.update(died)
+                    waiting += died
+                    entries = [entry for entry in entries if entry.unit not in died]
                     lost = [entry.system for entry in entries if _is_lost_by_another(entry, entries)]
                     if lost:
                         waiting.insert(0, tuple(lost))
-                    died = [entry.system for entry in entries if _has_died_beside_others(entry, entries)]
-                    alone.update((system,) for system in died)
-                    waiting += [(system,) for system in died]
                     for entry in entries:
                         entry.together = [other.system for other in entries if other.failure is None]
-                        if entry.system not in (*lost, *died):
+                        if entry.system not in lost:
                             starts[entry.system].append(entry)
             lines += [
                 self._line(cell, graph, run, system) | self._result(cell, graph, of_system)

@@ -14,8 +14,9 @@ until the next exchange begins (PipeGCN, Wan et al., ICLR 2022, shows that such 
     sent           x₁     x₂     x₃        each after its epoch's last optimizer step
     used           x₁     x₁     x₂
 
-What was received is kept by its place in the program, the n-th exchange of a layer in an epoch, so that every rank
-keeps the same. Blocks that are built anew (another plan) or rows of another shape begin with an exact epoch again.
+What was received is kept by its place in the program, the n-th exchange of a layer in an epoch, gradients by the n-th
+backward of that, so that every rank keeps the same. Blocks that are built anew (another plan) or rows of another shape
+begin with an exact epoch again.
 """
 
 from __future__ import annotations
@@ -102,8 +103,11 @@ class ApproximateRows:
         """Of the epoch before, by use and by which backward of it; 0: forward."""
 
     def begin_epoch(self) -> None:
-        """Counts the exchanges of this layer from the beginning."""
+        """Counts the exchanges of this layer from the beginning; drops what more losses have left than there were."""
         self._num_uses = 0
+        for use, nth in list(self._received):
+            if 0 < self._num_backwards.get(use, 0) < nth:
+                del self._received[use, nth]
         self._num_backwards.clear()
 
     def applies_to(self, fields: list[Tensor]) -> bool:

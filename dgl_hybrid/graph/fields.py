@@ -133,7 +133,7 @@ class SourceFields(MutableMapping[str, Tensor]):
         Of a tensor made in inference mode nobody counts the writes, so it is exchanged at every use. A field that was
         written in place since, or was exchanged under `no_grad` and now needs its gradient (an evaluation or a
         reentrant checkpoint before this), is exchanged again. So are rows that were received in inference mode, which
-        a backward could not keep, and approximate ones, for whom no gradient is taken.
+        a backward could not keep, and approximate ones where no gradient is taken.
         """
         if name not in self._extended or self._held[name].is_inference():
             return False

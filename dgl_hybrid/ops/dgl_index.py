@@ -88,8 +88,8 @@ def _convert(index: Any) -> SparseGraph:
         src, dst, edge_ids = index.edges(0)
         order = torch.argsort(edge_ids)
         return SparseGraph.from_coo(src[order], dst[order], num_src, num_dst)
-    # DGL's own tensors, not copies, which it sorts in place for global negative sampling: left to it where the ids are
-    # as wide as ours, entries would stand for other edges from then on. Graphs of ours are not sampled so.
+    # DGL hands out its own tensors, and sorts them in place for global negative sampling: if we kept those, our entries
+    # would name other edges after that. Graphs of ours are never sampled so, and share them.
     _, _, indptr, indices, edge_ids = index.adjacency_matrix_tensors(0, True, "csr")
     counting = torch.arange(len(edge_ids), dtype=edge_ids.dtype, device=edge_ids.device)
     counts_up = torch.equal(edge_ids, counting)  # also of none at all, which is how DGL says it

@@ -142,8 +142,7 @@ def partition_graph(
             )
         if use_graphbolt:
             _add_graphbolt(staging / f"{graph_name}.json", kwargs)
-        found = [path for path in sorted(staging.rglob("*")) if path.is_file() and path != staging / MANIFEST_NAME]
-        files = [str(path.relative_to(staging)) for path in found]
+        files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
         write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
         sync_tree(staging)
         _move_into_place(staging, target, graph_name)

@@ -38,7 +38,7 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         directory: Made if it is not there; ranks may share it.
 
     Raises:
-        OSError: The files cannot be written; those of before are as they were.
+        OSError: The files cannot be written; where their bytes cannot, those of before are as they were.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,8 @@ class PlanMaker:
         Args:
             model: The user's.
             template: How it is called.
-            is_trained: Not only evaluated: then a pure plan, which no time changes, comes without a measured one.
+            is_trained: If it was only evaluated so far, a pure plan comes without measured times, which could change no
+                more than the order of products, and do not where counts tell it.
 
         Raises:
             BlockError: On all ranks, if the model cannot be run on blocks exactly.
@@ -170,7 +171,8 @@ class PlanMaker:
                 for order in orders
             ]
         trace, times = orders[0], None
-        if self._given_topology is None and (is_trained or self._config.strategy not in ("depcache", "depcomm")):
+        is_known = not is_trained and self._config.strategy in ("depcache", "depcomm") and len(orders) == 1
+        if self._given_topology is None and not is_known:
             times_of_orders = [self.time(model, template, order, sets) for order in orders]
             trace, times = self._fastest(orders, times_of_orders, sets, shares)
         if self.device.type == "cuda":

@@ -753,6 +753,7 @@ class FakeTeam:
     """Answers for two ranks; dies when its strategy `dying` comes."""
 
     made: ClassVar[list[FakeTeam]] = []
+    working: ClassVar[int] = 12
     dying: ClassVar[dict[str, int]] = {}
     """Systems whose processes end when they first train -> how many of their teams."""
 
@@ -760,6 +761,15 @@ class FakeTeam:
         self.system, self.orders, self.current = job.system, [], ""
         self.has_ended = False
         FakeTeam.made.append(self)
+
+    @staticmethod
+    def memory() -> Any:
+        """Of 100 bytes a team takes `working` while it trains, and 5 once it has given back what is free."""
+        teams = [team for team in FakeTeam.made if not team.has_ended and "check" in team.orders]
+        taken = sum(
+            FakeTeam.working if team.orders[-1] in ("check", "epochs", "is_settled", "facts") else 5 for team in teams
+        )
+        return SimpleNamespace(total=100, available=100 - taken)
 
     def start(self) -> None:
         self.orders.append("start")
@@ -790,6 +800,7 @@ class FakeTeam:
 def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     FakeTeam.made = []
     monkeypatch.setattr(measure, "Team", FakeTeam)
+    monkeypatch.setattr(measure.psutil, "virtual_memory", FakeTeam.memory)
     monkeypatch.setattr(measure.gate, "merge", lambda samples: {})
     monkeypatch.setattr(measure.gate, "compare", lambda *samples: {})
     monkeypatch.setattr(Bench, "_reference_file", lambda *of: tmp_path / "reference.json")
@@ -803,6 +814,15 @@ def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     return Bench(
         settings=settings, cache=tmp_path, peers=None, rates=cast(Any, None), about={}, on_phase=lambda phase: None
     )
+
+
+def test_as_many_wait_as_there_is_room_for_while_they_train(fake_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asleep three take 15 of 100 bytes, 40 of which are to stay free; at work each takes 20."""
+    monkeypatch.setattr(FakeTeam, "working", 20)
+    lines = fake_bench.measure(TWO, cast(Any, None), ("dgl", "dgl_blocks", "dgl_one_thread"))
+    assert [line["failed"] for line in lines] == [False] * 3
+    together = [line["starts"][0].together for line in lines]
+    assert together == [["dgl", "dgl_blocks"], ["dgl", "dgl_blocks"], ["dgl_one_thread"]]
 
 
 def test_ours_are_started_together() -> None:

@@ -104,8 +104,8 @@ def test_stale_rows_and_gradients_are_those_of_the_epoch_before(world_size: int,
             torch.testing.assert_close(grad, y[:NUM_ROWS] + home, rtol=1e-14, atol=1e-14)
 
 
-def epochs_of_two_losses(rank: int, world_size: int) -> list[list[tuple[Tensor, Tensor]]]:
-    """Of each epoch, what both losses give and get."""
+def epochs_of_two_losses(rank: int, world_size: int) -> tuple[list[list[tuple[Tensor, Tensor]]], set[int]]:
+    """Returns of each epoch what both losses give and get, and whose gradients are kept after one with one loss."""
     communicator, plan = create_communicator(), make_plans(world_size)[rank]
     rows, generator = ApproximateRows(Approximation.of("stale")), torch.Generator().manual_seed(rank)
     x = torch.randn(NUM_ROWS, 4, generator=generator, dtype=torch.float64).requires_grad_()
@@ -119,13 +119,19 @@ def epochs_of_two_losses(rank: int, world_size: int) -> list[list[tuple[Tensor, 
             (grad,) = torch.autograd.grad(out, x, y, retain_graph=True)
             epoch.append((y, grad))
         results.append(epoch)
+    rows.begin_epoch()
+    (out,) = extend_rows([x], plan, communicator, approximation=rows)
+    torch.autograd.grad(out, x, torch.ones_like(out))
+    rows.begin_epoch()
     communicator.barrier()
-    return results
+    return results, {nth for _, nth in rows._received}
 
 
 def test_each_of_two_losses_gets_its_own_stale_gradients() -> None:
     world_size = 3
-    results = run_ranks(world_size, epochs_of_two_losses)
+    found = run_ranks(world_size, epochs_of_two_losses)
+    assert [kept for _, kept in found] == [{0, 1}] * world_size
+    results = [epochs for epochs, _ in found]
     for epoch, used in enumerate((0, 0, 1)):
         for loss in range(2):
             for rank in range(world_size):

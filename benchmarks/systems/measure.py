@@ -328,9 +328,7 @@ class Bench:
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:
         for number in range(-1, self.settings.rounds):
-            # Another one begins in each round, and every other round goes backwards: who comes after whom matters.
-            order = [*entries[number % len(entries) :], *entries[: number % len(entries)]]
-            for entry in order if number % 2 else reversed(order):
+            for entry in order_of_turns(entries, number):
                 if all(other.failure is None for other in entries if other.team is entry.team):
                     phase = f"turn {number + 1} of {self.settings.rounds}"
                     self._try(entry, phase, functools.partial(self._turn, entry))
@@ -454,6 +452,20 @@ class Bench:
             ],
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
+
+
+def order_of_turns(entries: Sequence[_Entry], number: int) -> list[_Entry]:
+    """Returns in which order systems have their turns in a round; who comes after whom matters.
+
+    Those that share processes come first, so that one of them, each round another one, comes after a system of others.
+    Another one begins in each round, and every other round goes backwards.
+    """
+    order: list[_Entry] = []
+    for shares in (True, False):
+        group = [entry for entry in entries if (len(entry.unit) > 1) == shares]
+        step = -1 if number % 2 else 1
+        order += [group[(number + step * place) % len(group)] for place in range(len(group))]
+    return order
 
 
 def units_of(systems: Sequence[str]) -> list[Unit]:

@@ -140,8 +140,8 @@ def plan_moved_blocks(rank: int, world_size: int, part_config: str, names_model:
     told = PlansOfMovedBlocks()
     make = planning.PlanMaker.make
 
-    def note(self: planning.PlanMaker, model: Any, template: Any) -> Any:
-        outcome = make(self, model, template)
+    def note(self: planning.PlanMaker, model: Any, template: Any, **options: Any) -> Any:
+        outcome = make(self, model, template, **options)
         told.are_cast.append(template.autocast is not None)
         assert self._graph.topology is not None
         told.devices.add(self._graph.topology.device)

@@ -967,7 +967,7 @@ def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: st
         for input_nodes, seeds, blocks in loader:
             F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
 
-    def nothing_fits(*args: object) -> None:
+    def nothing_fits(*args: object, **kwargs: object) -> None:
         raise PlanError("the plan needs at least 9 bytes for halo rows")
 
     outcome = loader.outcome

@@ -75,11 +75,14 @@ def remove_everything(shm_prefix: str, shared_memory: set[str]) -> None:
     names = set(shared_memory)
     # `multiprocessing` has a process of its own that removes semaphores once their users are gone: it goes last.
     give_up = time.monotonic() + KILL_TIMEOUT_S
-    while others := [process for process in find_processes(shm_prefix) if not is_resource_tracker(process)]:
-        if time.monotonic() > give_up:
-            break  # a process inside a system call that does not return
+    killed: set[int] = set()
+    while time.monotonic() < give_up:  # a process may be inside a system call that does not return
+        others = [process for process in find_processes(shm_prefix) if not is_resource_tracker(process)]
+        if not others and not any(map(_is_ending, killed)):
+            break
         names |= find_shared_memory(others)
         send_signal(others, signal.SIGKILL)
+        killed.update(others)
         time.sleep(_TURN_S)
     deadline = time.monotonic() + TRACKER_GRACE_S
     while trackers := find_processes(shm_prefix):
@@ -93,6 +96,15 @@ def remove_everything(shm_prefix: str, shared_memory: set[str]) -> None:
     for name in names:
         (SHM_FOLDER / name).unlink(missing_ok=True)
     shutil.rmtree(temporary_folder(shm_prefix), ignore_errors=True)
+
+
+def _is_ending(process: int) -> bool:
+    """Tells whether a process that was killed still holds its ports and files: its environment goes before them."""
+    try:
+        state = Path("/proc", str(process), "stat").read_text("ascii", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return False
+    return state not in "ZX"
 
 
 def is_resource_tracker(process: int) -> bool:

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from dgl_hybrid.launch import leftovers, messages
 from dgl_hybrid.launch.agent import find_interface, listening_ports, part_environment
 from dgl_hybrid.launch.machines import (
@@ -145,6 +147,31 @@ def test_only_a_machines_own_processes_are_found(tmp_path: Path) -> None:
             process.wait()
             assert process.stdout is not None
             process.stdout.close()
+
+
+def test_nothing_is_called_removed_that_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel takes a process's environment, by which it is found, before its ports and files."""
+    ours = f"dgh_test_{os.getpid()}_2_"
+    mine = start_child(ours, "print('ready', flush=True)\nimport time; time.sleep(600)")
+    looked: list[int] = []
+
+    def find(shm_prefix: str) -> list[int]:
+        looked.append(len(looked))
+        if len(looked) == 5:
+            mine.kill()
+        return [mine.pid] if len(looked) == 1 else []
+
+    monkeypatch.setattr(leftovers, "find_processes", find)
+    monkeypatch.setattr(leftovers, "send_signal", lambda processes, number: None)
+    try:
+        leftovers.remove_everything(ours, set())
+        assert not is_alive(mine.pid)
+        assert len(looked) >= 5
+    finally:
+        mine.kill()
+        mine.wait()
+        assert mine.stdout is not None
+        mine.stdout.close()
 
 
 def test_the_beginning_of_a_message_is_noise() -> None:

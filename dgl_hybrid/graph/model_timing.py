@@ -10,6 +10,9 @@ structure that need no other rank, with each operation timed by itself:
 
 Operations timed one by one do not quite add up to an epoch (and kernels of DGL itself are not seen by PyTorch), so
 their sum is scaled to the time of an epoch that nobody watches.
+
+Where there are several orders of the layers' products to choose from, their epochs take turns: machines change their
+speed by more within seconds than orders differ by.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from dgl_hybrid.planner.probe import wait_for_device
 
 RowFunction = Callable[[Tensor], Tensor]
 AnyWantsMore = Callable[[bool, float], bool]
-"""Takes whether this rank wants another round, and how many seconds its last one took (0: it had none); tells whether
+"""Takes whether this rank wants another epoch, and how many seconds its last one took (0: it had none); tells whether
 any rank wants another."""
 
 BUDGET_S = 1.0
@@ -52,7 +55,7 @@ MAX_ELEMENTS = 1 << 25
 """Of one level's input rows."""
 ROUNDS, MOST_ROUNDS = 3, 12
 """Epochs of one size that are watched and that are not, at least; short ones run unwatched as often as fits half of
-`BUDGET_S`, as machines are slower at times."""
+`BUDGET_S`, as machines are slower at times. With several orders each has so many."""
 PRECISION, MOST_UNSURE_ROUNDS = 0.05, 40
 """They go on until their median is known so well (its standard error over it), for as long as the least rounds may
 take: epochs of ranks that share cores differ by a fifth (four on two cores: 64 to 227 ms, the median of five 116 to
@@ -67,15 +70,15 @@ def time_model(
     model: nn.Module,
     template: CallTemplate,
     sets: LevelSets,
-    trace: ModelTrace,
+    orders: Sequence[ModelTrace],
     *,
     dropout: RowFunction = F.dropout,
     keep_static: bool = True,
     own_rows: Tensor | None = None,
     budget_s: float = BUDGET_S,
     any_wants_more: AnyWantsMore = _alone,
-) -> ModelTimes | None:
-    """Runs a copy of the model on blocks like this rank's and times it; takes a few `budget_s`.
+) -> list[ModelTimes] | None:
+    """Runs copies of the model on blocks like this rank's and times them; takes a few `budget_s` for each order.
 
     All ranks do it at once, as in training, where they share the memory of their hosts, and cores where there are more
     ranks than those. Collective only through `any_wants_more`.
@@ -84,46 +87,37 @@ def time_model(
         model: As traced; not changed.
         template: How it is called.
         sets: Of this rank, with everything communicated.
-        trace: Of the model: which layers keep what they aggregate, and which sum before they multiply.
+        orders: Traces of the model: which layers keep what they aggregate, and which sum before they multiply.
         dropout: What dropout will be in training.
         keep_static: Whether blocks will keep what they make of static tensors.
         own_rows: Positions of the rows of `sets` among the vertices this rank owns; see `CallTemplate.bind`.
         budget_s: For one epoch on the larger blocks.
-        any_wants_more: Called before each round on the larger blocks, until it returns False: lets ranks begin rounds
-            together, as they do epochs, and none be alone before the last has enough. Where None is returned or an
-            error is raised it may not have come to that.
+        any_wants_more: Called before each epoch on the larger blocks, until it returns False: lets ranks begin epochs
+            together, as in training, and none be alone before the last has enough. Epochs are of one order after the
+            other, beginning anew with the first. Where None is returned or an error is raised it may not have come to
+            that.
 
     Returns:
-        The times; None if the model's operations cannot be told apart (it runs its forward again in backward, or is on
-        several devices).
+        The times of each order; None if the model's operations cannot be told apart (it runs its forward again in
+        backward, or is on several devices).
     """
     devices = {parameter.device for parameter in model.parameters()} or {torch.device("cpu")}
     if len(devices) > 1:
         return None
-    timer = _Timer(
-        model,
-        template,
-        sets,
-        trace,
-        dropout=dropout,
-        keep_static=keep_static,
-        own_rows=own_rows,
-        budget_s=budget_s,
-        device=devices.pop(),
-    )
-    with with_own_randomness(timer.device), torch.inference_mode(False), torch.enable_grad():
+    device = devices.pop()
+    timers = [
+        _Timer(model, template, sets, order, dropout=dropout, keep_static=keep_static, own_rows=own_rows, device=device)
+        for order in orders
+    ]
+    with with_own_randomness(device), torch.inference_mode(False), torch.enable_grad():
         try:
-            calls = timer.measure(*build_tiny_blocks(trace.num_layers, timer.taken))
-            # Nearly all edges may be those of a layer whose sums are kept: rows are what there is too much of then.
-            factor = min(FIRST_EDGES / max(timer.num_edges, 1), timer.largest_factor)
-            if factor < 1.0:
-                first_s = timer.measure(*timer.blocks_of(factor), rounds=1).elapsed_s
-                scale = max(min(budget_s / max(first_s, 1e-6), 1.0 / factor), 1.0)
-                factor = min(factor * scale, timer.largest_factor)
-            large = timer.measure(*timer.blocks_of(factor), any_wants_more=any_wants_more)
+            small = [timer.on(*build_tiny_blocks(timer.num_layers, timer.taken)) for timer in timers]
+            calls = measure_in_turns(small, budget_s=budget_s)
+            large = [timer.on(*timer.blocks_of(timer.affordable_factor(budget_s))) for timer in timers]
+            measured = measure_in_turns(large, budget_s=budget_s, any_wants_more=any_wants_more)
         except CheckpointError:
             return None
-    return fit_times(calls, large, trace)
+    return [fit_times(*of_order) for of_order in zip(calls, measured, orders, strict=True)]
 
 
 @dataclass
@@ -200,7 +194,70 @@ def error_of_median(times_s: Sequence[float]) -> float:
     return 1.253 / 1.349 * (third - first) / math.sqrt(len(times_s)) / max(median, 1e-9)
 
 
+def measure_in_turns(
+    epochs: Sequence[_Epoch],
+    *,
+    budget_s: float,
+    rounds: int | None = None,
+    any_wants_more: AnyWantsMore = _alone,
+) -> list[Measured]:
+    """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
+
+    The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
+
+    Args:
+        epochs: What is timed, by turns: each has as many as the others.
+        budget_s: See `wants_another_round`.
+        rounds: How often; None: as `wants_another_round` says of any of them.
+        any_wants_more: See `time_model`.
+    """
+    for epoch in epochs:
+        epoch.run()  # makes what is kept, structures, buffers
+    elapsed_s: list[list[float]] = [[] for _ in epochs]
+    last_s, turn = 0.0, 0
+
+    def wants_more() -> bool:
+        if turn % len(epochs):
+            return True  # others have had theirs
+        if rounds is not None:
+            return turn < rounds * len(epochs)
+        return any(wants_another_round(of_epoch, budget_s) for of_epoch in elapsed_s)
+
+    while any_wants_more(wants_more(), last_s):
+        epoch, of_epoch = epochs[turn % len(epochs)], elapsed_s[turn % len(epochs)]
+        start = time.perf_counter()
+        epoch.run()
+        last_s = time.perf_counter() - start
+        of_epoch.append(last_s)
+        if len(of_epoch) <= ROUNDS:
+            epoch.run_watched()
+        turn += 1
+    for epoch, of_epoch in zip(epochs, elapsed_s, strict=True):
+        epoch.measured.elapsed_s = statistics.median(of_epoch)
+    return [epoch.measured for epoch in epochs]
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """A forward, loss, backward and optimizer step on blocks of one size."""
+
+    run: Callable[[], None]
+    measured: Measured
+    device: torch.device
+
+    def run_watched(self) -> None:
+        """Runs it once, and notes how long each operation takes at least."""
+        measured, watch = self.measured, _Stopwatch(self.measured.rows, self.measured.edges, self.device)
+        with watch:
+            self.run()
+        is_first = len(measured.ops) != len(watch.ops)
+        measured.ops = watch.ops if is_first else [min(pair) for pair in zip(measured.ops, watch.ops, strict=True)]
+        measured.charged_to = watch.charged_to
+
+
 class _Timer:
+    """One order of a model's products, to be timed on blocks of several sizes."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -211,11 +268,10 @@ class _Timer:
         dropout: RowFunction,
         keep_static: bool,
         own_rows: Tensor | None,
-        budget_s: float,
         device: torch.device,
     ) -> None:
-        self.device = device
-        self._budget_s, self._own_rows, self._sums_first = budget_s, own_rows, trace.sums_first
+        self.device, self.num_layers = device, trace.num_layers
+        self._own_rows, self._sums_first = own_rows, trace.sums_first
         inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._model = copy_of(inner).train()
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
@@ -228,31 +284,33 @@ class _Timer:
         shapes = [shape_of(value) for value in flatten((template.args, template.kwargs))]
         self.taken |= {dimension for shape in shapes for dimension in shape}
         sizes = sizes_like(sets)
-        self.num_edges = sum(
+        self._num_edges = sum(
             layer.num_edges * sizes[layer.layer] // max(layer.num_dst, 1)
             for layer in sets.layers
             if layer.layer not in self._kept
         )
         width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
-        self.largest_factor = MAX_ELEMENTS / max(width * sizes[0], 1)
+        self._largest_factor = MAX_ELEMENTS / max(width * sizes[0], 1)
+
+    def affordable_factor(self, budget_s: float) -> float:
+        """Returns how large blocks may be, beside the rank's own: at most as large, unless those have next to no edges,
+        and such that an epoch takes no longer than the budget, or is a short one.
+        """
+        # Nearly all edges may be those of a layer whose sums are kept: rows are what there is too much of then.
+        factor = min(FIRST_EDGES / max(self._num_edges, 1), self._largest_factor)
+        if factor >= 1.0:
+            return factor
+        (first,) = measure_in_turns([self.on(*self.blocks_of(factor))], budget_s=budget_s, rounds=1)
+        scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
+        return min(factor * scale, self._largest_factor)
 
     def blocks_of(self, factor: float) -> tuple[list[LayerBlock], list[int], list[int]]:
         # What is kept of sparse rows costs by the entries it has, and those come along the edges.
         without = frozenset[int]() if self._template.has_sparse_rows else self._kept
         return build_blocks_like(self._sets, factor, self.taken, without_edges=without)
 
-    def measure(
-        self,
-        blocks: list[LayerBlock],
-        rows: list[int],
-        edges: list[int],
-        rounds: int | None = None,
-        any_wants_more: AnyWantsMore = _alone,
-    ) -> Measured:
-        """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
-
-        The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
-        """
+    def on(self, blocks: list[LayerBlock], rows: list[int], edges: list[int]) -> _Epoch:
+        """Returns an epoch on blocks with so many rows of each level and edges of each layer."""
         blocks = [block.to(self.device) for block in blocks]
         generator = torch.Generator().manual_seed(0)
         args, kwargs, static = self._template.bind(blocks, generator, self._own_rows)
@@ -261,30 +319,10 @@ class _Timer:
             block.sums_first = self._sums_first[block.layer - 1]
             if self._keep_static:
                 block.static_results = StaticResults(lambda x: any(x is known for known in static))
-        measured = Measured(rows, edges)
-        epoch = functools.partial(self._epoch, args, kwargs, blocks[0].device.type)
-        epoch()  # makes what is kept, structures, buffers
-        elapsed_s: list[float] = []
+        run = functools.partial(self._run, args, kwargs, blocks[0].device.type)
+        return _Epoch(run, Measured(rows, edges), self.device)
 
-        def wants_more() -> bool:
-            return len(elapsed_s) < rounds if rounds is not None else wants_another_round(elapsed_s, self._budget_s)
-
-        while any_wants_more(wants_more(), elapsed_s[-1] if elapsed_s else 0.0):
-            start = time.perf_counter()
-            epoch()
-            elapsed_s.append(time.perf_counter() - start)
-            if len(elapsed_s) > ROUNDS:
-                continue
-            watch = _Stopwatch(rows, edges, self.device)
-            with watch:
-                epoch()
-            is_first = len(measured.ops) != len(watch.ops)
-            measured.ops = watch.ops if is_first else [min(pair) for pair in zip(measured.ops, watch.ops, strict=True)]
-            measured.charged_to = watch.charged_to
-        measured.elapsed_s = statistics.median(elapsed_s)
-        return measured
-
-    def _epoch(self, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any], device_type: str) -> None:
         with _DropoutAs(self._dropout), self._template.casting(device_type):
             outputs = [x for x in flatten(self._model(*args, **kwargs)) if isinstance(x, Tensor) and x.requires_grad]
             losses = [_loss_of(x) for x in outputs]

@@ -173,8 +173,9 @@ class PlanMaker:
         trace, times = orders[0], None
         is_known = not is_trained and self._config.strategy in ("depcache", "depcomm") and len(orders) == 1
         if self._given_topology is None and not is_known:
-            times_of_orders = [self.time(model, template, order, sets) for order in orders]
-            trace, times = self._fastest(orders, times_of_orders, sets, shares)
+            times_of_orders = self.time(model, template, orders, sets)
+            if times_of_orders is not None:
+                trace, times = self._fastest(orders, times_of_orders, sets, shares)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
@@ -287,20 +288,19 @@ class PlanMaker:
     def _fastest(
         self,
         orders: Sequence[ModelTrace],
-        times: Sequence[ModelTimes | None],
+        times: Sequence[ModelTimes],
         sets: LevelSets,
         sent_shares: Sequence[Sequence[float]],
-    ) -> tuple[ModelTrace, ModelTimes | None]:
+    ) -> tuple[ModelTrace, ModelTimes]:
         """Returns the order in which all ranks together take the shortest, and this rank's times of it; the first if
-        none is clearly faster, or one could not be timed. Collective.
+        none is clearly faster. Collective.
         """
         communicator, edges = self._graph.communicator, tuple(layer.num_edges for layer in sets.layers)
-        if len(orders) == 1 or any(of_order is None for of_order in times):  # alike on all ranks
+        if len(orders) == 1:
             return orders[0], times[0]
         topology, received = self._topology(), _received(sets, sent_shares)
         own_s = []
         for order, of_order in zip(orders, times, strict=True):
-            assert of_order is not None
             prices = cost_model(order, topology, communicator.rank, of_order).receive_s
             others = max(communicator.world_size - 1, 1)
             exchanged_s = sum(count * sum(of_row) / others for count, of_row in zip(received, prices, strict=True))
@@ -313,14 +313,18 @@ class PlanMaker:
         _logger.info("orders of products took %s ms", ", ".join(f"{total / 1e6:.1f}" for total in totals))
         return orders[best], times[best]
 
-    def time(self, model: nn.Module, template: CallTemplate, trace: ModelTrace, sets: LevelSets) -> ModelTimes | None:
-        """Times the model on every rank, all at once; None, on all, if it cannot be on one of them. Collective."""
+    def time(
+        self, model: nn.Module, template: CallTemplate, orders: Sequence[ModelTrace], sets: LevelSets
+    ) -> list[ModelTimes] | None:
+        """Times each order of the model's products on every rank, all at once; None, on all, if one cannot be on one of
+        them. Collective.
+        """
         communicator = self._graph.communicator
         nodes = self._graph.nodes
         num_owned = max(nodes.stop - nodes.start, 1)
         own_rows = torch.where(sets.owned, sets.rows_global - nodes.start, sets.rows_global % num_owned)
         communicator.barrier()
-        times: ModelTimes | None = None
+        times: list[ModelTimes] | None = None
         rounds = _Rounds(communicator)
         with session.paused():
             try:
@@ -328,7 +332,7 @@ class PlanMaker:
                     model,
                     template,
                     sets,
-                    trace,
+                    orders,
                     dropout=_example_dropout,
                     keep_static=self.keep_static,
                     own_rows=own_rows,
@@ -340,7 +344,8 @@ class PlanMaker:
         are_known = communicator.gather_ints([int(times is not None)])
         if times is None or not all(known for (known,) in are_known):
             return None
-        return times.scaled(rounds.waiting_factor())
+        factors = rounds.waiting_factors(len(orders))
+        return [of_order.scaled(factor) for of_order, factor in zip(times, factors, strict=True)]
 
     def _sets_of_depcomm(self, dense_below: int) -> LevelSets:
         g = self._graph
@@ -470,7 +475,7 @@ def _received(sets: LevelSets, sent_shares: Sequence[Sequence[float]]) -> list[i
 
 
 class _Rounds:
-    """Rounds that ranks begin together, as they do epochs, until no rank wants another.
+    """Timed epochs that ranks begin together, as in training, until no rank wants another.
 
     Left to themselves ranks end at different times, and who is alone on a host sees nothing of the cores that it will
     have to share: three ranks on two cores measured epochs of 18 ms, where those of training took 40.
@@ -480,13 +485,13 @@ class _Rounds:
         self._communicator = communicator
         self._are_over = False
         self._took_ns: list[list[int]] = []
-        """Of each round and rank; 0: it sat out."""
+        """Of each epoch and rank; 0: it sat out. The first is of none."""
 
     def any_wants_more(self, wants_more: bool, last_s: float) -> bool:
-        """Tells whether any rank wants another round. Collective.
+        """Tells whether any rank wants another epoch. Collective.
 
         Args:
-            last_s: What this rank's last round took; 0 before the first.
+            last_s: What this rank's last one took; 0 before the first.
         """
         told = self._communicator.gather_ints([int(wants_more), int(1e9 * last_s)])
         self._took_ns.append([took for _, took in told])
@@ -494,21 +499,27 @@ class _Rounds:
         return not self._are_over
 
     def sit_out(self) -> None:
-        """Lets the others have their rounds, where this rank could not have its own to the end. Collective."""
+        """Lets the others have their epochs, where this rank could not have its own to the end. Collective."""
         while not self._are_over:
             self.any_wants_more(False, 0.0)
 
-    def waiting_factor(self) -> float:
-        """Returns how many times as long as the slowest rank's rounds those of all ranks together take, at the median.
+    def waiting_factors(self, num_orders: int) -> list[float]:
+        """Returns how many times as long as the slowest rank's epochs those of all ranks together take, at the median.
 
         An epoch is over when its slowest rank is, and where ranks share cores that is now this one, now another: each
-        may take 100 ms mostly, and in nearly every round one of them 120. The same on every rank, at least 1.
+        may take 100 ms mostly, and in nearly every epoch one of them 120. The same on every rank, at least 1.
+
+        Args:
+            num_orders: Epochs were of so many orders, by turns; there is a factor for each.
         """
-        rounds = [took for took in self._took_ns if all(took)]
-        if not rounds:
+        return [self._waiting_factor(self._took_ns[1 + order :: num_orders]) for order in range(num_orders)]
+
+    def _waiting_factor(self, took_ns: Sequence[Sequence[int]]) -> float:
+        epochs = [of_epoch for of_epoch in took_ns if all(of_epoch)]
+        if not epochs:
             return 1.0
-        slowest_rank = max(statistics.median(of_rank) for of_rank in zip(*rounds, strict=True))
-        return float(statistics.median(max(took) for took in rounds) / slowest_rank)
+        slowest_rank = max(statistics.median(of_rank) for of_rank in zip(*epochs, strict=True))
+        return float(statistics.median(max(of_epoch) for of_epoch in epochs) / slowest_rank)
 
 
 WIRE_FACTORS = (1.0, 0.5, 2.0)

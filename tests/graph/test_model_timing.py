@@ -24,6 +24,7 @@ from dgl_hybrid.graph.model_timing import (
     Measured,
     error_of_median,
     fit_times,
+    measure_in_turns,
     time_model,
     wants_another_round,
 )
@@ -148,11 +149,74 @@ def test_a_model_is_timed_in_the_order_that_was_chosen_and_on_the_ranks_rows(mon
         given.clear()
         assert trace.sums_first == (False, sums_first)
         reset_op_counts()
-        assert time_model(model, template, hand_sets(), trace, own_rows=own_rows, budget_s=0.01) is not None
+        assert time_model(model, template, hand_sets(), [trace], own_rows=own_rows, budget_s=0.01) is not None
         assert given
         assert all(rows is own_rows for (rows,) in given)
         names = {name for name in op_counts() if name.startswith("sageconv")}
         assert names == {"sageconv/ours: kept aggregate", ran}
+    orders = [trace_model(model, template, 2, sums_first=(False, last)).trace for last in (False, True)]
+    times = time_model(model, template, hand_sets(), orders, budget_s=0.01)
+    assert times is not None
+    assert len(times) == 2
+    assert op_counts()["sageconv/ours: fewer passes"] > 0
+
+
+class FakeEpoch:
+    """Takes its seconds on a machine that is three times as slow after the first second."""
+
+    def __init__(self, name: str, seconds: float, machine: FakeMachine) -> None:
+        self.name, self.seconds, self.machine = name, seconds, machine
+        self.measured = Measured([1], [])
+
+    def run(self) -> None:
+        self.machine.now_s += self.seconds * (3.0 if self.machine.now_s > 1.0 else 1.0)
+        self.machine.ran.append(self.name)
+
+    def run_watched(self) -> None:
+        self.machine.watched.append(self.name)
+
+
+class FakeMachine:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.ran: list[str] = []
+        self.watched: list[str] = []
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+def test_orders_take_turns_so_that_a_machine_that_gets_slower_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine()
+    monkeypatch.setattr(model_timing, "time", machine)
+    epochs = [FakeEpoch("a", 0.10, machine), FakeEpoch("b", 0.11, machine), FakeEpoch("c", 0.09, machine)]
+    measured = measure_in_turns(epochs, budget_s=BUDGET_S)  # type: ignore[arg-type]
+    assert machine.ran[:3] == ["a", "b", "c"], "before any is timed, each makes what it keeps"
+    turns = machine.ran[3:]
+    assert turns == ["a", "b", "c"] * (len(turns) // 3)
+    assert len(turns) // 3 >= ROUNDS
+    assert machine.watched == ["a", "b", "c"] * ROUNDS
+    first_s, second_s, third_s = (one.elapsed_s for one in measured)
+    assert second_s / first_s == pytest.approx(1.1)
+    assert third_s / first_s == pytest.approx(0.9)
+    assert first_s == pytest.approx(0.3), "most of its epochs were slow ones"
+
+
+def test_no_rank_ends_while_others_have_another_order_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = FakeMachine()
+    monkeypatch.setattr(model_timing, "time", machine)
+    told: list[bool] = []
+
+    def any_wants_more(wants_more: bool, last_s: float) -> bool:
+        told.append(wants_more)
+        return wants_more
+
+    measure_in_turns(
+        [FakeEpoch("a", 0.1, machine), FakeEpoch("b", 0.1, machine)],  # type: ignore[list-item]
+        budget_s=1e-9,
+        any_wants_more=any_wants_more,
+    )
+    assert told == [True] * (2 * ROUNDS) + [False]
 
 
 def test_what_is_not_seen_is_spread_as_the_trace_counts() -> None:
@@ -183,7 +247,7 @@ def test_a_model_is_timed_and_not_changed(device: str, monkeypatch: pytest.Monke
         return x * 2.0
 
     trace = synthetic_trace([IN, HIDDEN, OUT])
-    times = time_model(model, template, hand_sets(), trace, dropout=dropout, keep_static=False, budget_s=0.01)
+    times = time_model(model, template, hand_sets(), [trace], dropout=dropout, keep_static=False, budget_s=0.01)
     assert times is not None
     for measured in seen:
         # Levels 0 to 2 and layers 1 and 2; level 0 is not worked on, its rows are inputs.
@@ -209,7 +273,7 @@ def test_a_model_on_several_devices_is_not_timed() -> None:
     model = TwoLayers()
     model.second.to("meta")
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
-    assert time_model(model, template, hand_sets(), synthetic_trace([IN, HIDDEN, OUT])) is None
+    assert time_model(model, template, hand_sets(), [synthetic_trace([IN, HIDDEN, OUT])]) is None
 
 
 @pytest.mark.cuda
@@ -226,7 +290,7 @@ def test_random_numbers_of_the_gpu_go_on_as_if_nothing_had_been_timed(monkeypatc
     torch.cuda.manual_seed(3)
     expected = torch.rand(4, device="cuda")
     torch.cuda.manual_seed(3)
-    assert time_model(model, template, hand_sets(), synthetic_trace([IN, HIDDEN, OUT]), budget_s=0.01) is not None
+    assert time_model(model, template, hand_sets(), [synthetic_trace([IN, HIDDEN, OUT])], budget_s=0.01) is not None
     assert torch.equal(torch.rand(4, device="cuda"), expected)
 
 
@@ -251,7 +315,7 @@ def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypat
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     trace = synthetic_trace([IN, HIDDEN, OUT])
     assert (
-        time_model(Steep(), template, hand_sets(), trace, budget_s=1.0) is not None
+        time_model(Steep(), template, hand_sets(), [trace], budget_s=1.0) is not None
     )  # the first takes kernels to compile
     assert len(sizes) > 50
     assert min(sizes) > 1e-9
@@ -263,24 +327,24 @@ def test_blocks_grow_to_the_ranks_own_size_within_the_budget(
 ) -> None:
     monkeypatch.setattr(model_timing, "FIRST_EDGES", 4)
     asked: list[float] = []
-    blocks_of, measure = model_timing._Timer.blocks_of, model_timing._Timer.measure
+    blocks_of, measure = model_timing._Timer.blocks_of, model_timing.measure_in_turns
     rounds: list[int | None] = []
 
     def note_size(self: model_timing._Timer, factor: float) -> object:
         asked.append(factor)
         return blocks_of(self, factor)
 
-    def note_rounds(self: model_timing._Timer, *args: object, **kwargs: int) -> Measured:
+    def note_rounds(*args: object, **kwargs: int) -> list[Measured]:
         rounds.append(kwargs.get("rounds"))
-        return measure(self, *args, **kwargs)  # type: ignore[arg-type]
+        return measure(*args, **kwargs)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model_timing._Timer, "blocks_of", note_size)
-    monkeypatch.setattr(model_timing._Timer, "measure", note_rounds)
+    monkeypatch.setattr(model_timing, "measure_in_turns", note_rounds)
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     sets = hand_sets()
     # A fourth row of level 1 is received, so layer 1 gets 4 / 3 of its four edges, rounded down; layer 2 three.
     assert sum(len(layer.indices) for layer in sets.layers) == 7
-    assert time_model(TwoLayers(), template, sets, synthetic_trace([IN, HIDDEN, OUT]), budget_s=budget_s) is not None
+    assert time_model(TwoLayers(), template, sets, [synthetic_trace([IN, HIDDEN, OUT])], budget_s=budget_s) is not None
     assert asked == pytest.approx([4 / 8, expected])
     assert rounds == [None, 1, None], "what times are made of is never one epoch alone"
 
@@ -340,7 +404,7 @@ def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: py
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     sets = hand_sets()
     trace = synthetic_trace([IN, HIDDEN, OUT])
-    assert time_model(Counting(), template, sets, trace, any_wants_more=any_wants_more) is not None
+    assert time_model(Counting(), template, sets, [trace], any_wants_more=any_wants_more) is not None
     assert len(told) == model_timing.MOST_ROUNDS + num_more + 1
     assert not told[-1]
     on_large_blocks = epochs.count(epochs[-1])
@@ -361,5 +425,5 @@ def test_many_rows_of_a_kept_layer_do_not_make_the_blocks_larger(monkeypatch: py
     monkeypatch.setattr(model_timing._Timer, "blocks_of", note_size)
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     trace = synthetic_trace([IN, HIDDEN, OUT])
-    assert time_model(TwoLayers(), template, hand_sets(), trace, budget_s=0.01) is not None
+    assert time_model(TwoLayers(), template, hand_sets(), [trace], budget_s=0.01) is not None
     assert max(sizes) <= 50, "4 rows, ten times"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,11 +162,16 @@ def order_that_is_timed(
     def orders(trace: ModelTrace, trace_with: Any, *others: Any) -> tuple[ModelTrace, ...]:
         return trace, trace_with([False, True])
 
-    def time(self: PlanMaker, model: Any, template: Any, trace: ModelTrace, sets: LevelSets) -> ModelTimes | None:
-        asked.append(trace.sums_first)
-        if seconds[rank] is None:
+    def time(
+        self: PlanMaker, model: Any, template: Any, orders: Sequence[ModelTrace], sets: LevelSets
+    ) -> list[ModelTimes] | None:
+        asked.extend(order.sums_first for order in orders)
+        of_rank = seconds[rank]
+        if of_rank is None:
             return None
-        return ModelTimes(row_s=(0.0,) * 3, edge_s=(0.0,) * 2, fixed_s=seconds[rank][trace.sums_first[1]])
+        return [
+            ModelTimes(row_s=(0.0,) * 3, edge_s=(0.0,) * 2, fixed_s=of_rank[order.sums_first[1]]) for order in orders
+        ]
 
     topology = uniform_topology(world_size, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
     with (

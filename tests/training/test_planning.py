@@ -164,8 +164,10 @@ def test_an_epoch_is_over_when_its_slowest_rank_is() -> None:
     rounds = planning._Rounds(Told(others))  # type: ignore[arg-type]
     for number, last_s in enumerate(own):
         assert rounds.any_wants_more(number < len(own) - 1, last_s) == (number < len(own) - 1)
-    assert rounds.waiting_factor() == pytest.approx(1.5 / 1.25)
-    assert planning._Rounds(Told([])).waiting_factor() == 1.0  # type: ignore[arg-type]
+    assert rounds.waiting_factors(1) == [pytest.approx(1.5 / 1.25)]
+    assert planning._Rounds(Told([])).waiting_factors(2) == [1.0, 1.0]  # type: ignore[arg-type]
+    # By turns of two orders: those of the second one were the slower ones of the same rank.
+    assert rounds.waiting_factors(2) == [pytest.approx(1.5 / 1.25), pytest.approx(1.0)]
     times = ModelTimes(row_s=(1.0, 2.0), edge_s=(3.0,), fixed_s=4.0)
     assert times.scaled(1.5).epoch_s((1, 2), (3,)) == pytest.approx(1.5 * times.epoch_s((1, 2), (3,)))
 

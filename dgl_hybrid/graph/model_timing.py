@@ -203,7 +203,9 @@ def measure_in_turns(
 ) -> list[Measured]:
     """Takes the median of a few epochs that are not watched, and the least seconds of each operation in others.
 
-    The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out.
+    The median is what the next epochs will be like; operations only share it out, so what disturbs one is left out. Of
+    several, each has its median share of a round: medians of their own would be those of other rounds, which took
+    another time for all of them.
 
     Args:
         epochs: What is timed, by turns: each has as many as the others.
@@ -232,8 +234,10 @@ def measure_in_turns(
         if len(of_epoch) <= ROUNDS:
             epoch.run_watched()
         turn += 1
+    rounds_s = [sum(of_round) for of_round in zip(*elapsed_s, strict=True)]
     for epoch, of_epoch in zip(epochs, elapsed_s, strict=True):
-        epoch.measured.elapsed_s = statistics.median(of_epoch)
+        share = statistics.median(of_epoch[number] / round_s for number, round_s in enumerate(rounds_s))
+        epoch.measured.elapsed_s = share * statistics.median(rounds_s)
     return [epoch.measured for epoch in epochs]
 
 

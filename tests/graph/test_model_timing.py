@@ -202,6 +202,23 @@ def test_orders_take_turns_so_that_a_machine_that_gets_slower_decides_nothing(mo
     assert first_s == pytest.approx(0.3), "most of its epochs were slow ones"
 
 
+def test_of_rounds_that_differ_each_order_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine is slow for about half of the epochs: their medians say that the slower order is the faster one."""
+    machine = FakeMachine()
+    monkeypatch.setattr(model_timing, "time", machine)
+
+    class Unsteady(FakeEpoch):
+        def run(self) -> None:
+            self.machine.now_s += self.seconds * (2.0 if len(self.machine.ran) % 28 < 13 else 1.0)
+            self.machine.ran.append(self.name)
+
+    epochs = [Unsteady("a", 0.010, machine), Unsteady("b", 0.011, machine)]
+    monkeypatch.setattr(model_timing, "PRECISION", float("inf"))
+    first, second = measure_in_turns(epochs, budget_s=BUDGET_S)  # type: ignore[arg-type]
+    assert len(machine.ran) == 2 + 2 * MOST_ROUNDS
+    assert second.elapsed_s / first.elapsed_s == pytest.approx(1.1, rel=0.01)
+
+
 def test_no_rank_ends_while_others_have_another_order_to_time(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = FakeMachine()
     monkeypatch.setattr(model_timing, "time", machine)

@@ -16,6 +16,7 @@ from .plan_files import load_plan, save_plan
 from .problem import PlanProblem
 from .report import ReportRow, report, summarize_plan
 from .topology import Topology, uniform_topology
+from .worth_trying import find_worth_trying
 
 __all__ = [
     "LEAST_GAIN",
@@ -39,6 +40,7 @@ __all__ = [
     "chunk_rows_within",
     "cost_model",
     "explain_vertex",
+    "find_worth_trying",
     "load_plan",
     "make_plan",
     "plan_objective",

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -72,6 +73,19 @@ class RankEstimate:
         """Seconds the device works."""
         return self.fixed_s + math.fsum(self.held_s) + math.fsum(self.rest_s)
 
+    def to_json(self) -> dict[str, Any]:
+        """Returns a dictionary that `json.dumps` takes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankEstimate:
+        """Reads what `to_json` wrote."""
+        # Files once held (L, P, 2) floats for each rank, by which its links were found to be busy for longer.
+        fields: dict[str, Any] = {key: x for key, x in data.items() if key != "wire_s"}
+        for key, x in fields.items():
+            fields[key] = tuple(x) if isinstance(x, list) else x
+        return cls(**fields)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EpochEstimate:
@@ -95,23 +109,14 @@ class EpochEstimate:
         """Index, within `ranks`, of the rank the others wait for longest."""
         return max(range(len(self.ranks)), key=lambda i: (self.ranks[i].epoch_s, -i))
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Returns a dictionary that `json.dumps` takes."""
-        return asdict(self)
+        return {"ranks": [rank.to_json() for rank in self.ranks]}
 
     @classmethod
-    def from_json(cls, data: dict[str, object]) -> EpochEstimate:
+    def from_json(cls, data: Mapping[str, Any]) -> EpochEstimate:
         """Reads what `to_json` wrote."""
-        ranks = []
-        for record in data["ranks"]:  # type: ignore[attr-defined]
-            # Files once held (L, P, 2) floats for each rank, by which its links were found to be busy for longer.
-            fields = {key: _as_tuples(value) for key, value in record.items() if key != "wire_s"}
-            ranks.append(RankEstimate(**fields))  # type: ignore[arg-type]
-        return cls(ranks=tuple(ranks))
-
-
-def _as_tuples(value: object) -> object:
-    return tuple(map(_as_tuples, value)) if isinstance(value, list | tuple) else value
+        return cls(ranks=tuple(RankEstimate.from_json(record) for record in data["ranks"]))
 
 
 def estimate_rank(

@@ -29,6 +29,7 @@ from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.edge_keys import EdgeKeys
+from dgl_hybrid.training.last_epoch import LastEpoch, check_same_masks
 from dgl_hybrid.training.loader_arguments import (
     IGNORED,
     cached_of,
@@ -600,11 +601,7 @@ class FullGraphLoader:
             )
 
     def _agree_on_last_epoch(self) -> None:
-        """Tells all ranks how long the last epoch took, whether anybody wrote into fields, whether what is kept of the
-        epoch is still right, and as much on all of them, and whether it drew random numbers. Collective.
-
-        In one gather: between four ranks on two cores each takes milliseconds.
-        """
+        """Tells all ranks of the last epoch, and acts on what any or all of them have to say. Collective."""
         written = self.graph.find_writes()
         kept = [block.static_results for block in self.blocks]
         was_changed = self._keep_static and any(results.was_changed for results in kept)
@@ -613,42 +610,49 @@ class FullGraphLoader:
         if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
             self._choice.say_untimed()
         choice = self._choice
-        told = self.communicator.gather_ints(
-            [
-                *(self._epoch_ns, int(was_changed), int(has_drawn), self._change_ns),
-                *(int(choice.is_called_otherwise), len(written)),
-                *(self._steps_done, self.seed % 2**63, int(choice.calls.has_other)),  # any integer is a seed
-                0 if step is None else step.dense_below,
-                *(int(self._runs_on.type == "cuda"), int(kept[0].are_not_all)),
-                *(results.take_num_asked() for results in kept),
-            ]
-        )
-        self._check_same_masks([(row[6], row[7]) for row in told])
-        choice.maker.dense_below = max(choice.maker.dense_below, *(row[9] for row in told))
-        choice.maker.needs_in_edges |= any(row[11] for row in told)
-        if len({row[10] for row in told}) == 1:  # or ranks would not probe together
+        told = LastEpoch(
+            epoch_ns=self._epoch_ns,
+            was_changed=was_changed,
+            has_drawn=has_drawn,
+            change_ns=self._change_ns,
+            is_called_otherwise=choice.is_called_otherwise,
+            num_written=len(written),
+            steps_done=self._steps_done,
+            seed=self.seed % 2**63,
+            has_other_call=choice.calls.has_other,
+            dense_below=0 if step is None else step.dense_below,
+            is_on_gpu=self._runs_on.type == "cuda",
+            are_not_all=kept[0].are_not_all,
+            num_asked=tuple(results.take_num_asked() for results in kept),
+        ).gather(self.communicator)
+        check_same_masks(told)
+        choice.maker.dense_below = max(choice.maker.dense_below, *(of_rank.dense_below for of_rank in told))
+        choice.maker.needs_in_edges |= any(of_rank.are_not_all for of_rank in told)
+        if len({of_rank.is_on_gpu for of_rank in told}) == 1:  # or ranks would not probe together
             choice.maker.device = self._runs_on
-        is_written = any(row[5] for row in told)
+        is_written = any(of_rank.num_written for of_rank in told)
         if is_written:
             self.graph.spread_writes(written)
-        self._is_cast_otherwise = all(row[4] for row in told)
+        self._is_cast_otherwise = all(of_rank.is_called_otherwise for of_rank in told)
         self._epoch_ns = 0
         # An evaluation, or a look at the batch, leaves the masks of the next steps what they are without it.
-        self._has_drawn |= any(row[2] for row in told)
-        self._steps_done += any(row[2] for row in told)
-        if is_written or any(row[1] for row in told):
+        any_has_drawn = any(of_rank.has_drawn for of_rank in told)
+        self._has_drawn |= any_has_drawn
+        self._steps_done += any_has_drawn
+        if is_written or any(of_rank.was_changed for of_rank in told):
             for results in kept:
                 results.clear()
         if self._keep_static:
-            self._check_same_kept([row[12:] for row in told], kept)
+            self._check_same_kept([of_rank.num_asked for of_rank in told], kept)
         del step, kept  # a change of plan drops what they hold
-        if all(row[8] for row in told):
+        if all(of_rank.has_other_call for of_rank in told):
             choice.check_other_model()
-        if choice.trials is not None and all(row[0] for row in told):
+        if choice.trials is not None and all(of_rank.epoch_ns for of_rank in told):
             self._change_ns = 0
-            self._follow(choice.after_epoch(max(row[0] for row in told) / 1e9, max(row[3] for row in told) / 1e9))
+            epoch_ns, change_ns = max(x.epoch_ns for x in told), max(x.change_ns for x in told)
+            self._follow(choice.after_epoch(epoch_ns / 1e9, change_ns / 1e9))
 
-    def _check_same_kept(self, asked: list[list[int]], kept: Sequence[StaticResults]) -> None:
+    def _check_same_kept(self, asked: Sequence[tuple[int, ...]], kept: Sequence[StaticResults]) -> None:
         """Keeps nothing any more, on all ranks, if they differ in what they would keep: who has a result does not take
         part in the exchange that makes it.
         """
@@ -668,16 +672,6 @@ class FullGraphLoader:
                 other,
                 sum(asked[other]),
             )
-
-    def _check_same_masks(self, states: list[tuple[int, int]]) -> None:
-        """Raises on all ranks if they would draw different masks for one row."""
-        for rank, (steps, seed) in enumerate(states):
-            if (steps, seed) != states[0]:
-                raise ValueError(
-                    f"every rank must give `load_state_dict` the same state, or dropout would differ between a row and "
-                    f"its replicas: rank 0 is at step {states[0][0]} of seed {states[0][1]}, rank {rank} at step "
-                    f"{steps} of seed {seed}. Read the checkpoint on every rank."
-                )
 
     def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
         """What a step tells of calls. The loader holds its step, so that does not hold the loader, which the script may

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from dgl_hybrid.errors import HybridError, PlanError
 from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels
-from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.exchange.partial_sums import MIN_SAVING, count_least_rows
 from dgl_hybrid.exchange.problem import build_plan_problem
@@ -40,6 +38,7 @@ from dgl_hybrid.planner import (
     choose_plan,
     chunk_rows_within,
     cost_model,
+    find_worth_trying,
     propose_orders,
     propose_plans,
 )
@@ -47,6 +46,7 @@ from dgl_hybrid.planner.probe import Alone, probe
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
+from dgl_hybrid.training.timed_epochs import TimedEpochs
 
 _logger = logging.getLogger(__name__)
 
@@ -325,7 +325,7 @@ class PlanMaker:
         own_rows = torch.where(sets.owned, sets.rows_global - nodes.start, sets.rows_global % num_owned)
         communicator.barrier()
         times: list[ModelTimes] | None = None
-        rounds = _Rounds(communicator)
+        together = TimedEpochs(communicator)
         with session.paused():
             try:
                 times = time_model(
@@ -336,15 +336,15 @@ class PlanMaker:
                     dropout=_example_dropout,
                     keep_static=self.keep_static,
                     own_rows=own_rows,
-                    any_wants_more=rounds.any_wants_more,
+                    any_wants_more=together.any_wants_more,
                 )
             except Exception as error:  # it could be traced, so there are prices, only less good ones
                 _logger.warning("%s could not be timed (%s: %s)", type(model).__name__, type(error).__name__, error)
-        rounds.sit_out()
+        together.sit_out()
         are_known = communicator.gather_ints([int(times is not None)])
         if times is None or not all(known for (known,) in are_known):
             return None
-        factors = rounds.waiting_factors(len(orders))
+        factors = together.waiting_factors(len(orders))
         return [of_order.scaled(factor) for of_order, factor in zip(times, factors, strict=True)]
 
     def _sets_of_depcomm(self, dense_below: int) -> LevelSets:
@@ -413,7 +413,7 @@ class PlanMaker:
         else:
             with communicator.agreed():
                 chosen = choose_plan(by_rank)
-            worth_trying = _select(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
+            worth_trying = find_worth_trying(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
         plans = [
             replace(
                 candidates[index].plan,
@@ -448,8 +448,8 @@ class PlanMaker:
             for at, candidate in enumerate(candidates)
         ]
         return [
-            [_estimate_from_json(record) for record in records]
-            for records in communicator.gather_json([_estimate_to_json(estimate) for estimate in own])
+            [RankEstimate.from_json(record) for record in records]
+            for records in communicator.gather_json([estimate.to_json() for estimate in own])
         ]
 
     def _chunk_rows(self, trace: ModelTrace, by_rank: list[list[RankEstimate]]) -> int | None:
@@ -472,103 +472,6 @@ def _received(sets: LevelSets, sent_shares: Sequence[Sequence[float]]) -> list[i
         round(sum(share * count for share, count in zip(shares, layer.exchange.recv_counts, strict=True)))
         for shares, layer in zip(sent_shares, sets.layers, strict=True)
     ]
-
-
-class _Rounds:
-    """Timed epochs that ranks begin together, as in training, until no rank wants another.
-
-    Left to themselves ranks end at different times, and who is alone on a host sees nothing of the cores that it will
-    have to share: three ranks on two cores measured epochs of 18 ms, where those of training took 40.
-    """
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._are_over = False
-        self._took_ns: list[list[int]] = []
-        """Of each epoch and rank; 0: it sat out. The first is of none."""
-
-    def any_wants_more(self, wants_more: bool, last_s: float) -> bool:
-        """Tells whether any rank wants another epoch. Collective.
-
-        Args:
-            last_s: What this rank's last one took; 0 before the first.
-        """
-        told = self._communicator.gather_ints([int(wants_more), int(1e9 * last_s)])
-        self._took_ns.append([took for _, took in told])
-        self._are_over = not any(wants for wants, _ in told)
-        return not self._are_over
-
-    def sit_out(self) -> None:
-        """Lets the others have their epochs, where this rank could not have its own to the end. Collective."""
-        while not self._are_over:
-            self.any_wants_more(False, 0.0)
-
-    def waiting_factors(self, num_orders: int) -> list[float]:
-        """Returns how many times as long as the slowest rank's epochs those of all ranks together take, at the median.
-
-        An epoch is over when its slowest rank is, and where ranks share cores that is now this one, now another: each
-        may take 100 ms mostly, and in nearly every epoch one of them 120. The same on every rank, at least 1.
-
-        Args:
-            num_orders: Epochs were of so many orders, by turns; there is a factor for each.
-        """
-        return [self._waiting_factor(self._took_ns[1 + order :: num_orders]) for order in range(num_orders)]
-
-    def _waiting_factor(self, took_ns: Sequence[Sequence[int]]) -> float:
-        epochs = [of_epoch for of_epoch in took_ns if all(of_epoch)]
-        if not epochs:
-            return 1.0
-        slowest_rank = max(statistics.median(of_rank) for of_rank in zip(*epochs, strict=True))
-        return float(statistics.median(max(of_epoch) for of_epoch in epochs) / slowest_rank)
-
-
-WIRE_FACTORS = (1.0, 0.5, 2.0)
-"""What the predicted time of rows on the wire may be off by: which of them partial sums save depends on the plan, other
-traffic slows them. The hybrid that is best under each is tried in real epochs, besides the pure plans."""
-
-
-def _select(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
-    """Returns positions of the candidates worth trying, the chosen one first.
-
-    Candidates that are one plan under several names count once, as the pure plan if it is one. The last two are the
-    pure plans (`propose_plans`). Hybrids that differ little from each other would all be right or wrong together, so
-    those are taken that would be best if rows travelled faster or slower than predicted, and NeutronStar's plan, which
-    comes of another rule.
-    """
-    num_candidates = len(by_rank[0])
-    pure, published = range(num_candidates - 2, num_candidates), num_candidates - 3
-    fitting = [i for i in range(num_candidates) if all(estimates[i].fits for estimates in by_rank)]
-
-    def what_it_does(index: int) -> tuple[object, ...]:
-        return tuple((e.comm_s, e.held_s, e.rest_s, e.held_bytes) for e in (r[index] for r in by_rank))
-
-    name_of: dict[tuple[object, ...], int] = {}
-    for index in fitting:
-        if index in pure or what_it_does(index) not in name_of:
-            name_of[what_it_does(index)] = index
-
-    def predicted_s(index: int, wire_factor: float) -> float:
-        ranks = (estimates[index] for estimates in by_rank)
-        return EpochEstimate(ranks=tuple(rank.with_wire(wire_factor) for rank in ranks)).epoch_s
-
-    selected = [name_of[what_it_does(chosen)]]
-    hybrids = [i for i in name_of.values() if i not in pure]
-    for factor in WIRE_FACTORS if hybrids else ():
-        index = min(hybrids, key=lambda i: (predicted_s(i, factor), i))
-        if index not in selected:
-            selected.append(index)
-    if published in name_of.values() and published not in selected:
-        selected.append(published)
-    return selected + [i for i in pure if i in fitting and name_of[what_it_does(i)] == i and i not in selected]
-
-
-def _estimate_to_json(estimate: RankEstimate) -> dict[str, object]:
-    record: dict[str, object] = EpochEstimate(ranks=(estimate,)).to_json()["ranks"][0]  # type: ignore[index]
-    return record
-
-
-def _estimate_from_json(record: dict[str, object]) -> RankEstimate:
-    return EpochEstimate.from_json({"ranks": [record]}).ranks[0]
 
 
 def _example_dropout(x: Tensor) -> Tensor:

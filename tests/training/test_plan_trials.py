@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
-from dgl_hybrid.planner import RankEstimate, Topology, neutronstar, uniform_topology
+from dgl_hybrid.planner import RankEstimate, Topology, find_worth_trying, neutronstar, uniform_topology
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.plan_trials import (
@@ -241,11 +241,11 @@ def test_hybrids_that_are_tried_are_best_at_different_speeds_of_rows() -> None:
 
     hybrids = [(1.0, 1.0), (1.6, 0.6), (0.2, 1.95), (1.0, 1.01)]  # as predicted, if faster, if slower, never
     of_rank = [estimate(*seconds) for seconds in (*hybrids, (1.0, 1.5), (0.0, 3.0), (3.0, 0.5))]
-    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 4, 5, 6]  # NeutronStar's, come what may
+    assert find_worth_trying([of_rank, of_rank], chosen=0) == [0, 1, 2, 4, 5, 6]  # NeutronStar's, come what may
     of_rank[4] = of_rank[3]  # the greedy's in its place
-    assert planning._select([of_rank, of_rank], chosen=0) == [0, 1, 2, 5, 6]
+    assert find_worth_trying([of_rank, of_rank], chosen=0) == [0, 1, 2, 5, 6]
     of_rank[0] = of_rank[5]  # one of them is depcache under another name: then it goes by that
-    assert planning._select([of_rank, of_rank], chosen=0) == [5, 3, 1, 2, 6]
+    assert find_worth_trying([of_rank, of_rank], chosen=0) == [5, 3, 1, 2, 6]
 
 
 def test_drift_starts_anew_but_one_slow_epoch_does_not() -> None:

@@ -23,6 +23,7 @@ from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.planner import ModelTimes, PlannerConfig, Topology, uniform_topology
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.planning import PlanMaker
+from dgl_hybrid.training.timed_epochs import TimedEpochs
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -161,11 +162,11 @@ def test_an_epoch_is_over_when_its_slowest_rank_is() -> None:
     """Each rank takes 1 s mostly, and in each round another one 1.5 s; the last rounds one of them sat out."""
     own = [0.0, 1.5, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0, 9.0]
     others = [[0.0, 1.0, 1.5, 1.0, 1.5, 9.0, 9.0, 9.0, 9.0], [0.0, 1.0, 1.0, 1.5, 1.0, 0.0, 0.0, 0.0, 0.0]]
-    rounds = planning._Rounds(Told(others))  # type: ignore[arg-type]
+    rounds = TimedEpochs(Told(others))  # type: ignore[arg-type]
     for number, last_s in enumerate(own):
         assert rounds.any_wants_more(number < len(own) - 1, last_s) == (number < len(own) - 1)
     assert rounds.waiting_factors(1) == [pytest.approx(1.5 / 1.25)]
-    assert planning._Rounds(Told([])).waiting_factors(2) == [1.0, 1.0]  # type: ignore[arg-type]
+    assert TimedEpochs(Told([])).waiting_factors(2) == [1.0, 1.0]  # type: ignore[arg-type]
     # By turns of two orders: those of the second one were the slower ones of the same rank.
     assert rounds.waiting_factors(2) == [pytest.approx(1.5 / 1.25), pytest.approx(1.0)]
     times = ModelTimes(row_s=(1.0, 2.0), edge_s=(3.0,), fixed_s=4.0)

@@ -15,6 +15,8 @@ FEW = 5
 """Epochs that tell nothing reliable of a time."""
 PLAIN_DGL = "plain DGL"
 """The strategy of runs that have nothing of ours."""
+DISTDGL = "DistDGL"
+"""The same, of several processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

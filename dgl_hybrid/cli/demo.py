@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`dgl-hybrid demo`: one graph, one model, every way to treat dependencies, beside plain DGL on one process."""
+"""`dgl-hybrid demo`: one graph, one model, every way to treat dependencies, beside plain DGL and DistDGL."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, format_share, make_console
 from dgl_hybrid.cli.train import make_job
+from dgl_hybrid.errors import HybridError
+from dgl_hybrid.launch.distdgl import run_distdgl
 from dgl_hybrid.launch.local import run_local, threads_per_rank
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
-from dgl_hybrid.training.report import PLAIN_DGL, TrainReport
+from dgl_hybrid.training.distdgl import FEWEST, OTHER_MODELS, DistDGLReport
+from dgl_hybrid.training.report import DISTDGL, PLAIN_DGL, TrainReport
 
 TIE = 1.04
 """Medians of turns of one plan differ by as much: 42.3 and 43.8 ms, where hybrid took depcomm's."""
@@ -48,6 +51,8 @@ class DemoConfig:
     """Epochs in float32, for time, bytes, memory and accuracy."""
     check_epochs: int = 5
     """Epochs in float64, for the digits that the loss agrees with plain DGL's."""
+    distdgl: bool = True
+    """Train with DistDGL, too: its servers and trainers on this host, full neighbourhoods, without the plugin."""
     seed: int = 0
     """Of the initial weights."""
     out: str = "demo_output"
@@ -88,6 +93,40 @@ class DemoRow:
         }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistDGLRow:
+    """DistDGL, or why there is none: it is code of others, and no reason to end."""
+
+    job: TrainJob
+    ranks: int
+    report: DistDGLReport | None
+    error: str | None = None
+    digits: float | None = None
+    """To which the loss at the initial weights equals plain DGL's, in float64; None where that was not compared."""
+
+    @property
+    def other_model(self) -> str | None:
+        """Why its results are not plain DGL's, if they are not meant to be."""
+        return OTHER_MODELS.get(self.job.model.model)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns one line of `results.jsonl`; `bytes_sent` is not counted by DistDGL."""
+        report = self.report
+        return {
+            "strategy": DISTDGL,
+            "ranks": self.ranks,
+            "model": self.job.model.model,
+            "dataset": self.job.dataset,
+            "dtype": self.job.training.dtype,
+            "error": self.error,
+            "epoch_time_s": None if report is None else report.epoch_time_s,
+            **({} if report is None else report.to_json()),
+            "loss_digits": None if self.digits is None or math.isinf(self.digits) else self.digits,
+            "loss_is_compared": self.digits is not None,
+            "other_model": self.other_model,
+        }
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
     add_common_options(parser)
@@ -117,6 +156,12 @@ def run(args: argparse.Namespace) -> int:
     reference = read_reports(
         run_local("reference", {"jobs": jobs, "data": data_record(data)}, ranks=1, verbose=args.verbose)
     )
+    distdgl = None
+    if config.distdgl:
+        console.print(
+            f"DistDGL, {config.ranks} trainers and servers, {threads} thread{'s' if threads > 1 else ''} each ..."
+        )
+        distdgl = try_distdgl(job, config.ranks, threads, initial_loss=reference[1].epochs[0].loss)
     trained = {PLAIN_DGL: reference}
     jobs_of_turns = {}
     for strategy in STRATEGIES:
@@ -140,10 +185,13 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
     )
     rows = [make_row(reports, reference, times_s[name]) for name, reports in trained.items()]
-    lines = [json.dumps({**row.to_json(), "cores": cores, "versions": versions()}) for row in rows]
+    records = [row.to_json() for row in rows]
+    if distdgl is not None:
+        records.insert(1, distdgl.to_json())
+    lines = [json.dumps({**record, "cores": cores, "versions": versions()}) for record in records]
     (out / "results.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
     pictures = [*draw_results(out / "results.jsonl", out), *draw_plans(out / "results.jsonl", out)]
-    print_rows(rows, cores)
+    print_rows(rows, cores, distdgl)
     console.print(
         f"{time.monotonic() - start_s:.0f} s; pictures: {', '.join(str(path) for path in pictures)}; measurements: "
         f"{out / 'results.jsonl'}",
@@ -151,8 +199,20 @@ def run(args: argparse.Namespace) -> int:
         markup=False,
     )
     if args.json:
-        print(json.dumps({"runs": [row.to_json() for row in rows], "pictures": [str(path) for path in pictures]}))
+        print(json.dumps({"runs": records, "pictures": [str(path) for path in pictures]}))
     return 0
+
+
+def try_distdgl(job: TrainJob, ranks: int, threads: int, *, initial_loss: float) -> DistDGLRow:
+    """Measures DistDGL; whatever goes wrong there becomes a line of its row."""
+    try:
+        report = run_distdgl(job, threads=threads)
+    except (HybridError, OSError, ValueError) as error:
+        return DistDGLRow(job=job, ranks=ranks, report=None, error=" ".join(str(error).split()))
+    row = DistDGLRow(job=job, ranks=ranks, report=report)
+    if report.initial_loss is None or row.other_model is not None:
+        return row
+    return replace(row, digits=agreeing_digits([report.initial_loss], [initial_loss]))
 
 
 def both_dtypes(job: TrainJob, check_epochs: int) -> list[dict[str, Any]]:
@@ -186,8 +246,8 @@ def agreeing_digits(losses: Sequence[float], expected: Sequence[float]) -> float
     return math.inf if worst == 0 else -math.log10(worst)
 
 
-def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
-    """Prints the comparison."""
+def print_rows(rows: Sequence[DemoRow], cores: int, distdgl: DistDGLRow | None = None) -> None:
+    """Prints the comparison: plain DGL is the first of the rows, DistDGL comes after it."""
     console = make_console()
     base = rows[0].measured
     table = Table("strategy", title=f"{base.model}, {len(base.layers)} layers, on {base.dataset}", title_justify="left")
@@ -205,21 +265,22 @@ def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
     fastest = min(row.epoch_time_s for row in rows[1:])
     for index, row in enumerate(rows):
         report = row.measured
-        added = max(p - b for p, b in zip(report.peak_rss_bytes, report.base_rss_bytes, strict=True))
         marker = " *" if index and row.epoch_time_s <= TIE * fastest else ""
         table.add_row(
             report.strategy + marker,
-            "-" if not index else "every digit" if math.isinf(row.digits) else f"{row.digits:.0f} digits",
+            name_digits(row.digits) if index else "-",
             format_seconds(row.epoch_time_s),
             f"{rows[0].epoch_time_s / row.epoch_time_s:.2f}x",
             format_bytes(report.epochs[-1].bytes_sent) if index else "-",
-            format_bytes(added),
+            format_bytes(added_memory(report)),
             " ".join(f"{layer.cached:,}" for layer in report.layers) if index else "-",
             " ".join(f"{layer.communicated:,}" for layer in report.layers) if index else "-",
             format_share(report.final.test),
         )
+        if not index and distdgl is not None:
+            table.add_row(*distdgl_cells(distdgl, row.epoch_time_s))
     console.print(table)
-    hybrid = next(row.measured for row in rows if row.measured.strategy == "hybrid")
+    hybrid, hybrid_s = next((row.measured, row.epoch_time_s) for row in rows if row.measured.strategy == "hybrid")
     predicted = "-" if hybrid.predicted_epoch_s is None else format_seconds(hybrid.predicted_epoch_s)
     console.print(
         f"* fastest of ours, or within 4 % of it. hybrid took {hybrid.chosen_plan}, predicted {predicted} an epoch.\n"
@@ -229,3 +290,58 @@ def print_rows(rows: Sequence[DemoRow], cores: int) -> None:
         "first epoch, what is made of them is kept.",
         markup=False,
     )
+    if distdgl is not None:
+        console.print(describe_distdgl(distdgl, hybrid_s), markup=False)
+
+
+def distdgl_cells(row: DistDGLRow, plain_s: float) -> tuple[str, ...]:
+    """Returns its row of the table."""
+    report = row.report
+    if report is None:
+        return (DISTDGL, "-", "failed", *["-"] * 6)
+    # The largest batch was tried first: a smaller one may need less.
+    bound = "" if report.batch_size is None else "<= "
+    return (
+        DISTDGL,
+        "other model" if row.other_model else "-" if row.digits is None else name_digits(row.digits),
+        format_seconds(report.epoch_time_s),
+        f"{plain_s / report.epoch_time_s:.2f}x",
+        "-",
+        bound + format_bytes(added_memory(report)),
+        *["-"] * 3,
+    )
+
+
+def describe_distdgl(row: DistDGLRow, hybrid_s: float) -> str:
+    """Returns what the table does not say of DistDGL."""
+    report = row.report
+    if report is None:
+        return f"DistDGL failed: {row.error}"
+    size = "all seeds of a trainer" if report.batch_size is None else f"{report.batch_size:,} seeds"
+    others = [
+        f"{int(name):,}: {format_seconds(time_s)}" if name.isdecimal() else f"all: {format_seconds(time_s)}"
+        for name, time_s in report.seconds_by_batch_size.items()
+        if name != str(report.batch_size or "all")
+    ] + [f"{given_up:,}: slower" for given_up in report.given_up]
+    count = len(report.times_s)
+    epochs = f"median of {count} epochs" if report.has_warmed_up and count >= FEWEST else "few epochs: time was up"
+    return " ".join(
+        [
+            f"hybrid is {report.epoch_time_s / hybrid_s:.1f} times as fast as DistDGL, which trains with full",
+            f"neighbourhoods by batches of {size}{' (' + ', '.join(others) + ')' if others else ''} and is timed by",
+            f"itself, before the turns ({epochs}). Its loss is that at the initial weights, its memory a trainer's,",
+            "without the servers'.",
+            *([f"{row.other_model}."] if row.other_model else []),
+            *([f"It ended before it was done: {report.stopped}."] if report.stopped else []),
+        ]
+    )
+
+
+def name_digits(digits: float) -> str:
+    """E.g. 14 digits."""
+    return "every digit" if math.isinf(digits) else f"{digits:.0f} digits"
+
+
+def added_memory(report: TrainReport | DistDGLReport) -> int:
+    """Returns what the largest rank held above interpreter and libraries."""
+    return max(p - b for p, b in zip(report.peak_rss_bytes, report.base_rss_bytes, strict=True))

@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dgl_hybrid.training.report import PLAIN_DGL
+from dgl_hybrid.training.report import DISTDGL, PLAIN_DGL
 
 # Okabe and Ito's palette.
-BLUE, ORANGE, GREEN, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999"
-STRATEGY_COLOURS = {PLAIN_DGL: GREY, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
+BLUE, ORANGE, GREEN, SKY, GREY, RED = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999", "#D55E00"
+STRATEGY_COLOURS = {PLAIN_DGL: GREY, DISTDGL: RED, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
+LONGEST = 2.0
+"""A bar that is so many times as long as the longest of the others is cut, or these could not be told apart."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -22,23 +25,22 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def draw_results(lines: Path, folder: Path) -> list[Path]:
-    """Draws epoch time, bytes sent and memory of every run; returns the files written."""
-    runs = read_lines(lines)
-    figure, axes = _figure(3, width=12.0, height=3.9)
+    """Draws epoch time, bytes sent and memory of every run that was measured; returns the files written."""
+    runs = [run for run in read_lines(lines) if not run.get("error")]
+    figure, axes = _figure(3, width=13.5, height=3.9)
     names = [run["strategy"] for run in runs]
     colours = [STRATEGY_COLOURS.get(name, SKY) for name in names]
 
-    times = [[1e3 * time_s for time_s in run["turn_times_s"]] for run in runs]
+    # DistDGL's are not of turns.
+    times = [[1e3 * time_s for time_s in run.get("turn_times_s") or run["times_s"]] for run in runs]
     medians = [statistics.median(values) for values in times]
     low = [median - _quantile(values, 0.2) for median, values in zip(medians, times, strict=True)]
     high = [_quantile(values, 0.8) - median for median, values in zip(medians, times, strict=True)]
-    axes[0].bar(names, medians, color=colours, yerr=[low, high], capsize=4, ecolor="#333333")
-    # Above the error bar, or it would run through the figure.
-    _label(axes[0], [median + up for median, up in zip(medians, high, strict=True)], [f"{m:.0f} ms" for m in medians])
+    _bars(axes[0], names, medians, colours, "ms", low=low, high=high)
     axes[0].set_title("How long is an epoch?")
-    axes[0].set_ylabel("time per epoch (ms)\nmedian of turns, bars 20 to 80 %")
+    axes[0].set_ylabel("time per epoch (ms)\nmedian, bars 20 to 80 %")
 
-    ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if run["strategy"] != PLAIN_DGL]
+    ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if _is_ours(run)]
     sent = [run["epochs"][-1]["bytes_sent"] / 1e6 for run, _ in ours]
     axes[1].bar([run["strategy"] for run, _ in ours], sent, color=[colour for _, colour in ours])
     _label(axes[1], sent, [f"{value:.3g} MB" for value in sent])
@@ -48,8 +50,7 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
     memory = [
         max(p - b for p, b in zip(run["peak_rss_bytes"], run["base_rss_bytes"], strict=True)) / 1e6 for run in runs
     ]
-    axes[2].bar(names, memory, color=colours)
-    _label(axes[2], memory, [f"{value:.0f} MB" for value in memory])
+    _bars(axes[2], names, memory, colours, "MB")
     axes[2].set_title("How much memory does a rank need?")
     axes[2].set_ylabel("peak of the largest rank (MB)\nwithout interpreter and libraries")
     for axis in axes:
@@ -60,7 +61,7 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
 
 def draw_plans(lines: Path, folder: Path) -> list[Path]:
     """Draws what each strategy caches and communicates at every layer; returns the files written."""
-    runs = [run for run in read_lines(lines) if run["strategy"] != PLAIN_DGL]
+    runs = [run for run in read_lines(lines) if _is_ours(run)]
     figure, axes = _figure(len(runs), width=4.0 * len(runs), height=3.9, share_y=True)
     for axis, run in zip(axes, runs, strict=True):
         layers = [f"layer {layer['layer']}" for layer in run["plan"]]
@@ -79,6 +80,59 @@ def draw_plans(lines: Path, folder: Path) -> list[Path]:
     return _save(figure, folder, "demo_plan")
 
 
+def _is_ours(run: dict[str, Any]) -> bool:
+    return run["strategy"] not in (PLAIN_DGL, DISTDGL)
+
+
+def _longest_drawn(values: Sequence[float], tops: Sequence[float]) -> float:
+    """Returns how long bars may be drawn; infinite where none is so much longer than all others.
+
+    Args:
+        values: Lengths of the bars.
+        tops: The same with their error bars.
+    """
+    at = max(range(len(values)), key=lambda position: values[position])
+    longest = LONGEST * max((top for position, top in enumerate(tops) if position != at), default=math.inf)
+    return longest if values[at] > longest else math.inf
+
+
+def _bars(
+    axis: Any,
+    names: Sequence[str],
+    values: Sequence[float],
+    colours: Sequence[str],
+    unit: str,
+    low: Sequence[float] = (),
+    high: Sequence[float] = (),
+) -> None:
+    """Draws bars with their values above them; one that is far longer than the others is cut, with a mark.
+
+    Args:
+        axis: Where.
+        names: Below the bars.
+        values: Their lengths.
+        colours: Of the bars.
+        unit: Of the values.
+        low: Lengths of error bars downwards; empty: there are none.
+        high: Upwards.
+    """
+    tops = [value + up for value, up in zip(values, high or [0.0] * len(values), strict=True)]
+    longest = _longest_drawn(values, tops)
+    is_cut = [value > longest for value in values]
+    axis.bar(names, [min(value, longest) for value in values], color=colours)
+    if low:
+        whole = [position for position, cut in enumerate(is_cut) if not cut]
+        spans = [[span[position] for position in whole] for span in (low, high)]
+        axis.errorbar(whole, [values[p] for p in whole], yerr=spans, fmt="none", capsize=4, ecolor="#333333")
+    for position in (position for position, cut in enumerate(is_cut) if cut):
+        for share in (0.84, 0.90):
+            rising = (share * longest, (share + 0.03) * longest)
+            ends = (position - 0.5, position + 0.5)
+            axis.plot(ends, rising, color="white", linewidth=3, solid_capstyle="butt", zorder=5)
+    # Above the error bar, or it would run through the figure.
+    _label(axis, [min(top, longest) for top in tops], [f"{value:,.0f} {unit}" for value in values])
+
+
 def _figure(num_axes: int, *, width: float, height: float, share_y: bool = False) -> tuple[Any, Sequence[Any]]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -91,6 +145,7 @@ def _figure(num_axes: int, *, width: float, height: float, share_y: bool = False
         axis.spines[["top", "right"]].set_visible(False)
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axis.grid(axis="y", color="#e5e5e5")
+        axis.tick_params(axis="x", labelsize=9)
         axis.set_axisbelow(True)
     return figure, list(axes)
 

@@ -20,7 +20,7 @@ from dgl_hybrid.launch.cluster import ClusterFailure
 # Command -> (module with add_options(parser) and run(args) -> exit code, help); imported when asked for. A module with
 # TAKES_SCRIPT finds in `args.script` what follows its own options.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("dgl_hybrid.cli.demo", "train one model in three ways, compare with plain DGL, draw the result"),
+    "demo": ("dgl_hybrid.cli.demo", "train one model in three ways beside plain DGL and DistDGL, draw the result"),
     "partition": ("dgl_hybrid.cli.partition", "split a graph into a folder that DistDGL reads too"),
     "plan": ("dgl_hybrid.cli.plan", "decide what is cached and what is communicated, and say why"),
     "train": ("dgl_hybrid.cli.train", "train full-graph on several ranks"),

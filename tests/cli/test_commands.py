@@ -176,11 +176,14 @@ def test_ranks_do_not_outlive_their_launcher(partition: Path) -> None:
 
 @pytest.mark.slow
 def test_demo(folder: Path) -> None:
+    """DistDGL among the rest: its own servers and trainers."""
     small = ("--data", SMALL, "--hidden", "8", "--epochs", "3", "--check-epochs", "2")
     done = run_command("demo", *small, "--json", cwd=folder)
     assert done.returncode == 0, done.stderr
     record = json.loads(done.stdout.splitlines()[-1])
-    assert [run["strategy"] for run in record["runs"]] == ["plain DGL", "depcache", "depcomm", "hybrid"]
+    assert [run["strategy"] for run in record["runs"]] == ["plain DGL", "DistDGL", "depcache", "depcomm", "hybrid"]
+    assert record["runs"][1]["error"] is None
+    assert record["runs"][1]["loss_is_compared"]
     for run in record["runs"][1:]:
         assert run["loss_digits"] is None or run["loss_digits"] > 9, run["strategy"]
     for name in ("demo_results", "demo_plan"):

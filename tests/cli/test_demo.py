@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from dgl_hybrid.cli import plots
-from dgl_hybrid.cli.demo import DemoConfig, DemoRow, agreeing_digits, print_rows
+from dgl_hybrid.cli import demo, main, plots
+from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_training
+from dgl_hybrid.launch import distdgl
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.distdgl import DistDGLReport
 from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
 
 
@@ -53,6 +56,28 @@ def rows() -> list[DemoRow]:
     ]
 
 
+def distdgl_row(model: str = "sage", **changes: Any) -> DistDGLRow:
+    job = TrainJob(
+        part_config="g.json",
+        dataset="g",
+        model=ModelConfig(model=model),
+        strategy=StrategyConfig(),
+        training=TrainConfig(),
+    )
+    measured = DistDGLReport(
+        ranks=2,
+        times_s=(0.2, 0.22, 0.3, 0.21, 0.9),
+        has_warmed_up=True,
+        batch_size=None,
+        seconds_by_batch_size={"all": 0.22, "8192": 0.4},
+        given_up=(1024,),
+        peak_rss_bytes=(900_000_000, 700_000_000),
+        base_rss_bytes=(400_000_000, 400_000_000),
+        initial_loss=1.0,
+    )
+    return DistDGLRow(job=job, ranks=2, report=replace(measured, **changes), digits=15.2)
+
+
 def test_digits() -> None:
     assert agreeing_digits([1.0, 2.0], [1.0, 2.0]) == math.inf
     assert agreeing_digits([1.0, 2.002], [1.0, 2.0]) == pytest.approx(3.0)
@@ -70,6 +95,66 @@ def test_the_table_marks_the_fastest_even_if_it_is_not_hybrid(capsys: pytest.Cap
     assert "hybrid *" in capsys.readouterr().out, "3 % are no difference"
     assert "3.00x" in printed
     assert "200 MB" in printed, "memory is that of the largest rank above interpreter and libraries"
+
+
+def printed_with(row: DistDGLRow, capsys: pytest.CaptureFixture[str]) -> str:
+    print_rows(rows(), cores=2, distdgl=row)
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_the_table_has_distdgl(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_with(distdgl_row(), capsys)
+    assert "│ DistDGL │ 15 digits │ 220 ms │ 0.14x │ - │ 500 MB │ - │ - │ - │" in printed
+    assert "hybrid is 20.0 times as fast as DistDGL" in printed
+    assert "by batches of all seeds of a trainer (8,192: 400 ms, 1,024: slower)" in printed
+    assert "(median of 5 epochs)" in printed
+    smaller = distdgl_row(batch_size=1024, seconds_by_batch_size={"all": 0.3, "1024": 0.22}, given_up=())
+    printed = printed_with(smaller, capsys)
+    assert "by batches of 1,024 seeds (all: 300 ms)" in printed
+    assert "<= 500 MB" in printed, "the largest batch was tried in the same process"
+    printed = printed_with(distdgl_row(times_s=(70.0,), has_warmed_up=False, stopped="it was killed"), capsys)
+    assert "(few epochs: time was up)" in printed
+    assert "It ended before it was done: it was killed." in printed
+
+
+def test_the_table_says_where_distdgl_trains_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = printed_with(replace(distdgl_row("gcn"), digits=None), capsys)
+    assert "│ DistDGL │ other model │" in printed
+    assert "DistDGL's GCN is another model" in printed
+    assert "another model" not in printed_with(distdgl_row("gat"), capsys)
+
+
+def test_a_demo_goes_on_where_distdgl_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And ends well: the row says so, the pictures are of the others."""
+
+    def run_local(task: str, payload: Any, **options: Any) -> Any:
+        if task == "turns":
+            return {row.measured.strategy: row.times_s for row in rows()}
+        name = "plain DGL" if task == "reference" else payload["jobs"][0]["strategy"]["strategy"]
+        return [report(name).to_json()] * 2
+
+    monkeypatch.setattr(demo, "run_local", run_local)
+    monkeypatch.setattr(distdgl, "COMMAND", ("-c", "import sys; sys.exit('no luck today')"))
+    small = ("--data", "powerlaw:nodes=60,degree=4,features=4,classes=2", "--out", str(tmp_path / "out"))
+    assert main.main(["demo", *small, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "│ DistDGL │ - │ failed │ - │" in " ".join(printed.split())
+    assert any(
+        line.startswith("DistDGL failed: ") and "exited with code 1: no luck today" in line
+        for line in printed.splitlines()
+    ), printed
+    runs = json.loads(printed.splitlines()[-1])["runs"]
+    assert [run["strategy"] for run in runs] == ["plain DGL", "DistDGL", "depcache", "depcomm", "hybrid"]
+    assert "no luck today" in runs[1]["error"]
+    assert runs[1]["epoch_time_s"] is None
+    lines = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]).items() >= runs[1].items()
+    assert main.main(["demo", *small, "--json", "--no-distdgl"]) == 0
+    printed = capsys.readouterr().out
+    assert "DistDGL" not in printed
+    assert len(json.loads(printed.splitlines()[-1])["runs"]) == 4
 
 
 def test_training_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,6 +192,33 @@ def test_bars_are_of_the_epochs_that_the_table_is_of(tmp_path: Path, monkeypatch
     assert times_axis.texts[-1].get_text() == "11 ms"
     (error_bars,) = times_axis.collections
     assert error_bars.get_segments()[-1][:, 1] == pytest.approx([8.8, 24.2]), "quantiles are of the same epochs"
+
+
+def test_a_bar_far_longer_than_the_others_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside DistDGL's the others could not be told apart; where its process failed there is none."""
+
+    def draw(*records: dict[str, Any]) -> Any:
+        lines = tmp_path / "results.jsonl"
+        lines.write_text("\n".join(map(json.dumps, records)) + "\n")
+        figures: list[Any] = []
+        monkeypatch.setattr(plots, "_save", lambda figure, folder, name: figures.append(figure))
+        draw_results(lines, tmp_path)
+        draw_plans(lines, tmp_path)
+        assert len(figures[1].axes) == 3, "DistDGL has no plan"
+        return figures[0].axes
+
+    plain, *ours = [row.to_json() for row in rows()]
+    times, sent, memory = draw(plain, distdgl_row(times_s=(1.0,) * 5).to_json(), *ours)
+    longest = plots.LONGEST * 66  # plain DGL's, with its error bar
+    assert [bar.get_height() for bar in times.patches] == pytest.approx([30, longest, 10, 20, 11])
+    assert [text.get_text() for text in times.texts] == ["30 ms", "1,000 ms", "10 ms", "20 ms", "11 ms"]
+    assert times.get_ylim()[1] < 1.3 * longest
+    assert len(sent.patches) == 3
+    assert [text.get_text() for text in memory.texts] == ["200 MB", "500 MB", "200 MB", "200 MB", "200 MB"]
+    times, *_ = draw(plain, distdgl_row(times_s=(0.1,) * 5).to_json(), *ours)
+    assert times.patches[1].get_height() == pytest.approx(100), "it is not that much longer"
+    times, *_ = draw(plain, replace(distdgl_row(), report=None, error="no luck").to_json(), *ours)
+    assert len(times.patches) == 4
 
 
 def test_steady_epochs_are_those_of_the_plan_that_stayed() -> None:

@@ -291,7 +291,8 @@ def print_rows(rows: Sequence[DemoRow], cores: int, distdgl: DistDGLRow | None =
         markup=False,
     )
     if distdgl is not None:
-        console.print(describe_distdgl(distdgl, hybrid_s), markup=False)
+        # What an error says stays one line, however long.
+        console.print(describe_distdgl(distdgl, hybrid_s), markup=False, soft_wrap=distdgl.report is None)
 
 
 def distdgl_cells(row: DistDGLRow, plain_s: float) -> tuple[str, ...]:

@@ -326,16 +326,17 @@ def describe_distdgl(row: DistDGLRow, hybrid_s: float) -> str:
     ] + [f"{given_up:,}: slower" for given_up in report.given_up]
     count = len(report.times_s)
     epochs = f"median of {count} epochs" if report.has_warmed_up and count >= FEWEST else "few epochs: time was up"
-    return " ".join(
-        [
-            f"hybrid is {report.epoch_time_s / hybrid_s:.1f} times as fast as DistDGL, which trains with full",
-            f"neighbourhoods by batches of {size}{' (' + ', '.join(others) + ')' if others else ''} and is timed by",
-            f"itself, before the turns ({epochs}). Its loss is that at the initial weights, its memory a trainer's,",
-            "without the servers'.",
-            *([f"{row.other_model}."] if row.other_model else []),
-            *([f"It ended before it was done: {report.stopped}."] if report.stopped else []),
-        ]
-    )
+    ratio = report.epoch_time_s / hybrid_s
+    lines = [
+        f"hybrid is {ratio:.1f} times as fast as DistDGL, which trains with full neighbourhoods by",
+        f"batches of {size}{' (' + ', '.join(others) + ')' if others else ''}. DistDGL is timed by itself, before the",
+        f"turns ({epochs}). Its loss is that at the initial weights, its memory a trainer's, without the servers'.",
+    ]
+    if row.other_model:
+        lines.append(f"{row.other_model}.")
+    if report.stopped:
+        lines.append(f"It ended before it was done: {report.stopped}.")
+    return "\n".join(lines)
 
 
 def name_digits(digits: float) -> str:

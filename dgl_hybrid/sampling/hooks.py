@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ PullAnswer = Callable[[Any, str, Tensor], Tensor | None]
 """(client, field name, ids) -> rows, or None to leave them to the next."""
 
 _answers: list[PullAnswer] = []
+_let_go: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""What is called when the plugin is switched off, in the order in which it came."""
 
 
 def _pull(original: Callable[..., Any], client: Any, name: str, id_tensor: Tensor) -> Any:
@@ -48,6 +51,22 @@ def withdraw(answer: PullAnswer) -> None:
         _answers.remove(answer)
         if not _answers:
             _pull_hook.remove()
+
+
+def until_disabled(let_go: Callable[[], None]) -> None:
+    """Has a method called, once, when the plugin is switched off, if its object is still there: it gives back what
+    that object has hooked of DGL.
+    """
+    _let_go[:] = [method for method in _let_go if method() is not None]
+    _let_go.append(weakref.WeakMethod(let_go))
+
+
+def give_back() -> None:
+    """Calls what `until_disabled` was given, the latest first: where hooks lie on hooks, that one's is outermost."""
+    while _let_go:
+        let_go = _let_go.pop()()
+        if let_go is not None:
+            let_go()
 
 
 def unhooked_pull(client: Any, name: str, ids: Tensor) -> Tensor:

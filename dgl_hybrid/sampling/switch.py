@@ -14,6 +14,7 @@ from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange import mailbox
 from dgl_hybrid.sampling import written
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE, OFF_WORDS, HaloConfig, Strategy, read_environment
+from dgl_hybrid.sampling.hooks import give_back
 from dgl_hybrid.sampling.plugin import HaloPlugin
 from dgl_hybrid.sampling.written import WrittenFields
 
@@ -117,12 +118,18 @@ def _warn_once(message: str) -> None:
 
 
 def disable() -> None:
-    """Turns the plugin off: every function of DGL is the original one again, and what was held is dropped.
+    """Turns the plugin off: every function of DistDGL is the original one again, and what was held is dropped.
 
     Writes of this process are no longer announced, so the processes of the job hold no rows until it is on again here.
+
+    So are those that full-graph training on a `DistGraph` has hooked, until a `FullGraphLoader` of it is iterated
+    again, which hooks them again. Call it between its epochs, on all ranks: within one, a forward that trains raises an
+    error afterwards. Hooks of message passing belong to the blocks of such loaders, whatever graph they are of, and
+    stay (`route_ops`).
     """
     _fall_silent(_plugin)  # while its hooks still announce
     _remove()
+    give_back()
 
 
 def _fall_silent(plugin: HaloPlugin | None) -> None:

@@ -53,6 +53,12 @@ def stand_by_embeddings(bystander: Bystander) -> None:
     weakref.finalize(bystander, _remove_if_alone)
 
 
+def stand_aside(bystander: Bystander) -> None:
+    """Ends what `stand_by_embeddings` began."""
+    _bystanders.discard(bystander)
+    _remove_if_alone()
+
+
 def _remove_if_alone() -> None:
     if not list(_bystanders):  # its length still counts one that is just gone
         _hook.remove()

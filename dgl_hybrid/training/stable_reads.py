@@ -20,11 +20,12 @@ from dgl.distributed import kvstore, rpc
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
-from dgl_hybrid.sampling.hooks import answer_pulls
-from dgl_hybrid.training.embeddings import stand_by_embeddings
+from dgl_hybrid.sampling.hooks import answer_pulls, until_disabled, withdraw
+from dgl_hybrid.training.embeddings import stand_aside, stand_by_embeddings
 from dgl_hybrid.training.fields import RowSets, was_changed
 from dgl_hybrid.training.learned_rows import settle_gradient
 
@@ -59,7 +60,8 @@ class _Read:
 
 
 class StableReads:
-    """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as the client lives.
+    """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as the client lives, or until
+    `dgl_hybrid.disable()`; from then on until a loader's next epoch (`find_writes`).
 
     Args:
         client: Of DGL's KVStore; its `push` and `barrier` are watched through attributes of this one object.
@@ -83,25 +85,34 @@ class StableReads:
         self._pushed: set[str] = set()
         self._agreed: dict[str, _Stamp] = {}
         self._num_writes: Counter[str] = Counter()
+        self._watch_mark: object | None = None
+        """None while DGL's functions are its own; another one each time that they are hooked."""
+        self._watched: list[tuple[str, Callable[..., Any], Callable[..., Any] | None]] = []
+        """Attributes of the client: ours, and what was there before, None where that is the method of its class."""
         self.num_pulls = 0
         """Reads that went to the KVStore."""
         self._watch()
 
     def _watch(self) -> None:
-        client = self._client
+        client, mark = self._client, object()  # under a function of somebody's ours stays, and does nothing then
         push, barrier = _method(client, "push"), _method(client, "barrier")
 
         def watched_push(name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
             push(name=name, id_tensor=id_tensor, data_tensor=data_tensor)
-            self._pushed.add(name)
-            self._drop({name})
+            if self._watch_mark is mark:
+                self._pushed.add(name)
+                self._drop({name})
 
         def watched_barrier() -> None:
             barrier()
-            self.agree()
+            if self._watch_mark is mark:
+                self.agree()
 
         stand_by_embeddings(self)  # first: of all this it alone may fail, where others have wrapped the method
-        client.push, client.barrier = watched_push, watched_barrier
+        self._watch_mark = mark
+        until_disabled(self.let_go)
+        self._put_on_client("push", watched_push)
+        self._put_on_client("barrier", watched_barrier)
         self._agreed = self._stamps()
         if isinstance(client, kvstore.KVClient):
             answer_pulls(self.answer)
@@ -109,10 +120,29 @@ class StableReads:
         pull = _method(client, "pull")  # of DGL's standalone mode
 
         def watched_pull(name: str, id_tensor: Tensor) -> Any:
-            rows = self.answer(client, name, id_tensor)
+            rows = self.answer(client, name, id_tensor) if self._watch_mark is mark else None
             return pull(name=name, id_tensor=id_tensor) if rows is None else rows
 
-        client.pull = watched_pull
+        self._put_on_client("pull", watched_pull)
+
+    def _put_on_client(self, name: str, ours: Callable[..., Any]) -> None:
+        self._watched.append((name, ours, self._client.__dict__.get(name)))
+        setattr(self._client, name, ours)
+
+    def let_go(self) -> None:
+        """Gives DGL's functions back, until the next `find_writes`."""
+        self._watch_mark = None
+        stand_aside(self)
+        withdraw(self.answer)
+        attributes = self._client.__dict__
+        while self._watched:
+            name, ours, before = self._watched.pop()
+            if attributes.get(name) is not ours:
+                continue
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
 
     # ---------------------------------------------------------------- reads
 
@@ -174,7 +204,17 @@ class StableReads:
         return rows
 
     def note_forward(self) -> None:
-        """Takes care of the gradients of all rows that the script has made leaves itself; before their backward."""
+        """Takes care of the gradients of all rows that the script has made leaves itself; before their backward.
+
+        Raises:
+            HybridError: In training, where rows may have been read that nobody has taken note of.
+        """
+        if self._watch_mark is None and torch.is_grad_enabled():
+            raise HybridError(
+                "dgl_hybrid.disable() was called within an epoch of a FullGraphLoader on a DistGraph: from then on "
+                "gradients of rows that servers hand out could be those of one rank alone. Call it between epochs, on "
+                "all ranks."
+            )
         for (name, _), read in list(self._reads.items()):
             self._settle_if_learned(name, read, read.rows)
 
@@ -200,7 +240,13 @@ class StableReads:
             self.spread_writes(written)
 
     def find_writes(self) -> set[str]:
-        """Returns what this process wrote since it was last asked; all of it has arrived where it belongs."""
+        """Returns what this process wrote since it was last asked; all of it has arrived where it belongs.
+
+        After `disable` nobody has seen that: everything, then, and from now on writes are seen again.
+        """
+        if self._watch_mark is None:
+            self._watch()
+            self._pushed = set(self._agreed)
         written = {name for name in self._agreed if not self._agreed[name].holds(self._local(name))} | self._pushed
         if self._pushed:
             self._fence()

@@ -23,14 +23,25 @@ import dgl_hybrid  # before dgl, which it makes importable
 
 # isort: split
 import dgl
+from dgl.distributed import DistEmbedding
+from dgl.distributed.kvstore import KVClient
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
-from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange import kvstore_transport
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from tests.helpers.exactness import Case, step_on
+
+
+def hooked_functions() -> list[Any]:
+    """What full-graph training on a `DistGraph` puts hooks around."""
+    return [*(vars(KVClient)[name] for name in ("pull", "push", "barrier")), vars(DistEmbedding)["__call__"]]
+
+
+HOOKED = hooked_functions()
+"""DGL's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +79,8 @@ def main(folder: Path) -> None:
             "steps": results,
             **{name: CHECKS[name](g, view, transport) for name in job.checks if name in CHECKS},
         }
+    if "disabled" in job.checks:
+        seen["disabled"] = [check_disabled(g, transport) for transport in job.transports]
     torch.save(seen, folder / f"rank{os.environ['RANK']}.pt")
     g.barrier()  # and an end as scripts have it: nothing is destroyed, fields are still there
 
@@ -75,7 +88,7 @@ def main(folder: Path) -> None:
 def message_of(action: Callable[[], object]) -> str:
     try:
         action()
-    except (ExchangeError, ValueError) as error:
+    except (HybridError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -377,6 +390,41 @@ def check_messages(g: Any, view: PartitionedGraph, transport: str) -> dict[str, 
         seen["rows after it"] = torch.equal(
             g.ndata["id"][torch.arange(g.num_nodes())].sort().values, torch.arange(g.num_nodes())
         )
+    return seen
+
+
+def check_disabled(g: Any, transport: str) -> dict[str, bool]:
+    """What a view has hooked is DGL's own after `disable`, and hooked again by the next epoch."""
+    view = PartitionedGraph.from_dist_graph(g, transport=transport)
+    model, everything = Case(kind="sage_mean").build(g.ndata["feat"].shape[1]), torch.arange(g.num_nodes())
+    foreign = everything[~view.nodes.is_owned(everything)]
+    loader = FullGraphLoader(g, view.owned_nodes("train_mask"), 2, plan=[foreign, foreign], transport=transport)
+
+    def epoch(*, disables: bool = False) -> Tensor:
+        ((input_nodes, seeds, blocks),) = loader
+        rows = g.ndata["feat"][input_nodes]
+        if disables:
+            dgl_hybrid.disable()
+        nn.functional.cross_entropy(model(blocks, rows), g.ndata["label"][seeds]).backward()
+        return rows
+
+    rows = epoch()
+    seen = {"hooked": hooked_functions() != HOOKED and "push" in vars(g._client)}
+    dgl_hybrid.disable()
+    seen["original"] = hooked_functions() == HOOKED and not {"push", "barrier", "pull"} & set(vars(g._client))
+    seen["read as by DGL"] = torch.equal(g.ndata["id"][everything].sort().values, everything)
+    g.barrier()
+    if view.rank() == 0:
+        g.ndata["feat"][everything] = 2 * g.ndata["feat"][everything]  # nobody sees that
+    g.barrier()
+    doubled = epoch()
+    seen["written meanwhile"] = torch.equal(doubled, 2 * rows)
+    seen["stable again"] = epoch() is doubled
+    seen["says so"] = "Call it between epochs" in message_of(lambda: epoch(disables=True))
+    g.barrier()
+    if view.rank() == 0:
+        g.ndata["feat"][everything] = g.ndata["feat"][everything] / 2
+    g.barrier()
     return seen
 
 

@@ -53,7 +53,7 @@ class Setting:
     hops: int = 2
     cases: tuple[Case, ...] = tuple(FEW)
     checks: tuple[str, ...] = (
-        *("memory", "share", "reads", "inference", "messages", "embedding", "embedding inside", "planned"),
+        *("memory", "share", "reads", "inference", "messages", "embedding", "embedding inside", "planned", "disabled"),
     )
 
     @property
@@ -328,3 +328,12 @@ def test_errors_before_torch_distributed(outcome: Outcome) -> None:
         assert "run without dgl_hybrid. Call dgl_hybrid.enable() before" in errors["kvstore"]
         names = "'auto', 'collective', 'shared_memory', 'kvstore'"
         assert errors["carrier pigeon"].startswith(f"ValueError: transport must be one of {names}")
+
+
+def test_disabled_means_that_dgls_functions_are_its_own(outcome: Outcome) -> None:
+    """What a view hooks stayed after `dgl_hybrid.disable()`: reads, pushes, barriers and embeddings went through it."""
+    if "disabled" not in outcome.setting.checks:
+        pytest.skip("this job ends with the plugin on")
+    for rank, found in enumerate(outcome.ranks):
+        for facts in found["disabled"]:
+            assert all(facts.values()), (rank, facts)

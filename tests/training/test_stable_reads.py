@@ -13,6 +13,8 @@ import torch
 from dgl.distributed import DistEmbedding
 from torch import Tensor
 
+import dgl_hybrid
+from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
@@ -114,3 +116,55 @@ def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:
     del reads, client
     gc.collect()
     assert DistEmbedding.__call__ is before
+
+
+def test_disable_gives_dgls_functions_back_until_the_next_epoch() -> None:
+    gc.collect()
+    of_embeddings = DistEmbedding.__call__
+    row_sets, ids = RowSets(Communicator(None)), torch.arange(3)
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    client = Client(torch.rand(3, 2))
+    views = [StableReads(client, Communicator(None), row_sets, owned, owned) for _ in range(2)]
+    rows = client.pull(name=NAME, id_tensor=ids)
+    assert set(vars(client)) == {"data_store", "num_servers", "push", "barrier", "pull"}
+    dgl_hybrid.disable()
+    assert DistEmbedding.__call__ is of_embeddings
+    assert set(vars(client)) == {"data_store", "num_servers"}
+    client.push(NAME, ids, 2 * rows)
+    with torch.no_grad():
+        views[0].note_forward()
+    with pytest.raises(HybridError, match="within an epoch of a FullGraphLoader on a DistGraph"):
+        views[0].note_forward()
+    written = views[0].find_writes()  # which begins an epoch
+    assert written == {NAME}
+    views[0].spread_writes(written)
+    again = client.pull(name=NAME, id_tensor=ids)
+    assert torch.equal(again, 2 * rows)
+    assert client.pull(name=NAME, id_tensor=ids) is again
+    assert views[0].find_writes() == set()
+    views[0].note_forward()
+    dgl_hybrid.disable()
+
+
+def test_under_a_function_of_somebody_elses_a_watch_that_is_over_does_nothing() -> None:
+    row_sets, ids = RowSets(Communicator(None)), torch.arange(3)
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    client = Client(torch.rand(3, 2))
+    reads = StableReads(client, Communicator(None), row_sets, owned, owned)
+    ours, calls = client.pull, []
+
+    def profiled(name: str, id_tensor: Tensor) -> Tensor:
+        calls.append(name)
+        return ours(name=name, id_tensor=id_tensor)
+
+    client.pull = profiled  # type: ignore[method-assign]
+    dgl_hybrid.disable()
+    first = client.pull(name=NAME, id_tensor=ids)
+    assert client.pull(name=NAME, id_tensor=ids) is not first
+    reads.find_writes()
+    rows = client.pull(name=NAME, id_tensor=ids)
+    assert client.pull(name=NAME, id_tensor=ids) is rows
+    assert (calls, reads.num_pulls) == ([NAME] * 3, 1)
+    dgl_hybrid.disable()

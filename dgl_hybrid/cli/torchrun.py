@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dgl_hybrid.cli.common import make_results_folder
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.launch.local import LOOPBACK, threads_per_rank
 from dgl_hybrid.launch.tasks import progress_bar
@@ -48,6 +49,7 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         prepared: PreparedGraph | None = None
         with communicator.agreed():
             if communicator.rank == 0:
+                make_results_folder(options.out)  # who writes them
                 prepared = prepare_partition(data.for_model(model.model), replace(partition, ranks=world_size))
         shared = communicator.broadcast_json(
             None

@@ -38,8 +38,6 @@ def run(args: argparse.Namespace) -> int:
         return print_config(configs)
     data, partition, model, strategy, training, options = configs
     check_existing_partition(data, partition)
-    if os.environ.get("RANK", "0") == "0":  # who writes them
-        make_results_folder(options.out)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         from dgl_hybrid.cli.torchrun import train_under_torchrun
 
@@ -47,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
         if report is None:
             return 0
     else:
+        make_results_folder(options.out)
         prepared = prepare_partition(data.for_model(model.model), partition)
         job = make_job(prepared, model, strategy, training)
         reports = run_local(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -107,6 +108,36 @@ def test_results_that_cannot_be_kept_are_no_end_of_training(partition: Path, fol
     out.touch()
     done = run_command("train", "--partition", partition, *TRAIN[:-4], "--epochs", "10000000", "--out", out)
     fails(done, f"--out {out} must be a folder that can be written into: ")
+
+
+def test_results_that_cannot_be_kept_end_all_ranks_of_torchrun(partition: Path, folder: Path) -> None:
+    """Rank 0 found it out by itself, and ranks on other hosts waited for it in `init_process_group`."""
+    out = folder / "a_file"
+    out.touch()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # As torchrun starts them, which would end the other ranks of its own host.
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            command("train", "--partition", partition, *TRAIN, "--out", out),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**environment(), **meeting, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [process.communicate(timeout=TIMEOUT_S)[1] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    message = f"--out {out} must be a folder that can be written into: "
+    assert f"[0/2] dgl-hybrid train: error: {message}" in said[0]
+    assert f"[1/2] dgl-hybrid train: error: rank 0 of 2: {message}" in said[1]
+    assert [process.returncode for process in ranks] == [1, 1]
 
 
 @pytest.mark.slow  # training/test_trainer has the error on all ranks, and above one of them ends in one line

@@ -15,6 +15,9 @@ from dgl_hybrid.errors import HybridError
 FOLDER_PREFIX = "dgl_hybrid_job_"
 """Of the temporary folder in which launcher and ranks meet."""
 
+EXIT_UNTOLD = 74
+"""Of a rank that failed and could not leave its error in the folder: `EX_IOERR` of sysexits.h."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

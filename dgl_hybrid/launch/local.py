@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.launch.job import FOLDER_PREFIX, Job, RankError
+from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -138,6 +138,13 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
         rank, number = next(iter(killed.items()))
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         return RankFailure(f"rank {rank} of {ranks} was killed by {signal.Signals(number).name}{hint}", "")
+    untold = [rank for rank, code in sorted(exit_codes.items()) if code == EXIT_UNTOLD and rank not in reporting]
+    if not causes and untold:
+        return RankFailure(
+            f"rank {untold[0]} of {ranks} failed, and could not write its error into {tempfile.gettempdir()}: it is on "
+            f"stderr. Is that folder full? TMPDIR names another one.",
+            "",
+        )
     # The launcher ends the others by this signal, too; then it has noticed something else before.
     ended = [rank for rank, code in exit_codes.items() if code == -signal.SIGTERM and rank not in reporting]
     if not causes and ended and all(_says_that_a_peer_ended(error) for error in errors):

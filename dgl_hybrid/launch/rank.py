@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import dgl_hybrid  # noqa: F401  mends DGL before anything imports it
-from dgl_hybrid.launch.job import FOLDER_PREFIX, Job, RankError, write_json
+from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError, write_json
 
 
 def main(folder: Path) -> NoReturn:
@@ -38,13 +38,29 @@ def main(folder: Path) -> NoReturn:
         if rank == 0:
             write_json(folder / "result.json", result)
     except BaseException as error:  # also SystemExit: a rank that leaves early has failed
-        with contextlib.suppress(FileNotFoundError):  # a killed launcher's folder: nobody reads it
-            write_json(folder / f"error_{rank}.json", RankError.of(error, rank, traceback.format_exc()).to_json())
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
+        code = _leave_error(folder, RankError.of(error, rank, traceback.format_exc()), world_size)
+    with contextlib.suppress(OSError):  # files on a full disk: the exit code still comes out
+        sys.stdout.flush()
+        sys.stderr.flush()
     # Not sys.exit: after a failure, threads of gloo may wait for peers that will never come.
     os._exit(code)
+
+
+def _leave_error(folder: Path, error: RankError, world_size: int) -> int:
+    """Writes an error where the launcher looks for it; on stderr where that fails. Returns this process's exit code."""
+    try:
+        write_json(folder / f"error_{error.rank}.json", error.to_json())
+    except FileNotFoundError:
+        return 1  # a killed launcher's folder: nobody reads it
+    except OSError as fault:
+        with contextlib.suppress(OSError):
+            print(  # noqa: T201
+                f"{error.traceback}rank {error.rank} of {world_size} ended by this {error.kind}, and could not tell "
+                f"its launcher: {fault}",
+                file=sys.stderr,
+            )
+        return EXIT_UNTOLD
+    return 1
 
 
 def _run(job: Job, folder: Path, rank: int, world_size: int) -> Any:

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from dgl_hybrid.launch.controller import _LOST_PEER
-from dgl_hybrid.launch.job import RankError
+from dgl_hybrid.launch.job import EXIT_UNTOLD, Job, RankError
 from dgl_hybrid.launch.local import (
     _launch_config,
     _signal_options,
@@ -88,6 +92,45 @@ def test_the_last_words_of_a_trainer_that_lost_its_peer_through_memory(operation
     )
     assert _LOST_PEER.search(f"Traceback (most recent call last):\n{words}")
     assert not _LOST_PEER.search(words.replace("did not complete on", "is refused by"))
+
+
+def test_a_rank_that_could_not_write_its_error_is_named() -> None:
+    follows = error(0, "ExchangeError", "the process of rank 1 has ended")
+    for errors in ([], [follows]):
+        message = str(explain_failure(errors, {0: -signal.SIGTERM, 1: EXIT_UNTOLD}, 2))
+        assert message.startswith(f"rank 1 of 2 failed, and could not write its error into {tempfile.gettempdir()}: it")
+    assert str(explain_failure([error(0, "ValueError", "no")], {1: EXIT_UNTOLD}, 2)) == "rank 0 of 2: no"
+
+
+WITHOUT_ROOM = """
+import errno, os, sys
+from pathlib import Path
+from dgl_hybrid.launch import rank
+
+def write_json(path, value):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+rank.write_json = write_json
+rank.main(Path(sys.argv[1]))
+"""
+
+
+def test_an_error_that_cannot_be_written_is_on_stderr(tmp_path: Path) -> None:
+    """What was there of it were the words "cannot read its job: No space left on device"."""
+    Job(task="no such task", payload={}, threads=1, launcher_pid=os.getpid()).write(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_ROOM, str(tmp_path)],
+        env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == EXIT_UNTOLD, done.stderr
+    assert "KeyError: 'no such task'" in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("rank 0 of 1 ended by this KeyError, and could not tell its launcher: [Errno")
 
 
 def test_nothing_known() -> None:

@@ -168,5 +168,7 @@ class QuietMode(TorchFunctionMode):
     ) -> Tensor:
         if len(input) in self.sizes:
             self.record.batch_norm_levels.add(self.sizes.index(len(input)))
-        out = input * (1.0 if weight is None else weight)
-        return (out if bias is None else out + bias).to(input.dtype)
+        # (n, F, …): features are not the last dimension there.
+        of_features = (-1, *(1,) * (input.dim() - 2))
+        out = input * (1.0 if weight is None else weight.view(of_features))
+        return (out if bias is None else out + bias.view(of_features)).to(input.dtype)

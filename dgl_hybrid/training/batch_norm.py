@@ -33,7 +33,7 @@ _CHUNK_ELEMENTS_CUDA = 1 << 26
 
 
 def distributed_batch_norm(
-    x_NF: Tensor,
+    x: Tensor,
     owned_mask: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -55,7 +55,8 @@ def distributed_batch_norm(
     it). Differentiable once.
 
     Args:
-        x_NF: (n, F) floating: rows this rank owns and replicas, in any order; n may be 0.
+        x: (n, F) floating: rows this rank owns and replicas, in any order; n may be 0. Or (n, F, …), of which the
+            statistics are over the dimensions after F, too (attention's rows: over the columns of each head).
         owned_mask: (n,) bool: the rows this rank owns. Every vertex must be owned by exactly one rank.
         running_mean: (F,) or None: updated in place when training, to the same bits on every rank.
         running_var: (F,) or None: likewise, with the unbiased variance.
@@ -67,23 +68,26 @@ def distributed_batch_norm(
         communicator: Whose ranks hold the rows; None for one rank alone.
         num_vertices: Number of vertices of the graph: how many owned rows there must be over all ranks.
     Returns:
-        (n, F), dtype and device of `x_NF`.
+        Shape, dtype and device of `x`.
     Raises:
         ValueError: wrong shapes; or, on every rank, fewer than two owned rows over all ranks, or not `num_vertices`.
     """
-    if x_NF.dim() != 2:
-        raise ValueError(f"distributed batch norm takes (rows, features) (got shape {tuple(x_NF.shape)})")
-    if owned_mask.shape != x_NF.shape[:1] or owned_mask.dtype != torch.bool:
-        raise ValueError(
-            f"owned_mask must be ({x_NF.shape[0]},) bool (got {tuple(owned_mask.shape)} {owned_mask.dtype})"
-        )
+    if x.dim() < 2:
+        raise ValueError(f"distributed batch norm takes (rows, features) (got shape {tuple(x.shape)})")
+    if owned_mask.shape != x.shape[:1] or owned_mask.dtype != torch.bool:
+        raise ValueError(f"owned_mask must be ({x.shape[0]},) bool (got {tuple(owned_mask.shape)} {owned_mask.dtype})")
     if not training:
         if running_mean is None or running_var is None:
             raise ValueError("batch norm in evaluation needs running_mean and running_var (got None)")
-        return F.batch_norm(x_NF, running_mean, running_var, weight, bias, False, 0.0, eps)
+        return F.batch_norm(x, running_mean, running_var, weight, bias, False, 0.0, eps)
+    x_NF, per_vertex = x, 1
+    if x.dim() > 2:  # as many rows of F values for each vertex, which count alike
+        x_NVF = x.flatten(2).transpose(1, 2)
+        per_vertex = x_NVF.shape[1]
+        x_NF, owned_mask = x_NVF.flatten(0, 1), owned_mask.repeat_interleave(per_vertex)
     # Half precision is widened as F.batch_norm does inside: sums and the scale need the digits.
     wide_NF = x_NF if x_NF.dtype in (torch.float32, torch.float64) else x_NF.float()
-    mean, var, count = _statistics(wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices)
+    mean, var, count = _statistics(wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices, per_vertex)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -92,13 +96,21 @@ def distributed_batch_norm(
     out_NF: Tensor = _Normalise.apply(
         wide_NF, weight, bias, owned_mask, mean, torch.rsqrt(var + eps), count, communicator
     )
-    return out_NF.to(x_NF.dtype)
+    out_NF = out_NF.to(x.dtype)
+    return out_NF if x.dim() == 2 else out_NF.view(x_NVF.shape).transpose(1, 2).reshape(x.shape)
 
 
 def _statistics(
-    x_NF: Tensor, owned_mask: Tensor, running_mean: Tensor | None, communicator: Communicator | None, count: int | None
+    x_NF: Tensor,
+    owned_mask: Tensor,
+    running_mean: Tensor | None,
+    communicator: Communicator | None,
+    num_vertices: int | None,
+    per_vertex: int,
 ) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance over the owned rows of all ranks, (F,) float64, and their number. One all-reduce.
+
+    There are `per_vertex` rows of each vertex.
 
     Sums of squares about a far-off point lose digits, so each rank takes its own mean and variance first, and what is
     added up refers to the running mean (near the mean, and the same on every rank), in float64.
@@ -119,16 +131,15 @@ def _statistics(
     totals = torch.cat([num_owned * shift, squares + num_owned * shift * shift, num_owned.unsqueeze(0)])
     if communicator is not None:
         communicator.sum_(totals)
-    arrived = int(totals[-1])
-    if count is not None and arrived != count:
+    count = int(totals[-1])
+    if num_vertices is not None and count != num_vertices * per_vertex:
         raise ValueError(
-            f"batch norm over {arrived} of {count} vertices is not that of the whole graph. On the output of the last "
-            f"layer only the seeds are computed: put the normalisation before that layer; anywhere else, let the "
-            f"loader see the model (`model=`, or a first epoch without a given plan). Where a module of its own "
-            f"normalises rows that the model is given, give neither `model=` nor `plan=`: the first epoch, which "
-            f"computes every vertex, then sees that, and plans leave them there."
+            f"batch norm over {count // per_vertex} of {num_vertices} vertices is not that of the whole graph. On the "
+            f"output of the last layer only the seeds are computed: put the normalisation before that layer; anywhere "
+            f"else, let the loader see the model (`model=`, or a first epoch without a given plan). Where a module of "
+            f"its own normalises rows that the model is given, give neither `model=` nor `plan=`: the first epoch, "
+            f"which computes every vertex, then sees that, and plans leave them there."
         )
-    count = arrived
     if count < 2:
         raise ValueError(f"batch norm needs at least 2 vertices in training (got {count} over all ranks)")
     shift, square = totals[:num_features] / count, totals[num_features:-1] / count

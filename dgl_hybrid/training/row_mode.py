@@ -292,7 +292,7 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     num_rows = len(input)
-    if input.dim() != 2 or not step.is_level(num_rows):
+    if input.dim() < 2 or not step.is_level(num_rows):
         raise BlockError(
             f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
             f"vertex of a level {sorted(set(step.level_sizes))}"

@@ -124,6 +124,7 @@ class Model(nn.Module):
         residual: bool = False,
         dropout: float = 0.0,
         batch_norm: bool = False,
+        head_norm: bool = False,
     ) -> None:
         super().__init__()
         hidden = 4
@@ -132,6 +133,7 @@ class Model(nn.Module):
         self.residual = residual
         self.dropout = nn.Dropout(dropout)
         self.norms = nn.ModuleList(nn.BatchNorm1d(hidden) for _ in range(num_layers - 1)) if batch_norm else None
+        self.head_norms = nn.ModuleList(nn.BatchNorm1d(2) for _ in range(num_layers - 1)) if head_norm else None
 
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
         h = x
@@ -142,6 +144,8 @@ class Model(nn.Module):
             else:
                 out = layer(block, h)
             if out.dim() == 3:
+                if self.head_norms is not None and index < len(self.head_norms):
+                    out = self.head_norms[index](out)
                 out = out.mean(1)
             if self.residual and out.shape[1] == h.shape[1]:
                 out = out + h[: len(out)]
@@ -162,6 +166,8 @@ class Case:
     residual: bool = False
     dropout: float = 0.0
     batch_norm: bool = False
+    head_norm: bool = False
+    """Batch norm of each head of attention, before their mean: over rows of three dimensions."""
     plan: str = "depcomm"
     """"depcomm", "depcache", "random:<seed>:<probability>", "planned:<strategy>[:<max_halo_edges>]", or
     "planned-random:…": random ids in a plan that knows the model, so that owners aggregate for what is cached at level
@@ -189,6 +195,7 @@ class Case:
             residual=self.residual,
             dropout=self.dropout,
             batch_norm=self.batch_norm,
+            head_norm=self.head_norm,
         )
         return model.to(self.dtype)
 

@@ -298,8 +298,27 @@ def test_too_few_vertices_raise_on_every_rank() -> None:
         assert "at least 2 vertices in training (got 1 over all ranks)" in error.message
 
 
+@pytest.mark.parametrize("shape", [(40, 3, 5), (40, 2, 3, 4), (40, 3, 1)])
+def test_dimensions_after_the_features_enter_the_statistics(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(shape[1], dtype=torch.float64, requires_grad=True) for _ in range(2))
+    ours, theirs = ([start(shape[1], dtype=torch.float64) for start in (torch.zeros, torch.ones)] for _ in range(2))
+    owned = torch.ones(40, dtype=torch.bool)
+    y = distributed_batch_norm(x, owned, *ours, weight, bias, training=True, num_vertices=40)
+    expected = F.batch_norm(x, *theirs, weight, bias, training=True)
+    assert_equal(y.detach(), expected.detach())
+    upstream = torch.randn_like(x)
+    gradients = (torch.autograd.grad(of, (x, weight, bias), upstream) for of in (y, expected))
+    for a, b in zip(*gradients, strict=True):
+        assert_equal(a, b)
+    for a, b in zip(ours, theirs, strict=True):
+        assert_equal(a, b)
+    with pytest.raises(ValueError, match="batch norm over 40 of 41 vertices"):
+        distributed_batch_norm(x, owned, *ours, weight, bias, training=True, num_vertices=41)
+
+
 def test_mistakes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"\(rows, features\) \(got shape \(2, 3, 4\)\)"):
-        distributed_batch_norm(torch.ones(2, 3, 4), torch.ones(2, dtype=torch.bool), None, None, training=True)
+    with pytest.raises(ValueError, match=r"\(rows, features\) \(got shape \(2,\)\)"):
+        distributed_batch_norm(torch.ones(2), torch.ones(2, dtype=torch.bool), None, None, training=True)
     with pytest.raises(ValueError, match=r"owned_mask must be \(2,\) bool \(got \(3,\) torch.bool\)"):
         distributed_batch_norm(torch.ones(2, 3), torch.ones(3, dtype=torch.bool), None, None, training=True)

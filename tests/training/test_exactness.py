@@ -175,6 +175,13 @@ def test_batch_norm_over_the_whole_graph(world_size: int, plan: str, partitions:
     check("power_law", power_law(), world_size, case, partitions)
 
 
+@each_value(world_size=[1, 2, 3], plan=["depcomm", "random:14:0.5", "planned:hybrid"], optimized=[False, True])
+def test_batch_norm_of_heads(world_size: int, plan: str, optimized: bool, partitions: PartitionStore) -> None:
+    """Rows of three dimensions were refused, as not being those of a level."""
+    case = Case(kind="gat", plan=plan, num_layers=3, head_norm=True, epochs=3, optimized=optimized)
+    check("power_law", power_law(), world_size, case, partitions)
+
+
 @each_value(kind=["sage_mean", "gcn_both"], plan=["depcomm", "depcache", "random:11:0.5", "planned:hybrid"])
 def test_dropout_and_batch_norm_do_not_depend_on_ranks(kind: str, plan: str, partitions: PartitionStore) -> None:
     graph = NAMED["duplicates"]()

@@ -71,6 +71,27 @@ def newest(lines: Iterable[Line], metric: str = EPOCH_TIME) -> dict[str, dict[st
     return {cell: list(by_run.values())[-1] for cell, by_run in runs.items()}
 
 
+def without_partial_runs(lines: Sequence[Line]) -> list[Line]:
+    """Returns lines without those of runs of a part of the systems (`--system`, or no `--peers`) of a cell that had
+    a fuller run before: tables show that.
+
+    A run stays if it has tried all systems that were tried by the one before it that stays; what failed was tried.
+    """
+    tried: dict[tuple[str, str], dict[str, set[str]]] = {}
+    for line in lines:
+        of_run = tried.setdefault((line["metric"], line["cell"]), {}).setdefault(line["run"], set())
+        if line["status"] != UNAVAILABLE:
+            of_run.add(line["variant"])
+    kept = set()
+    for cell, runs in tried.items():
+        before: set[str] = set()
+        for run, systems in runs.items():
+            if before <= systems:
+                before = systems
+                kept.add((*cell, run))
+    return [line for line in lines if (line["metric"], line["cell"], line["run"]) in kept]
+
+
 def is_measured(
     lines: Iterable[Line],
     cell: str,

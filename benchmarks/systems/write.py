@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.systems import accuracy
 from benchmarks.systems.grid import NETWORKS, SAR
-from benchmarks.systems.results import OK, Line, newest
+from benchmarks.systems.results import OK, Line, newest, without_partial_runs
 from benchmarks.systems.summary import summarise
 from benchmarks.systems.tables import (
     CELL_HEAD,
@@ -52,7 +52,7 @@ LINEAR_UP_TO = 20.0
 
 
 def write(lines: Sequence[Line], *, readme: Path = README, pictures: Path = PICTURES) -> None:
-    """Replaces the part of the README between the marks, and the pictures.
+    """Replaces the part of the README between the marks, and the pictures, by the newest whole run of each cell.
 
     Raises:
         ValueError: The README has no marks.
@@ -60,6 +60,7 @@ def write(lines: Sequence[Line], *, readme: Path = README, pictures: Path = PICT
     text = readme.read_text("utf-8")
     if BEGIN not in text or END not in text:
         raise ValueError(f"{readme} must have the lines {BEGIN!r} and {END!r}")
+    lines = without_partial_runs(lines)
     head, _, rest = text.partition(BEGIN)
     tail = rest.partition(END)[2]
     files = draw_all(lines, pictures)

@@ -340,6 +340,28 @@ def test_the_last_run_of_a_cell_counts(lines: list[dict[str, Any]]) -> None:
     assert summarise(lines, {})["vs_dgl_one_rank_gat_median"] == pytest.approx(1.5)
 
 
+def test_a_run_of_a_part_of_the_systems_does_not_take_the_place_of_a_fuller_one(
+    lines: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    """`--system hybrid` left the tables without all the others, and so without its ratios."""
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{BEGIN}\n{END}\n")
+    write(lines, readme=readme, pictures=tmp_path)
+    before = readme.read_text()
+    cell = newest(lines)[TWO.key]
+    lines.append(make_line(TWO, "hybrid", 77.0, run="a part"))
+    lines.append(make_line(TWO, "sar", None, run="a part", status="unavailable", error="no checkout"))
+    write(lines, readme=readme, pictures=tmp_path)
+    assert readme.read_text() == before
+    whole = [make_line(TWO, name, 88.0, run="whole") for name in cell if name != "sar"]
+    whole.append(make_line(TWO, "sar", None, run="whole", status="failed", error="died"))
+    write(lines + whole, readme=readme, pictures=tmp_path)
+    after = readme.read_text()
+    assert "| 88 " in after
+    assert "| 77 " not in after
+    assert "died" in after
+
+
 def test_spread() -> None:
     assert spread([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
     assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == {"p20": 2.0, "p50": 3.5, "p80": 5.0}

@@ -51,6 +51,11 @@ class Prices:
         degree = int(np.bincount(items.reader).max(initial=1)) if items.reader.size else 1
         return cls(receive=receive, compute=compute, tolerance=1e-13 * largest * degree)
 
+    def equals(self, other: Prices) -> bool:
+        """Whether these are the same prices, to the last bit."""
+        is_same = np.array_equal(self.receive, other.receive) and np.array_equal(self.compute, other.compute)
+        return is_same and self.tolerance == other.tolerance
+
     def objective(self, items: Items, computed: Bools) -> float:
         """Returns what an (L, H) choice costs at these prices."""
         received = items.present(computed) & ~computed

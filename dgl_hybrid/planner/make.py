@@ -55,13 +55,13 @@ def choose_items(items: Items, costs: ItemCosts, config: PlannerConfig) -> Bools
     """Returns the (L, H) choice of the configured strategy, within the memory budget."""
     budget = config.memory_budget_bytes
     if config.strategy in ("hybrid", "greedy"):
-
-        def solver(prices: Prices) -> Bools:
-            return _solve(items, prices, config)
-
-        if budget is not None:
-            return choose_within(items, costs, solver, budget, max_edges=config.max_sweep_edges)
-        return solver(Prices.of(items, costs))
+        solver = _Solver(items, config)
+        try:
+            if budget is not None:
+                return choose_within(items, costs, solver, budget, max_edges=config.max_sweep_edges)
+            return solver(Prices.of(items, costs))
+        finally:
+            solver.tell()
     if config.strategy == "neutronstar":
         computed = neutronstar_choice(items, costs, budget)
     elif config.strategy == "depcache":
@@ -94,11 +94,8 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     items = build_items(problem)
     budget = config.memory_budget_bytes
     named: list[tuple[str, Bools]] = []
+    solver = _Solver(items, config)
     if budget is not None and config.strategy in ("hybrid", "greedy"):
-
-        def solver(prices: Prices) -> Bools:
-            return _solve(items, prices, config)
-
         choice = choose_near(items, costs, solver, budget, max_edges=config.max_sweep_edges)
         named.append((config.strategy, choice))
     if config.strategy == "neutronstar":
@@ -106,12 +103,13 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     elif config.strategy != "hybrid":
         named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
     else:
-        named += _sweep(items, costs, config)
+        named += _sweep(items, costs, solver, config)
         is_large = items.reader.size > config.max_sweep_edges
         published = None if is_large else quick_neutronstar_choice(items, costs, budget)
         named.append(("neutronstar", named[-1][1] if published is None else published))
         named.append(("depcache", depcache_choice(items)))
         named.append(("depcomm", depcomm_choice(items)))
+    solver.tell()
     candidates: list[Candidate] = []
     for position, (name, computed) in enumerate(named):
         if position and computed is named[position - 1][1]:
@@ -121,33 +119,58 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
     return candidates
 
 
-def _sweep(items: Items, costs: ItemCosts, config: PlannerConfig) -> list[tuple[str, Bools]]:
+def _sweep(items: Items, costs: ItemCosts, solver: _Solver, config: PlannerConfig) -> list[tuple[str, Bools]]:
     """Makes a choice for each price on communication, and the greedy's; one and the same for all in a large problem."""
     base = Prices.of(items, costs)
     if items.reader.size > config.max_sweep_edges:
-        return [("hybrid@1", _solve(items, base, config))] * (len(config.prices) + 1)
+        return [("hybrid@1", solver(base))] * (len(config.prices) + 1)
     choices = []
     for price in config.prices:
         scaled = Prices(receive=base.receive * price, compute=base.compute, tolerance=base.tolerance)
-        choices.append((f"hybrid@{price:g}", _solve(items, scaled, config)))
+        choices.append((f"hybrid@{price:g}", solver(scaled)))
     return [*choices, ("greedy", greedy_choice(items, costs))]
 
 
-def _solve(items: Items, prices: Prices, config: PlannerConfig) -> Bools:
-    if config.strategy == "hybrid":
-        settled = settle_most(items, prices)
-        computed = cut_choice(items, prices, settled, max_arcs=config.max_cut_arcs)
-        if computed is not None:
-            return computed
-        computed = settle_inputs(items, prices, grow(items, prices, settled))
-        gap = prices.objective(items, computed) / max(lower_bound(items, prices), 1e-30) - 1.0
-        logger.warning(
-            "the minimum cut would have more than %d arcs: using the greedy, whose plan costs at most %.1f %% more",
-            config.max_cut_arcs,
-            100.0 * gap,
-        )
+class _Solver:
+    """Gives the choice for prices; solves once for those that it was given first.
+
+    With a memory budget these are the measured ones, for which the sweep asks again: of a large problem that fits the
+    budget it was one of two solves.
+    """
+
+    def __init__(self, items: Items, config: PlannerConfig) -> None:
+        self._items, self._config = items, config
+        self._first: tuple[Prices, Bools] | None = None
+        self._gaps: list[float] = []
+        """How far choices of the greedy, in place of the cut's, may be from the best, relative to it."""
+
+    def __call__(self, prices: Prices) -> Bools:
+        if self._first is not None and prices.equals(self._first[0]):
+            return self._first[1].copy()  # another plan for whoever tells plans apart by identity
+        computed = self._solve(prices)
+        if self._first is None:
+            self._first = prices, computed
         return computed
-    return settle_inputs(items, prices, grow(items, prices, depcomm_choice(items)))
+
+    def _solve(self, prices: Prices) -> Bools:
+        items = self._items
+        if self._config.strategy != "hybrid":
+            return settle_inputs(items, prices, grow(items, prices, depcomm_choice(items)))
+        settled = settle_most(items, prices)
+        computed = cut_choice(items, prices, settled, max_arcs=self._config.max_cut_arcs)
+        if computed is None:
+            computed = settle_inputs(items, prices, grow(items, prices, settled))
+            self._gaps.append(prices.objective(items, computed) / max(lower_bound(items, prices), 1e-30) - 1.0)
+        return computed
+
+    def tell(self) -> None:
+        """Warns of the greedy where it took the cut's place, once for all prices."""
+        if self._gaps:
+            logger.warning(
+                "the minimum cut would have more than %d arcs: using the greedy, whose plan costs at most %.1f %% more",
+                self._config.max_cut_arcs,
+                100.0 * max(self._gaps),
+            )
 
 
 def _candidate(

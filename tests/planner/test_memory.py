@@ -7,9 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.planner import PlannerConfig, check_plan, make, make_plan, propose_plans
+from dgl_hybrid.planner.greedy import Prices
 from dgl_hybrid.planner.items import build_items
 from dgl_hybrid.planner.memory import (
     CHUNK_COPIES,
@@ -47,18 +49,47 @@ def test_budget_is_kept_and_used(num_layers: int, strategy: str) -> None:
     assert sum(ratios) / len(ratios) < 1.05
 
 
+@pytest.mark.parametrize("options", [{}, {"max_cut_arcs": 0}, {"max_sweep_edges": 0}])
+@pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 2.0])
+def test_the_sweep_solves_nothing_that_the_search_has_solved(
+    share: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The measured prices were solved twice, and each solve by the greedy warned for itself."""
+    problem = random_problem(5, num_layers=3, num_halo=40, world_size=3)
+    costs = random_costs(5, num_layers=3, world_size=3)
+    items = build_items(problem)
+    free = items.held_bytes(costs, make.choose_items(items, costs, PlannerConfig()))
+    config = PlannerConfig(memory_budget_bytes=share * free, **options)
+    solved: list[Prices] = []
+    inner = make._Solver._solve
+
+    def solve(solver: Any, prices: Prices) -> Any:
+        solved.append(prices)
+        return inner(solver, prices)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(make._Solver, "_solve", solve)
+        candidates = propose_plans(problem, costs, config)
+    assert not any(a.equals(b) for k, a in enumerate(solved) for b in solved[:k])
+    assert len(caplog.records) == ("max_cut_arcs" in options)
+    monkeypatch.setattr(make._Solver, "__call__", inner)  # each solved anew
+    for ours, plain in zip(candidates, propose_plans(problem, costs, config), strict=True):
+        assert ours.plan.strategy == plain.plan.strategy
+        assert all(torch.equal(a, b) for a, b in zip(ours.plan.cached, plain.plan.cached, strict=True))
+
+
 @pytest.mark.parametrize("strategy", ["hybrid", "greedy"])
 def test_large_problems_are_solved_a_few_times(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget is kept and used all the same, nearly as well."""
     num_solves = 0
-    inner = make._solve
+    inner = make._Solver._solve
 
     def solve(*args: Any) -> Any:
         nonlocal num_solves
         num_solves += 1
         return inner(*args)
 
-    monkeypatch.setattr(make, "_solve", solve)
+    monkeypatch.setattr(make._Solver, "_solve", solve)
     ratios = []
     for seed in range(8):
         problem = random_problem(seed, num_layers=3, num_halo=60, world_size=3)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,12 @@ LOSS_TOLERANCE = 1e-4
 """Relative, in each of the first epochs: float32 sums of millions of terms in another order, and Adam on top."""
 LOGIT_TOLERANCE = 1e-4
 """Of the largest absolute logit in the sample, at the initial weights."""
+GRADIENT_TOLERANCE = 1e-3
+"""Of the norm of a weight's gradient, at the initial weights: float32, and terms that cancel."""
+CANCELLED = 1e-5
+"""Of the norm of all gradients, besides: some weights' are nearly 0 (attention's for the destination)."""
+REFERENCE_FORM = 2
+"""Of what is kept of plain DGL, to be counted up when more is compared. 2: gradients."""
 
 
 class GateError(RuntimeError):
@@ -23,12 +30,12 @@ def merge(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def compare(sample: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares losses and logits, element by element.
+    """Compares losses and logits, element by element, and gradients of weights, by their sketches.
 
     Returns:
         What is recorded: the largest differences.
     Raises:
-        GateError: They differ by more than float32 explains, or vertices are missing.
+        GateError: They differ by more than float32 explains, or vertices or gradients are missing.
     """
     if not sample["is_comparable"]:
         return {"is_comparable": False}
@@ -54,10 +61,39 @@ def compare(sample: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
             f"logits must equal plain DGL's to {LOGIT_TOLERANCE:g} of the largest, {largest:.3g} (got "
             f"{logit_error:.3g})"
         )
+    if sample["gradients"] is None:
+        if not sample["why_no_gradients"]:
+            raise GateError("a system must tell its gradients, or why it cannot")
+        gradients = {"no_gradients": sample["why_no_gradients"]}
+    else:
+        gradients = {"gradient_error": compare_gradients(sample["gradients"], reference["gradients"])}
     return {
+        **gradients,
         "is_comparable": True,
         "losses": len(pairs),
         "vertices": len(reference["logits"]),
         "loss_error": loss_error,
         "logit_error": logit_error / largest,
     }
+
+
+def compare_gradients(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> float:
+    """Compares what `sketch` made of each weight's gradient; returns the largest difference, of the norm of a weight's.
+
+    Raises:
+        GateError: One differs, or is missing.
+    """
+    if ours.keys() != theirs.keys():
+        raise GateError(f"gradients must be of {sorted(theirs)} (got {sorted(ours)})")
+    whole = math.hypot(*(norm for norm, _ in theirs.values()))
+    worst = 0.0
+    for name, (norm, *_) in theirs.items():
+        error = max(abs(a - b) for a, b in zip(ours[name], theirs[name], strict=True))
+        # Written so that NaN fails.
+        if not error <= GRADIENT_TOLERANCE * norm + CANCELLED * whole:
+            raise GateError(
+                f"the gradient of {name} must equal plain DGL's, of norm and sketch {theirs[name]}, to "
+                f"{GRADIENT_TOLERANCE:g} (got {ours[name]})"
+            )
+        worst = max(worst, error / max(norm, whole * CANCELLED / GRADIENT_TOLERANCE))
+    return worst

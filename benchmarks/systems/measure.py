@@ -228,6 +228,7 @@ class Bench:
         job = self.job(cell, graph, "dgl")
         names = ("model", "num_layers", "hidden", "heads", "dropout", "lr", "seed", "gate_epochs", "sample_size")
         facts = {name: getattr(job, name) for name in names}
+        facts["form"] = gate.REFERENCE_FORM
         text = json.dumps([facts, graph.data, graph.num_edges, self.about["versions"]], sort_keys=True)
         return self.cache / "references" / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 

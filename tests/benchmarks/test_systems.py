@@ -236,15 +236,27 @@ def test_shapes_keep_their_degree_when_scaled() -> None:
 
 # -------------------------------------------------------------------- the check of results
 
-REFERENCE = {"losses": [2.0, 1.5], "logits": {3: [1.0, -4.0], 7: [0.5, 2.0]}, "is_comparable": True}
+REFERENCE = {
+    "losses": [2.0, 1.5],
+    "logits": {3: [1.0, -4.0], 7: [0.5, 2.0]},
+    "gradients": {"w": [2.0, -1.0], "b": [0.0, 0.0]},
+    "why_no_gradients": None,
+    "is_comparable": True,
+}
 
 
 def test_gate_lets_rounding_pass() -> None:
-    sample = {"losses": [2.00001], "logits": {3: [1.0, -4.0001], 7: [0.5, 2.0]}, "is_comparable": True}
-    found = gate.compare(sample, REFERENCE)
+    gradients = {"w": [2.001, -1.0005], "b": [1e-6, -1e-6]}
+    sample = {"losses": [2.00001], "logits": {3: [1.0, -4.0001], 7: [0.5, 2.0]}, "gradients": gradients}
+    found = gate.compare(REFERENCE | sample, REFERENCE)
     assert found["losses"] == 1
     assert found["vertices"] == 2
     assert found["logit_error"] == pytest.approx(2.5e-5)
+    assert found["gradient_error"] == pytest.approx(5e-4)
+    why = "it steps by batches"
+    found = gate.compare(REFERENCE | {"gradients": None, "why_no_gradients": why}, REFERENCE)
+    assert found["no_gradients"] == why
+    assert "gradient_error" not in found
 
 
 @pytest.mark.parametrize(
@@ -254,6 +266,12 @@ def test_gate_lets_rounding_pass() -> None:
         ({"losses": [float("nan"), 1.5]}, "losses"),
         ({"logits": {3: [1.0, -4.0], 7: [0.5, 2.01]}}, "logits must equal"),
         ({"logits": {3: [1.0, -4.0]}}, "1 of 2 vertices are missing"),
+        # Adam does not see a factor, nor do losses; the sketch sees what a norm does not.
+        ({"gradients": {"w": [4.0, -2.0], "b": [0.0, 0.0]}}, "the gradient of w must equal"),
+        ({"gradients": {"w": [2.0, 1.0], "b": [0.0, 0.0]}}, "the gradient of w must equal"),
+        ({"gradients": {"w": [float("nan"), -1.0], "b": [0.0, 0.0]}}, "the gradient of w must equal"),
+        ({"gradients": {"w": [2.0, -1.0]}}, r"gradients must be of \['b', 'w'\] \(got \['w'\]\)"),
+        ({"gradients": None}, "must tell its gradients, or why it cannot"),
     ],
 )
 def test_gate_stops_what_is_wrong(changes: dict[str, Any], message: str) -> None:
@@ -707,6 +725,7 @@ def test_tiny_grid_end_to_end_and_again(
     assert own["gate"]["is_comparable"]
     assert own["gate"]["losses"] == 3
     assert own["gate"]["vertices"] > 50
+    assert own["gate"]["gradient_error"] < gate.GRADIENT_TOLERANCE
     assert own["iters"] >= 2
     assert len(own["starts"]) == starts
     assert min(s["p50"] for s in own["starts"]) <= own["p50"] <= max(s["p50"] for s in own["starts"])

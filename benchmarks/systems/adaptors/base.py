@@ -7,8 +7,9 @@ import ctypes
 import gc
 import os
 import time
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,11 @@ class Sample:
     """Global mean over the train vertices in each of the first epochs."""
     logits: dict[int, list[float]]
     """At the initial weights, by original vertex id; on every rank those it has computed."""
+    gradients: dict[str, list[float]] | None = None
+    """Of the first step, as the optimizer gets them, by names of weights in `make_model`: what `sketch` makes of each.
+    Adam is blind to a constant factor, and so are losses."""
+    why_no_gradients: str | None = None
+    """Why a system cannot tell; one of both is there."""
     is_comparable: bool = True
     """Whether the system claims to compute what plain DGL does; if not, nothing is compared."""
 
@@ -183,6 +189,22 @@ def pick_logits(original: Tensor, logits: Tensor, wanted: Tensor) -> dict[int, l
     """Returns the wanted rows among `logits`, whose vertices have the ids `original`."""
     rows = torch.isin(original, wanted).nonzero().flatten()
     return dict(zip(original[rows].tolist(), logits.detach()[rows].tolist(), strict=True))
+
+
+def sketch(gradients: Iterable[tuple[str, Tensor | None]]) -> dict[str, list[float]]:
+    """Returns the norm of each weight's gradient, and its product with a direction drawn for the weight's name."""
+    found = {}
+    for name, gradient in gradients:
+        flat = torch.zeros(1) if gradient is None else gradient.detach().cpu().flatten()
+        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+        direction = torch.randn(len(flat), dtype=torch.float64, generator=generator)
+        found[name] = [float(flat.double().norm()), float(flat.double() @ direction)]
+    return found
+
+
+def sketch_model(model: nn.Module) -> dict[str, list[float]]:
+    """The same of a model whose weights have the names of those of `make_model`."""
+    return sketch((name, parameter.grad) for name, parameter in model.named_parameters())
 
 
 def timed(step: Callable[[], object]) -> Epoch:

@@ -131,7 +131,8 @@ class DistDGLFull(System):
                 total += float(F.cross_entropy(rows, self.g.ndata["label"][seeds], reduction="sum"))
                 logits |= pick_logits(original[seeds], rows, wanted)
         loss = mean_over_ranks(total, len(self.nids))
-        return Sample(losses=[loss], logits=logits, is_comparable=self.job.model != "gcn")
+        why = "it steps by means over batches, so there is no gradient of the whole"
+        return Sample(losses=[loss], logits=logits, why_no_gradients=why, is_comparable=self.job.model != "gcn")
 
     def run_epoch(self) -> Epoch:
         with Stopwatch() as watch:

@@ -25,6 +25,7 @@ from benchmarks.systems.adaptors.base import (
     original_ids,
     pick_logits,
     sample_ids,
+    sketch_model,
 )
 from benchmarks.systems.job import Job
 from dgl_hybrid.exchange.communicator import Communicator
@@ -102,14 +103,17 @@ class Ours(System):
     def check(self) -> Sample:
         losses: list[float] = []
         logits: dict[int, list[float]] = {}
+        gradients: dict[str, list[float]] = {}
         for epoch in range(self.job.gate_epochs):
             loss, rows, seeds = self._step()
             # `loss_weight` is this rank's share times the number of ranks; a borrowed seed weighs nothing.
             share = self.loader.loss_weight / self.job.world_size
             losses.append(mean_over_ranks(float(loss) * share, share))
+            if epoch == 0:
+                gradients = sketch_model(self.model)
             if epoch == 0 and self.loader.num_seeds:
                 logits = pick_logits(original_ids(self.job)[seeds.cpu()], rows.cpu(), sample_ids(self.job))
-        return Sample(losses=losses, logits=logits)
+        return Sample(losses=losses, logits=logits, gradients=gradients)
 
     def run_epoch(self) -> Epoch:
         self.clock.start()

@@ -34,6 +34,7 @@ from benchmarks.systems.adaptors.base import (
     original_ids,
     pick_logits,
     sample_ids,
+    sketch,
 )
 from dgl_hybrid.partition import load_partition
 
@@ -136,14 +137,27 @@ class PipeGCN(System):
         return loss.detach(), logits
 
     def check(self) -> Sample:
-        losses, logits = [], {}
+        losses, logits, gradients = [], {}, {}
         for epoch in range(self.job.gate_epochs):
             loss, rows = self._step()
             self.context.comm_timer.clear()
             losses.append(mean_over_ranks(float(loss), len(self.seeds)))
             if epoch == 0:
                 logits = pick_logits(original_ids(self.job)[self.seeds], rows, sample_ids(self.job))
-        return Sample(losses=losses, logits=logits)
+                gradients = sketch(self._gradients())
+        return Sample(losses=losses, logits=logits, gradients=gradients)
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """By the names of DGL's weights; see `_take_weights`."""
+        for index, own in enumerate(self.model.layers):
+            if index == 0:
+                of_self, of_neigh = own.linear.weight.grad.chunk(2, dim=1)
+                bias = own.linear.bias.grad
+            else:
+                of_self, bias, of_neigh = own.linear1.weight.grad, own.linear1.bias.grad, own.linear2.weight.grad
+            yield f"layers.{index}.fc_self.weight", of_self
+            yield f"layers.{index}.fc_self.bias", bias
+            yield f"layers.{index}.fc_neigh.weight", of_neigh
 
     def run_epoch(self) -> Epoch:
         with Stopwatch() as watch:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.systems.adaptors.base import Epoch, Sample, System, pick_logits, sample_ids, timed
+from benchmarks.systems.adaptors.base import Epoch, Sample, System, pick_logits, sample_ids, sketch_model, timed
 from dgl_hybrid.launch.workspace import DataConfig
 
 
@@ -48,13 +48,14 @@ class PlainDGL(System):
         return float(loss), logits
 
     def check(self) -> Sample:
-        losses, logits = [], {}
+        losses, logits, gradients = [], {}, {}
         for epoch in range(self.job.gate_epochs):
             loss, rows = self._step()
             losses.append(loss)
             if epoch == 0:
                 logits = pick_logits(self.train_ids, rows, sample_ids(self.job))
-        return Sample(losses=losses, logits=logits)
+                gradients = sketch_model(self.model)
+        return Sample(losses=losses, logits=logits, gradients=gradients)
 
     def run_epoch(self) -> Epoch:
         return timed(self._step)

@@ -26,6 +26,7 @@ from benchmarks.systems.adaptors.base import (
     original_ids,
     pick_logits,
     sample_ids,
+    sketch_model,
 )
 from benchmarks.systems.job import Job
 
@@ -100,13 +101,14 @@ class SAR(System):
         return loss.detach(), logits
 
     def check(self) -> Sample:
-        losses, logits = [], {}
+        losses, logits, gradients = [], {}, {}
         for epoch in range(self.job.gate_epochs):
             loss, rows = self._step()
             losses.append(mean_over_ranks(float(loss), 1 / self.job.world_size))
             if epoch == 0:
                 logits = pick_logits(original_ids(self.job)[self.seeds], rows, sample_ids(self.job))
-        return Sample(losses=losses, logits=logits)
+                gradients = sketch_model(self.model)
+        return Sample(losses=losses, logits=logits, gradients=gradients)
 
     def run_epoch(self) -> Epoch:
         self.exchange_s = 0.0

@@ -54,6 +54,8 @@ class Communicator:
         self.num_calls = 0
         self._pending: PendingRows | None = None
         self._left: PendingRows | None = None
+        self._interrupted: str | None = None
+        """The operation that Ctrl-C, or what else is no `Exception`, has broken off: peers may have done it, or not."""
         self.cross_check = False
         """Compare what every rank is about to exchange, before each exchange. Costs one small gather each; loaders turn
         it on for their first step."""
@@ -136,12 +138,7 @@ class Communicator:
         Raises:
             ExchangeError: Also if the one before was neither waited for nor left.
         """
-        self.settle()
-        if self._pending is not None:
-            raise ExchangeError(
-                f"an exchange for layer {self._pending.layer} is under way on rank {self.rank} of {self.world_size}: "
-                f"wait for its rows before the next one begins"
-            )
+        self._begin()
         self.num_calls += 1
         start_s = time.perf_counter()
         tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
@@ -181,6 +178,20 @@ class Communicator:
         if self._left is not None:
             left, self._left = self._left, None
             left.wait()
+
+    def _begin(self) -> None:
+        """Comes before every operation but the end of an exchange. Collective where an exchange was left under way.
+
+        Raises:
+            ExchangeError: One was not ended, or was interrupted. Peers would take the next one for that.
+        """
+        self.settle()
+        if self._pending is not None:
+            raise ExchangeError(
+                f"an exchange for layer {self._pending.layer} is under way on rank {self.rank} of {self.world_size}: "
+                f"wait for its rows before the next one begins. If an exception or Ctrl-C came in between, ranks no "
+                f"longer agree: end all of them and start again"
+            )
 
     def _start_into(
         self,
@@ -273,7 +284,7 @@ class Communicator:
         """Tells every peer how many rows it will get from this rank. Collective."""
         if self.transport is None:
             return list(send_counts)
-        self.settle()
+        self._begin()
         sent = self._tensor(list(send_counts))
         received = torch.empty_like(sent)
         ones = [1] * self.world_size
@@ -289,7 +300,7 @@ class Communicator:
     def sum_(self, tensor: Tensor) -> Tensor:
         """All-reduces `tensor` by sum, in place. Collective."""
         if self.transport is not None:
-            self.settle()
+            self._begin()
             with self._named("sum over ranks"):
                 if tensor.device.type != self.transport.device.type:
                     moved = tensor.to(self.transport.device)
@@ -312,7 +323,7 @@ class Communicator:
     def _gather(self, tensor: Tensor) -> list[Tensor]:
         if self.transport is None:
             return [tensor]
-        self.settle()
+        self._begin()
         with self._named("gather"):
             return self.transport.all_gather(tensor)
 
@@ -399,17 +410,27 @@ class Communicator:
         Args:
             what: It is lent for, to be named where a peer does not take part.
         """
-        self.settle()
+        self._begin()
         return None if self.transport is None else LentTransport(self, self.transport, what)
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
+        if self._interrupted is not None:
+            raise ExchangeError(
+                f"rank {self.rank} of {self.world_size} was interrupted in the middle of {self._interrupted}, so ranks "
+                f"no longer agree on what has arrived: end all of them and start again"
+            )
         try:
             yield
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
                 raise  # no peer's fault, and scripts catch it
             self._explain(what, error)
+        except Exception:
+            raise
+        except BaseException:
+            self._interrupted = what
+            raise
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:
         if f"exchange {self.num_calls} " not in what:

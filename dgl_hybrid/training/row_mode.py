@@ -113,6 +113,7 @@ class RowMode(TorchFunctionMode):
         given_blocks: The call that runs was given blocks of the step as arguments.
         is_repeated: It repeats, inside a backward, part of a call that worked on blocks of the step.
         may_be_piece: A call that was given no blocks, and uses none, may yet work on rows of the step.
+        is_in_call: Tells whether any module is being called. If none is, Ctrl-C has ended that call, and this is over.
         outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
             of the model again.
     """
@@ -123,13 +124,16 @@ class RowMode(TorchFunctionMode):
         *,
         given_blocks: bool,
         outside: Callable[[], contextlib.AbstractContextManager[None]],
+        is_in_call: Callable[[], bool],
         is_repeated: bool = False,
         may_be_piece: bool = True,
     ) -> None:
         super().__init__()
         self.step = step
         self.given_blocks, self.is_repeated, self.may_be_piece = given_blocks, is_repeated, may_be_piece
-        self._outside = outside
+        self._outside, self._is_in_call = outside, is_in_call
+        self.is_over = False
+        """The call has ended: nothing is answered any more, should this still be entered."""
 
     @property
     def is_ours(self) -> bool:
@@ -146,6 +150,9 @@ class RowMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func not in _ANSWERED:  # nearly all that it is asked about, attributes of tensors among it
+            return func(*args, **kwargs)
+        self.is_over = self.is_over or not self._is_in_call()
+        if self.is_over:
             return func(*args, **kwargs)
         if func is F.dropout and _drops(*args, **kwargs) and self._has_rows(args, kwargs):
             return _dropout(self.step, *args, **kwargs)

@@ -102,6 +102,7 @@ class _Session:
 
     def _end(self) -> None:
         if self.call.mode is not None:
+            self.call.mode.is_over = True
             self.call.mode.__exit__(None, None, None)
         self.call.forget()
 
@@ -174,7 +175,9 @@ class _Session:
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         call = self.call
-        if call.depth > 0 and self._begins_inside(args):
+        # Ctrl-C may have ended the call that is taken for outermost: PyTorch calls forward hooks after an `Exception`
+        # only. No other module is being called then.
+        if call.depth > 0 and (not _is_inside_another_call() or self._begins_inside(args)):
             self._end()
         if call.depth == 0:
             if self.is_paused:
@@ -196,6 +199,7 @@ class _Session:
                 step,
                 given_blocks=given is not None,
                 outside=self._outside,
+                is_in_call=_is_in_call,
                 is_repeated=repeated is not None and part is not None and part.is_ours,
                 may_be_piece=repeated is not None or step.takes_pieces,
             )
@@ -359,6 +363,27 @@ def _module_calls() -> Iterator[dict[str, Any]]:
         if frame.f_code.co_filename == _MODULE_FILE:
             yield frame.f_locals
         frame = frame.f_back
+
+
+def _is_inside_another_call() -> bool:
+    """Whether the module call whose pre-hook is running was made, however far away, by another one. Mostly near."""
+    frame: FrameType | None = inspect.currentframe()
+    was_call, num_calls = False, 0
+    while frame is not None:
+        is_call = frame.f_code.co_filename == _MODULE_FILE
+        num_calls += is_call and not was_call  # each has several frames
+        if num_calls == 2:
+            return True
+        was_call, frame = is_call, frame.f_back
+    return False
+
+
+def _is_in_call() -> bool:
+    """Whether any module is being called in this thread."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != _MODULE_FILE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _is_running(module: nn.Module | None) -> bool:

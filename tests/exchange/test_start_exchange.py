@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport
 from tests.helpers.world import run_ranks
 
 
@@ -86,3 +89,57 @@ def test_one_rank_needs_no_transport() -> None:
     out = torch.empty(3, 2)
     communicator.start_exchange(rows, [3], [3], out=out).wait()
     assert torch.equal(out, rows)
+
+
+class Interrupted(Transport):
+    """Ctrl-C comes in the middle of its operations."""
+
+    rank, world_size, backend = 0, 2, "gloo"
+
+    def start_all_to_all(
+        self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG
+    ) -> Callable[[], None]:
+        return self.interrupt
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        raise KeyboardInterrupt
+
+    def find_late_ranks(self, name: str, where: str) -> list[int]:
+        return []
+
+
+ROWS, COUNTS = torch.ones(2, 1), [1, 1]
+OPERATIONS: dict[str, Callable[[Communicator], object]] = {
+    r"exchange 1 \(layer 3, forward\)": lambda one: one.exchange(ROWS, COUNTS, COUNTS, layer=3),
+    "exchange of counts": lambda one: one.exchange_counts(COUNTS),
+    "sum over ranks": lambda one: one.sum_(torch.ones(1)),
+    "gather": lambda one: one.gather_ints([1]),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_after_an_interrupted_operation_all_others_say_so(name: str) -> None:
+    """Ranks had done different numbers of operations: the next one waited until the timeout, or took another's rows."""
+    communicator = Communicator(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        OPERATIONS[name](communicator)
+    for operation in OPERATIONS.values():
+        with pytest.raises(ExchangeError, match=f"rank 0 of 2 was interrupted in the middle of {name}, so ranks no"):
+            operation(communicator)
+
+
+def test_nothing_comes_between_the_halves_of_an_exchange() -> None:
+    """After an exception between them, other operations met those of peers that had not come to them yet."""
+    communicator = Communicator(Interrupted())
+    communicator.start_exchange(ROWS, COUNTS, COUNTS, layer=2)
+    for operation in OPERATIONS.values():
+        with pytest.raises(
+            ExchangeError, match=r"an exchange for layer 2 is under way .*end all of them and start again"
+        ):
+            operation(communicator)

@@ -253,6 +253,36 @@ def test_inference_in_between_leaves_the_epoch_watched(partitions: PartitionStor
         assert after == before
 
 
+def use_after_interrupt(rank: int, world_size: int, part_config: str) -> tuple[bool, list[Tensor | None]]:
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    for input_nodes, seeds, blocks in loader:
+        model, x = Interrupted(), g.ndata["feat"][input_nodes]
+        with contextlib.suppress(KeyboardInterrupt):
+            model(blocks, x)
+        torch.manual_seed(rank)
+        drawn = [F.dropout(x), torch.rand(len(x)), nn.Dropout()(x)]
+        torch.manual_seed(rank)
+        is_plain = torch.equal(drawn[0], torch.dropout(x, 0.5, True)) and torch.equal(drawn[1], torch.rand(len(x)))
+        F.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
+    average_gradients(model, loader)
+    return is_plain, [parameter.grad for parameter in model.parameters()]
+
+
+def test_an_interrupted_forward_is_over_at_once(partitions: PartitionStore) -> None:
+    """Until a loader was iterated again random functions were refused, and no later call was outermost."""
+    graph = power_law()
+    whole = Drawing(lambda h: h)
+    train = graph.ndata["train_mask"].bool()
+    F.cross_entropy(whole([graph, graph], graph.ndata["feat"])[train], graph.ndata["label"][train]).backward()
+    for is_plain, found in run_ranks(3, use_after_interrupt, partitions.get("power_law", graph, 3)):
+        assert is_plain
+        for one, other in zip(found, whole.parameters(), strict=True):
+            assert one is not None
+            assert other.grad is not None
+            assert_close(one, other.grad, "beside the whole graph")
+
+
 class Interrupted(Drawing):
     def __init__(self) -> None:
         super().__init__(self.interrupt)

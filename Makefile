@@ -25,10 +25,11 @@ $(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
 demo: $(ENV)
 	$(BIN)/dgl-hybrid demo $(ARGS)
 
-# Each file in one process of several, since most tests wait for others they start. `JOBS=0` runs all in one. Hundreds of
-# processes are started: without files of bytecode each would compile our modules anew.
+# Each file in one process of several, twice as many as cores (tests/conftest.py), since most tests wait for others they
+# start; long files first. `JOBS=0` runs all in one. Hundreds of processes are started: without files of bytecode each
+# would compile our modules anew.
 test: $(ENV)
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile $(ARGS)
+	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(ENV)
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import dgl_hybrid  # noqa: F401  before anything imports DGL
+from tests.helpers.order import longest_files_first
 
 DATA_VARIABLE = "DGL_HYBRID_DATA"
 CODE_VARIABLE = "DGL_HYBRID_CODE_CACHE"
@@ -65,7 +66,20 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_auto_num_workers() -> int:
+    """Twice the cores: most tests wait for processes they started, which import PyTorch and DGL or wait themselves."""
+    return 2 * len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2 * (os.cpu_count() or 1)
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    skip_what_lacks_something(items)
+    if hasattr(config, "workerinput"):  # one of several processes, which get file after file
+        items[:] = longest_files_first(items)
+
+
+def skip_what_lacks_something(items: list[pytest.Item]) -> None:
     """Skips the tests whose marker names something that is not here, and says what."""
     wanted = [marker for marker in WHY_NOT if any(item.get_closest_marker(marker) for item in items)]
     reasons = {marker: WHY_NOT[marker]() for marker in wanted}

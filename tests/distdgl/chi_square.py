@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from scipy.stats import chi2
 
 Counts = Sequence[int]
 Statistic = tuple[float, int]
@@ -53,6 +52,8 @@ def against_each_other(first: Counts, second: Counts, num_draws: int, fanout: in
 
 def p_value(statistics: Sequence[Statistic]) -> float:
     """How likely a sum of statistics at least this large is, if all is well."""
+    from scipy.stats import chi2  # takes a second, which each process would need to collect tests
+
     return float(chi2.sf(sum(s for s, _ in statistics), sum(dof for _, dof in statistics)))
 
 

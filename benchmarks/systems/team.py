@@ -20,18 +20,14 @@ from benchmarks.emulated_network import INTERFACE, EmulatedNetwork
 from benchmarks.systems.job import Job
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
+from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 Allocator = Literal["keep", "mapped", "default"]
 ALLOCATORS: dict[str, dict[str, str]] = {
     # glibc maps large blocks anew each time and hands them back when freed: every epoch then pays for its page faults.
     # Huge pages, which a `FullGraphLoader` asks for by itself, are asked for by glibc here.
-    "keep": {
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(2**36),
-        "MALLOC_TOP_PAD_": str(2**26),
-        "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-    },
+    "keep": KEEPING_ENVIRONMENT,
     # Every large tensor is mapped by itself and goes back when it is freed: memory that is resident is in use.
     "mapped": {"MALLOC_MMAP_THRESHOLD_": str(2**20)},
     "default": {},

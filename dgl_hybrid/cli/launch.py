@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 from dgl_hybrid.cli.plugin import OFF, add_plugin_options, plugin_environment
 from dgl_hybrid.cli.script_words import USAGE, check_script
 from dgl_hybrid.launch.cluster import SSH, ClusterFailure, ClusterJob, ClusterResult, run_cluster
+from dgl_hybrid.launch.signals import ending_signals_raise
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 
 TAKES_SCRIPT = True
@@ -81,11 +80,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the job to its end."""
     job = make_job(args)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # of `nohup`: the job outlives its terminal
-            signal.signal(number, _leave)
     try:
-        result = run_cluster(job, verbose=args.verbose)
+        with ending_signals_raise():
+            result = run_cluster(job, verbose=args.verbose)
     except ClusterFailure as error:
         if error.details and not args.debug:
             print(error.details, file=sys.stderr)
@@ -154,8 +151,3 @@ def to_json(result: ClusterResult) -> dict[str, object]:
             for one in result.parts
         ],
     }
-
-
-def _leave(number: int, frame: object) -> NoReturn:
-    """The job is ended on the way out."""
-    raise SystemExit(128 + number)

@@ -6,21 +6,18 @@ They meet in a folder that only its user can read; what they listen on is the lo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
-import signal
 import tempfile
-import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
 from dgl_hybrid.launch.job import FOLDER_PREFIX, write_json
+from dgl_hybrid.launch.signals import ending_signals_raise
+from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
 from dgl_hybrid.partition import read_partition_summary
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 from dgl_hybrid.training.config import TrainJob
@@ -32,14 +29,6 @@ TIMEOUT_S = 240.0
 """For everything: epochs stop long before, unless the first one takes as long."""
 COMMAND = ("-P", "-m", "dgl_hybrid.launch.distdgl_part")
 """-P: what lies in the current folder must not pass for a module of Python's."""
-_MALLOC = {
-    "MALLOC_MMAP_MAX_": "0",
-    "MALLOC_TRIM_THRESHOLD_": str(2**36),
-    "MALLOC_TOP_PAD_": str(2**26),
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
-}
-"""Keeps glibc from returning memory after every layer, as a `FullGraphLoader` does for us, and for plain DGL in turns
-with us."""
 
 
 def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
@@ -53,7 +42,7 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
         KeyboardInterrupt: SIGINT came; nothing is left.
         SystemExit: SIGTERM or SIGHUP came, as 128 and its number; nothing is left.
     """
-    with _signals_raise(), tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+    with ending_signals_raise(), tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         folder = Path(name)
         part_config = Path(os.path.abspath(job.part_config))
         task = {"job": job.to_json(), "threads": threads, "graph_name": read_partition_summary(part_config).graph_name}
@@ -62,8 +51,9 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
             part_config=part_config,
             command=(*COMMAND, str(folder)),
             threads=threads,
-            # Not left out: parts inherit what we have.
-            environment={**_MALLOC, "MKL_NUM_THREADS": str(threads), ENABLE_VARIABLE: "0"},
+            # Freed memory is kept, as a `FullGraphLoader` does for us, and for plain DGL in turns with us. The plugin's
+            # variable is not left out: parts inherit what we have.
+            environment={**KEEPING_ENVIRONMENT, "MKL_NUM_THREADS": str(threads), ENABLE_VARIABLE: "0"},
             timeout_s=TIMEOUT_S,
         )
         failure = None
@@ -90,23 +80,3 @@ def _explain(failure: ClusterFailure | None) -> str:
 
 def _log(line: PartLine) -> None:
     logger.info("[%s] %s", line.part.name, line.text)
-
-
-@contextlib.contextmanager
-def _signals_raise() -> Iterator[None]:
-    """Signals that would end this process at once let it clean up, but for those that it ignores (`nohup`)."""
-
-    def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if threading.current_thread() is not threading.main_thread():
-        before = {}
-    replaced = {number: handler for number, handler in before.items() if handler == signal.SIG_DFL}
-    for number in replaced:
-        signal.signal(number, leave)
-    try:
-        yield
-    finally:
-        for number, handler in replaced.items():
-            signal.signal(number, handler)

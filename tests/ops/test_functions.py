@@ -612,7 +612,7 @@ def error_cases(graph: SparseGraph) -> list[tuple[Callable[[], Tensor], type[Exc
     el, er = torch.randn(4, 2), torch.randn(5, 2)
     offsets = torch.tensor([0, 2, 4])
     dropout = EdgeDropout.from_call(0.5, seed=1, step=1, call_index=1, edge_keys=torch.arange(6))
-    # Not `arange`, for which the first tensor without memory imports SymPy: a second in each process that collects tests.
+    # Not `arange`, for which the first tensor without memory imports SymPy: a second in each process.
     keys = torch.empty(7, dtype=torch.int64, device="meta")
     elsewhere = EdgeDropout.from_call(0.5, seed=1, step=1, call_index=1, edge_keys=keys)
     return [

@@ -39,6 +39,13 @@ _MALLOC_TUNABLES = re.compile(r"\bglibc\.malloc\.(mmap_max|mmap_threshold|trim_t
 _KEEPING = ((-4, 0), (-1, -1), (-2, 64 << 20))
 """Of `mallopt`, as `malloc.h` numbers them: nothing is mapped by itself (M_MMAP_MAX), the heap is not trimmed
 (M_TRIM_THRESHOLD), and grows by so much at once (M_TOP_PAD)."""
+KEEPING_ENVIRONMENT = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+"""Variables that do the same, huge pages too, for a process that is none of ours: what we are compared with."""
 
 
 def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -56,6 +56,9 @@ from dgl_hybrid.partition.manifest import MANIFEST_NAME
 from dgl_hybrid.partition.verify import verify_partition
 
 TURN_S = 0.05
+LOOK_S = 0.25
+"""Between looks at who listens: the kernel writes a table of all sockets of the host for each, 10 ms where there are a
+thousand, and servers need seconds to import DGL."""
 WATCH_TIMEOUT_S = 20.0
 LONGEST_LINE = 2**16
 
@@ -92,6 +95,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._parts: dict[int, _RunningPart] = {}
         self._silent_ports: dict[str, int] = {}
+        self._next_look_s = 0.0
         self._last_heard = time.monotonic()
         self._prepared: Prepare | None = None
         self._watch: Watch | None = None
@@ -258,8 +262,10 @@ class Agent:
         self._say(*(_line(part, line, is_error=is_error) for line in lines))
 
     def _find_listening(self) -> None:
-        if not self._silent_ports:
+        now_s = time.monotonic()
+        if not self._silent_ports or now_s < self._next_look_s:
             return
+        self._next_look_s = now_s + LOOK_S
         listening = listening_ports()
         for name, port in list(self._silent_ports.items()):
             if port in listening:

@@ -24,8 +24,16 @@ class GateError(RuntimeError):
 
 
 def merge(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns one sample of what the ranks have answered; JSON has made the ids text."""
+    """Returns one sample of what the ranks have answered; JSON has made the ids text.
+
+    Raises:
+        GateError: Their gradients differ: each steps by its own.
+    """
     logits = {int(vertex): row for answer in answers for vertex, row in answer["logits"].items()}
+    first = answers[0].get("gradients")
+    if first is not None:
+        for answer in answers[1:]:
+            compare_gradients(answer["gradients"], first, theirs="rank 0's")
     return {**answers[0], "logits": logits}
 
 
@@ -77,23 +85,25 @@ def compare(sample: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     }
 
 
-def compare_gradients(ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Sequence[float]]) -> float:
+def compare_gradients(
+    found: Mapping[str, Sequence[float]], expected: Mapping[str, Sequence[float]], *, theirs: str = "plain DGL's"
+) -> float:
     """Compares what `sketch` made of each weight's gradient; returns the largest difference, of the norm of a weight's.
 
     Raises:
         GateError: One differs, or is missing.
     """
-    if ours.keys() != theirs.keys():
-        raise GateError(f"gradients must be of {sorted(theirs)} (got {sorted(ours)})")
-    whole = math.hypot(*(norm for norm, _ in theirs.values()))
+    if found.keys() != expected.keys():
+        raise GateError(f"gradients must be of {sorted(expected)} (got {sorted(found)})")
+    whole = math.hypot(*(norm for norm, _ in expected.values()))
     worst = 0.0
-    for name, (norm, *_) in theirs.items():
-        error = max(abs(a - b) for a, b in zip(ours[name], theirs[name], strict=True))
+    for name, (norm, *_) in expected.items():
+        error = max(abs(a - b) for a, b in zip(found[name], expected[name], strict=True))
         # Written so that NaN fails.
         if not error <= GRADIENT_TOLERANCE * norm + CANCELLED * whole:
             raise GateError(
-                f"the gradient of {name} must equal plain DGL's, of norm and sketch {theirs[name]}, to "
-                f"{GRADIENT_TOLERANCE:g} (got {ours[name]})"
+                f"the gradient of {name} must equal {theirs}, of norm and sketch {expected[name]}, to "
+                f"{GRADIENT_TOLERANCE:g} (got {found[name]})"
             )
         worst = max(worst, error / max(norm, whole * CANCELLED / GRADIENT_TOLERANCE))
     return worst

@@ -325,7 +325,9 @@ def describe_distdgl(row: DistDGLRow, hybrid_s: float) -> str:
         if name != str(report.batch_size or "all")
     ] + [f"{given_up:,}: slower" for given_up in report.given_up]
     count = len(report.times_s)
-    epochs = f"median of {count} epochs" if report.has_warmed_up and count >= FEWEST else "few epochs: time was up"
+    epochs = f"median of {count} epochs"
+    if not report.has_warmed_up or count < FEWEST:
+        epochs = "few epochs" if report.stopped else "few epochs: time was up"
     ratio = report.epoch_time_s / hybrid_s
     lines = [
         f"hybrid is {ratio:.1f} times as fast as DistDGL, which trains with full neighbourhoods by",

@@ -81,7 +81,8 @@ def time_model(
     """Runs copies of the model on blocks like this rank's and times them; takes a few `budget_s` for each order.
 
     All ranks do it at once, as in training, where they share the memory of their hosts, and cores where there are more
-    ranks than those. Collective only through `any_wants_more`.
+    ranks than those. Collective only through `any_wants_more`. Blocks of all orders, with the rows that they read, are
+    held at once.
 
     Args:
         model: As traced; not changed.
@@ -211,7 +212,10 @@ def measure_in_turns(
         epochs: What is timed, by turns: each has as many as the others.
         budget_s: See `wants_another_round`.
         rounds: How often; None: as `wants_another_round` says of any of them.
-        any_wants_more: See `time_model`.
+        any_wants_more: See `time_model`; nothing else here is collective.
+
+    Returns:
+        What `epochs` have measured.
     """
     for epoch in epochs:
         epoch.run()  # makes what is kept, structures, buffers

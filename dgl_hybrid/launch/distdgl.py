@@ -6,9 +6,11 @@ They meet in a folder that only its user can read; what they listen on is the lo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +44,27 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
         KeyboardInterrupt: SIGINT came; nothing is left.
         SystemExit: SIGTERM or SIGHUP came, as 128 and its number; nothing is left.
     """
-    with ending_signals_raise(), tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+    with ending_signals_raise():
+        report, failure = _run_once(job, threads, skips_largest=False)
+        if report is None and failure is not None and _lacked_memory(failure):
+            report, _ = _run_once(job, threads, skips_largest=True)
+    if report is None:
+        raise LaunchError(_explain(failure))
+    return report if failure is None or report.is_complete else replace(report, stopped=_explain(failure))
+
+
+def _run_once(
+    job: TrainJob, threads: int, *, skips_largest: bool
+) -> tuple[DistDGLReport | None, ClusterFailure | None]:
+    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         folder = Path(name)
         part_config = Path(os.path.abspath(job.part_config))
-        task = {"job": job.to_json(), "threads": threads, "graph_name": read_partition_summary(part_config).graph_name}
+        task = {
+            "job": job.to_json(),
+            "threads": threads,
+            "graph_name": read_partition_summary(part_config).graph_name,
+            "skips_largest": skips_largest,
+        }
         write_json(folder / "job.json", task)
         cluster = ClusterJob(
             part_config=part_config,
@@ -56,16 +75,19 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
             environment={**KEEPING_ENVIRONMENT, "MKL_NUM_THREADS": str(threads), ENABLE_VARIABLE: "0"},
             timeout_s=TIMEOUT_S,
         )
-        failure = None
+        failure = report = None
         try:
             run_cluster(cluster, on_line=_log)
         except ClusterFailure as error:
             failure = error
-        try:
+        with contextlib.suppress(FileNotFoundError):
             report = DistDGLReport.from_json(json.loads((folder / "report.json").read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            raise LaunchError(_explain(failure)) from None
-        return report if failure is None else replace(report, stopped=_explain(failure))
+        return report, failure
+
+
+def _lacked_memory(failure: ClusterFailure) -> bool:
+    """Whether a part was killed, which the system does for memory, or PyTorch got none."""
+    return failure.exit_code == 128 + signal.SIGKILL or "allocate memory" in failure.details
 
 
 def _explain(failure: ClusterFailure | None) -> str:
@@ -74,8 +96,8 @@ def _explain(failure: ClusterFailure | None) -> str:
         return "DistDGL's trainers ended without a result"
     if failure.part is None:
         return " ".join(str(failure).split())
-    last = failure.details.strip().splitlines()[-1:]
-    return " ".join(f"{failure}: {' '.join(last)}".split())
+    last = [line for line in failure.details.strip().splitlines()[-1:] if line.strip() != "(none)"]
+    return " ".join(": ".join([str(failure), *last]).split())
 
 
 def _log(line: PartLine) -> None:

@@ -40,7 +40,8 @@ def main(folder: Path) -> None:
         if rank == 0:
             write_json(folder / "report.json", report.to_json())
 
-    measure_distdgl(TrainJob.from_json(task["job"]), task["graph_name"], on_report=write)
+    job = TrainJob.from_json(task["job"])
+    measure_distdgl(job, task["graph_name"], on_report=write, skips_largest=task["skips_largest"])
     dist.barrier()
 
 

@@ -39,8 +39,13 @@ def main(folder: Path) -> NoReturn:
             write_json(folder / "result.json", result)
     except BaseException as error:  # also SystemExit: a rank that leaves early has failed
         code = _leave_error(folder, RankError.of(error, rank, traceback.format_exc()), world_size)
-    with contextlib.suppress(OSError):  # files on a full disk: the exit code still comes out
+    try:
         sys.stdout.flush()
+    except OSError as fault:  # a file on a full disk
+        code = code or 1
+        with contextlib.suppress(OSError):
+            print(f"rank {rank} of {world_size}: what it has printed is lost: {fault}", file=sys.stderr)  # noqa: T201
+    with contextlib.suppress(OSError):
         sys.stderr.flush()
     # Not sys.exit: after a failure, threads of gloo may wait for peers that will never come.
     os._exit(code)

@@ -11,12 +11,16 @@ traffic slows them. The hybrid that is best under each is tried in real epochs, 
 
 
 def find_worth_trying(by_rank: list[list[RankEstimate]], chosen: int) -> list[int]:
-    """Returns positions of the candidates worth trying, the chosen one first.
+    """Returns positions of the candidates worth trying, the chosen one first. Pure, alike on ranks.
 
     Candidates that are one plan under several names count once, as the pure plan if it is one. The last two are the
     pure plans (`propose_plans`). Hybrids that differ little from each other would all be right or wrong together, so
     those are taken that would be best if rows travelled faster or slower than predicted, and NeutronStar's plan, which
     comes of another rule.
+
+    Args:
+        by_rank: (P, N) estimates of the candidates that `propose_plans` makes for strategy "hybrid", in their order.
+        chosen: From `choose_plan`: one that fits the budget.
     """
     num_candidates = len(by_rank[0])
     pure, published = range(num_candidates - 2, num_candidates), num_candidates - 3

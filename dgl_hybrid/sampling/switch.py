@@ -122,10 +122,10 @@ def disable() -> None:
 
     Writes of this process are no longer announced, so the processes of the job hold no rows until it is on again here.
 
-    So are those that full-graph training on a `DistGraph` has hooked, until a `FullGraphLoader` of it is iterated
-    again, which hooks them again. Call it between its epochs, on all ranks: within one, a forward that trains raises an
-    error afterwards. Hooks of message passing belong to the blocks of such loaders, whatever graph they are of, and
-    stay (`route_ops`).
+    What full-graph training on a `DistGraph` has hooked is DGL's own again, too, until a `FullGraphLoader` of it is
+    iterated again. Call this on all ranks, between its epochs: a forward that trains on a batch from before raises
+    `HybridError`. Hooks of message passing belong to the blocks of such loaders, whatever graph they are of, and stay
+    (`route_ops`).
     """
     _fall_silent(_plugin)  # while its hooks still announce
     _remove()

@@ -70,7 +70,8 @@ def distributed_batch_norm(
     Returns:
         Shape, dtype and device of `x`.
     Raises:
-        ValueError: wrong shapes; or, on every rank, fewer than two owned rows over all ranks, or not `num_vertices`.
+        ValueError: wrong shapes; or, on every rank, fewer than two values of a feature in the owned rows of all
+            ranks, or these are not of `num_vertices`.
     """
     if x.dim() < 2:
         raise ValueError(f"distributed batch norm takes (rows, features) (got shape {tuple(x.shape)})")
@@ -141,7 +142,7 @@ def _statistics(
             f"which computes every vertex, then sees that, and plans leave them there."
         )
     if count < 2:
-        raise ValueError(f"batch norm needs at least 2 vertices in training (got {count} over all ranks)")
+        raise ValueError(f"batch norm needs at least 2 values of a feature in training (got {count} over all ranks)")
     shift, square = totals[:num_features] / count, totals[num_features:-1] / count
     mean = shift if running_mean is None else shift + running_mean.detach().double()
     return mean, (square - shift * shift).clamp_(min=0.0), count

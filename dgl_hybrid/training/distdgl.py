@@ -66,6 +66,8 @@ class DistDGLReport:
     """By trainer: what it held before the graph was opened."""
     initial_loss: float | None = None
     """Mean over all train nodes at the initial weights, in float64; None: there was no time to make it."""
+    is_complete: bool = False
+    """Whether all was measured that there was time for."""
     stopped: str | None = None
     """Why it ended before it had measured all it would have."""
 
@@ -86,7 +88,9 @@ class DistDGLReport:
         return cls(**{**data, **{name: tuple(data[name]) for name in names}})
 
 
-def measure_distdgl(job: TrainJob, graph_name: str, *, on_report: Callable[[DistDGLReport], None]) -> None:
+def measure_distdgl(
+    job: TrainJob, graph_name: str, *, on_report: Callable[[DistDGLReport], None], skips_largest: bool = False
+) -> None:
     """Trains in this trainer. Collective over PyTorch's process group, after `dgl.distributed.initialize`.
 
     Args:
@@ -94,6 +98,10 @@ def measure_distdgl(job: TrainJob, graph_name: str, *, on_report: Callable[[Dist
         graph_name: What the partition calls the graph.
         on_report: Called on every trainer with all that is known by then, now and then: what was measured is not lost
             if time runs out.
+        skips_largest: Whether all seeds at once are left out, for which there was no memory.
+
+    Raises:
+        ValueError: On every trainer: one has no train node, or no batch is left to try.
     """
     run = _Run(job, graph_name)
     start_s = time.monotonic()
@@ -123,7 +131,10 @@ def measure_distdgl(job: TrainJob, graph_name: str, *, on_report: Callable[[Dist
         on_report(found)
         return found
 
-    for size in batch_sizes(run.fewest_seeds, run.most_seeds):
+    sizes = batch_sizes(run.fewest_seeds, run.most_seeds)[skips_largest:]
+    if not sizes:
+        raise ValueError(f"there is no batch smaller than all {run.most_seeds} seeds of a trainer to try")
+    for size in sizes:
         if first_s and not has_time():
             break
         limit_s = HOPELESS * min(first_s.values()) if first_s else math.inf
@@ -144,7 +155,9 @@ def measure_distdgl(job: TrainJob, graph_name: str, *, on_report: Callable[[Dist
             timed.append(run.train(best))
     found = report()  # before the loss, whose memory is not that of training
     if found.epoch_time_s < LONGEST_CHECK_S:  # about as long, and worth more than the last of the epochs
-        on_report(replace(found, initial_loss=run.initial_loss()))
+        # In the largest batches that there was memory for.
+        found = replace(found, initial_loss=run.initial_loss(sizes[0]))
+    on_report(replace(found, is_complete=True))
 
 
 def batch_sizes(fewest_seeds: int, most_seeds: int) -> list[int]:
@@ -173,7 +186,8 @@ class _Run:
         if min(counts) == 0:
             raise ValueError(f"every trainer needs a train node (got {sum(counts)} for {len(counts)} trainers)")
         self.fewest_seeds, self.most_seeds = min(counts), max(counts)
-        self._model = self._build(getattr(torch, job.training.dtype))
+        self._dtype: torch.dtype = getattr(torch, job.training.dtype)
+        self._model = self._build(self._dtype)
         self._wrapped: nn.Module = self._model
         if dist.get_world_size() > 1:
             self._wrapped = nn.parallel.DistributedDataParallel(self._model)
@@ -206,7 +220,7 @@ class _Run:
         dist.barrier()
         start_s = time.perf_counter()
         for inputs, seeds, blocks in self._loaders[batch_size]:
-            logits = self._wrapped(blocks, self._read(inputs, torch.float32))
+            logits = self._wrapped(blocks, self._read(inputs, self._dtype))
             loss = F.cross_entropy(logits, self._g.ndata["label"][seeds])
             self._optimizer.zero_grad()
             loss.backward()
@@ -215,12 +229,12 @@ class _Run:
                 return limit_s
         return _max_over_ranks(time.perf_counter() - start_s)
 
-    def initial_loss(self) -> float:
+    def initial_loss(self, batch_size: int) -> float:
         """Returns the mean loss of all train nodes at the initial weights, in float64. Collective."""
         model = self._build(torch.float64)
         total, count = 0.0, 0
         with torch.no_grad():
-            for inputs, seeds, blocks in self._make_loader(self.most_seeds):
+            for inputs, seeds, blocks in self._make_loader(batch_size):
                 logits = model(blocks, self._read(inputs, torch.float64))
                 total += float(F.cross_entropy(logits, self._g.ndata["label"][seeds], reduction="sum"))
                 count += len(seeds)

@@ -25,6 +25,7 @@ class Bystander(Protocol):
 
 
 _bystanders: weakref.WeakSet[Bystander] = weakref.WeakSet()
+_at_its_end: weakref.WeakKeyDictionary[Bystander, weakref.finalize[..., Bystander]] = weakref.WeakKeyDictionary()
 
 
 def _call(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -50,12 +51,14 @@ def stand_by_embeddings(bystander: Bystander) -> None:
     """Lets it stand by from now on, for as long as it lives; after the last one the method is DGL's own again."""
     _hook.install()
     _bystanders.add(bystander)
-    weakref.finalize(bystander, _remove_if_alone)
+    _at_its_end[bystander] = weakref.finalize(bystander, _remove_if_alone)
 
 
 def stand_aside(bystander: Bystander) -> None:
     """Ends what `stand_by_embeddings` began."""
     _bystanders.discard(bystander)
+    if (at_its_end := _at_its_end.pop(bystander, None)) is not None:
+        at_its_end.detach()
     _remove_if_alone()
 
 

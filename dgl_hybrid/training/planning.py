@@ -175,7 +175,7 @@ class PlanMaker:
         if self._given_topology is None and not is_known:
             times_of_orders = self.time(model, template, orders, sets)
             if times_of_orders is not None:
-                trace, times = self._fastest(orders, times_of_orders, sets, shares)
+                trace, times = self._fastest(orders[: len(times_of_orders)], times_of_orders, sets, shares)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
@@ -316,8 +316,11 @@ class PlanMaker:
     def time(
         self, model: nn.Module, template: CallTemplate, orders: Sequence[ModelTrace], sets: LevelSets
     ) -> list[ModelTimes] | None:
-        """Times each order of the model's products on every rank, all at once; None, on all, if one cannot be on one of
-        them. Collective.
+        """Times orders of the model's products on every rank, all ranks at once. Collective.
+
+        Returns:
+            Of each order; if one cannot be timed on a rank, of the first alone; None if that cannot be either. As many
+            on every rank.
         """
         communicator = self._graph.communicator
         nodes = self._graph.nodes
@@ -343,7 +346,7 @@ class PlanMaker:
         together.sit_out()
         are_known = communicator.gather_ints([int(times is not None)])
         if times is None or not all(known for (known,) in are_known):
-            return None
+            return self.time(model, template, orders[:1], sets) if len(orders) > 1 else None
         factors = together.waiting_factors(len(orders))
         return [of_order.scaled(factor) for of_order, factor in zip(times, factors, strict=True)]
 

@@ -211,9 +211,9 @@ class StableReads:
         """
         if self._watch_mark is None and torch.is_grad_enabled():
             raise HybridError(
-                "dgl_hybrid.disable() was called within an epoch of a FullGraphLoader on a DistGraph: from then on "
-                "gradients of rows that servers hand out could be those of one rank alone. Call it between epochs, on "
-                "all ranks."
+                "dgl_hybrid.disable() was called since a FullGraphLoader on a DistGraph has yielded this batch: from "
+                "then on gradients of rows that servers hand out could be those of one rank alone. Call it between "
+                "epochs, on all ranks, and take the batch anew, or compute under torch.no_grad()."
             )
         for (name, _), read in list(self._reads.items()):
             self._settle_if_learned(name, read, read.rows)

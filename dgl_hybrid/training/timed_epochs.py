@@ -29,6 +29,7 @@ class TimedEpochs:
         """Tells whether any rank wants another epoch. Collective.
 
         Args:
+            wants_more: Whether this rank does.
             last_s: What this rank's last one took; 0 before the first.
         """
         told = self._communicator.gather_ints([int(wants_more), int(1e9 * last_s)])

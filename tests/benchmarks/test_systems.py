@@ -283,6 +283,11 @@ def test_gate_of_another_model_and_of_several_ranks() -> None:
     assert gate.compare({"is_comparable": False}, REFERENCE) == {"is_comparable": False}
     by_rank = [{"losses": [1.0], "logits": {"3": [1.0]}}, {"losses": [1.0], "logits": {"7": [2.0]}}]
     assert gate.merge(by_rank) == {"losses": [1.0], "logits": {3: [1.0], 7: [2.0]}}
+    steps = [answer | {"gradients": {"w": [2.0, sketch]}} for answer, sketch in zip(by_rank, (-1.0, -1.00001))]
+    assert gate.merge(steps)["gradients"] == {"w": [2.0, -1.0]}
+    steps[1]["gradients"] = {"w": [1.0, -0.5]}
+    with pytest.raises(gate.GateError, match="the gradient of w must equal rank 0's"):
+        gate.merge(steps)
 
 
 # -------------------------------------------------------------------- lines

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -18,6 +19,7 @@ import pytest
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch import distdgl
+from dgl_hybrid.launch.cluster import ClusterJob
 from dgl_hybrid.launch.job import FOLDER_PREFIX
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
@@ -88,6 +90,70 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
     assert found.stopped is not None
     assert found.stopped.startswith("the job did not end within 8 s; still running: server 0")
     assert replace(found, stopped=None) == known
+
+
+KILLED = """
+import json, os, pathlib, signal, sys
+folder = pathlib.Path(sys.argv[1])
+if json.loads((folder / "job.json").read_text())["skips_largest"]:
+    (folder / "report.json").write_text(sys.argv[2])
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = DistDGLReport(
+        ranks=1,
+        times_s=(0.3,) * FEWEST,
+        has_warmed_up=True,
+        batch_size=1024,
+        seconds_by_batch_size={"1024": 0.3},
+        given_up=(),
+        peak_rss_bytes=(2,),
+        base_rss_bytes=(1,),
+        is_complete=True,
+    )
+    job, _ = make(tmp_path, "sage", 1)
+    run_cluster = distdgl.run_cluster
+    seen: list[bool] = []
+
+    def with_report(cluster: ClusterJob, **options: Any) -> Any:
+        folder = Path(cluster.command[-1])
+        seen.append(json.loads((folder / "job.json").read_text())["skips_largest"])
+        return run_cluster(
+            replace(cluster, command=("-c", KILLED, str(folder), json.dumps(known.to_json()))), **options
+        )
+
+    monkeypatch.setattr(distdgl, "run_cluster", with_report)
+    assert distdgl.run_distdgl(job, threads=1) == known
+    assert seen == [False, True]
+    monkeypatch.setattr(distdgl, "run_cluster", run_cluster)
+    monkeypatch.setattr(distdgl, "COMMAND", ("-c", "import os; os.kill(os.getpid(), 9)"))
+    with pytest.raises(LaunchError, match=r"was killed by SIGKILL \(out of memory\?\)$"):
+        distdgl.run_distdgl(job, threads=1)
+
+
+def test_one_who_ends_badly_after_all_was_measured_was_not_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = DistDGLReport(
+        ranks=1,
+        times_s=(0.3,) * FEWEST,
+        has_warmed_up=True,
+        batch_size=None,
+        seconds_by_batch_size={"all": 0.3},
+        given_up=(),
+        peak_rss_bytes=(2,),
+        base_rss_bytes=(1,),
+        is_complete=True,
+    )
+    job, _ = make(tmp_path, "sage", 1)
+    code = f"import pathlib, sys; pathlib.Path(sys.argv[1], 'report.json').write_text({json.dumps(known.to_json())!r})"
+    monkeypatch.setattr(distdgl, "COMMAND", ("-c", f"{code}; sys.exit(3)"))
+    assert distdgl.run_distdgl(job, threads=1) == known
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])

@@ -133,6 +133,37 @@ def test_an_error_that_cannot_be_written_is_on_stderr(tmp_path: Path) -> None:
     assert last.startswith("rank 0 of 1 ended by this KeyError, and could not tell its launcher: [Errno")
 
 
+PRINTS = """
+import sys
+from pathlib import Path
+from dgl_hybrid.launch import rank
+
+rank._run = lambda *args: print("something")
+rank.main(Path(sys.argv[1]))
+"""
+
+
+def test_a_rank_whose_words_are_lost_has_not_done_well(tmp_path: Path) -> None:
+    Job(task="train", payload={}, threads=1, launcher_pid=os.getpid()).write(tmp_path)
+    for path, code, said in (
+        ("/dev/full", 1, "rank 0 of 1: what it has printed is lost: [Errno"),
+        ("/dev/null", 0, ""),
+    ):
+        with open(path, "w", encoding="utf-8") as stdout:
+            done = subprocess.run(
+                [sys.executable, "-c", PRINTS, str(tmp_path)],
+                env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+                cwd=Path(__file__).resolve().parents[2],
+                stdout=stdout,
+                stderr=subprocess.PIPE,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+        assert done.returncode == code, done.stderr
+        assert done.stderr.startswith(said)
+
+
 def test_nothing_known() -> None:
     assert str(explain_failure([], {1: 3}, 2)) == "a rank of 2 ended without a word (rank 1: exit code 3)"
 

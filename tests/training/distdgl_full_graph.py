@@ -420,7 +420,7 @@ def check_disabled(g: Any, transport: str) -> dict[str, bool]:
     doubled = epoch()
     seen["written meanwhile"] = torch.equal(doubled, 2 * rows)
     seen["stable again"] = epoch() is doubled
-    seen["says so"] = "Call it between epochs" in message_of(lambda: epoch(disables=True))
+    seen["says so"] = "take the batch anew" in message_of(lambda: epoch(disables=True))
     g.barrier()
     if view.rank() == 0:
         g.ndata["feat"][everything] = g.ndata["feat"][everything] / 2

@@ -295,7 +295,7 @@ def test_fewer_vertices_than_the_graph_has_raise_on_every_rank() -> None:
 def test_too_few_vertices_raise_on_every_rank() -> None:
     for error in run_ranks_expect_errors(3, run_one_vertex):
         assert error.type_name == "ValueError"
-        assert "at least 2 vertices in training (got 1 over all ranks)" in error.message
+        assert "at least 2 values of a feature in training (got 1 over all ranks)" in error.message
 
 
 @pytest.mark.parametrize("shape", [(40, 3, 5), (40, 2, 3, 4), (40, 3, 1)])

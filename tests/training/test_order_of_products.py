@@ -203,6 +203,45 @@ def test_of_two_orders_the_one_stays_that_is_faster_on_all_ranks_together(
         assert sorted(set(asked)) == [(False, False), (False, True)]
 
 
+def times_if_one_fails(rank: int, world_size: int, part_config: str, failing: int) -> tuple[list[int], list[bool]]:
+    """How many orders a rank is given to time where another cannot time two, and whether plans then go by times."""
+    g = PartitionedGraph.open(part_config)
+    given: list[int] = []
+    priced: list[bool] = []
+    cost_model = planning.cost_model
+
+    def orders(trace: ModelTrace, trace_with: Any, *others: Any) -> tuple[ModelTrace, ...]:
+        return trace, trace_with([False, True])
+
+    def time_model(model: Any, template: Any, sets: LevelSets, orders: Sequence[ModelTrace], **options: Any) -> Any:
+        given.append(len(orders))
+        if rank == failing and len(orders) > 1:
+            raise MemoryError("no room for the second")
+        return [ModelTimes(row_s=(1e-6,) * 3, edge_s=(1e-6,) * 2, fixed_s=1.0) for _ in orders]
+
+    def note(*args: Any, **options: Any) -> Any:
+        priced.append(args[3] is not None)
+        return cost_model(*args, **options)
+
+    with (
+        mock.patch.object(planning, "propose_orders", orders),
+        mock.patch.object(planning, "time_model", time_model),
+        mock.patch.object(planning, "cost_model", note),
+    ):
+        loader = FullGraphLoader(
+            g, g.owned_nodes("train_mask"), 2, model=optimize(Net("sage_mean", False).double()), autotune=False
+        )
+    assert [block.sums_first for block in loader.blocks] == [False, False]
+    return given, priced
+
+
+def test_where_only_the_first_order_can_be_timed_its_times_are_kept(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for given, priced in run_ranks(3, times_if_one_fails, folder, 1):
+        assert given == [2, 1]
+        assert priced == [True]
+
+
 def test_of_two_orders_the_narrow_rows_stay_where_the_network_is_slow(partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
     seconds = [(1.0, 0.5)] * 3

@@ -134,7 +134,7 @@ def test_disable_gives_dgls_functions_back_until_the_next_epoch() -> None:
     client.push(NAME, ids, 2 * rows)
     with torch.no_grad():
         views[0].note_forward()
-    with pytest.raises(HybridError, match="within an epoch of a FullGraphLoader on a DistGraph"):
+    with pytest.raises(HybridError, match="since a FullGraphLoader on a DistGraph has yielded this batch"):
         views[0].note_forward()
     written = views[0].find_writes()  # which begins an epoch
     assert written == {NAME}

@@ -152,7 +152,7 @@ def test_a_rank_whose_words_are_lost_has_not_done_well(tmp_path: Path) -> None:
         with open(path, "w", encoding="utf-8") as stdout:
             done = subprocess.run(
                 [sys.executable, "-c", PRINTS, str(tmp_path)],
-                env={**os.environ, "RANK": "0", "WORLD_SIZE": "1"},
+                env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "PYTHONUNBUFFERED": ""},
                 cwd=Path(__file__).resolve().parents[2],
                 stdout=stdout,
                 stderr=subprocess.PIPE,

@@ -64,6 +64,22 @@ def test_its_loss_is_that_of_plain_dgl(
     assert DistDGLReport.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
+def known_report(**changes: Any) -> DistDGLReport:
+    """What a trainer might have left, all of it."""
+    report = DistDGLReport(
+        ranks=1,
+        times_s=(0.3,) * FEWEST,
+        has_warmed_up=True,
+        batch_size=None,
+        seconds_by_batch_size={"all": 0.3},
+        given_up=(),
+        peak_rss_bytes=(2,),
+        base_rss_bytes=(1,),
+        is_complete=True,
+    )
+    return replace(report, **changes)
+
+
 def test_a_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job, _ = make(tmp_path, "sage", 1)
     monkeypatch.setattr(distdgl, "COMMAND", ("-c", "import sys; sys.exit('no luck\\ntoday')"))
@@ -72,16 +88,7 @@ def test_a_failure_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = DistDGLReport(
-        ranks=1,
-        times_s=(90.0,),
-        has_warmed_up=False,
-        batch_size=None,
-        seconds_by_batch_size={"all": 90.0},
-        given_up=(),
-        peak_rss_bytes=(2,),
-        base_rss_bytes=(1,),
-    )
+    known = known_report(times_s=(90.0,), has_warmed_up=False, seconds_by_batch_size={"all": 90.0}, is_complete=False)
     job, _ = make(tmp_path, "sage", 1)
     code = f"import pathlib, sys; pathlib.Path(sys.argv[1], 'report.json').write_text({json.dumps(known.to_json())!r})"
     monkeypatch.setattr(distdgl, "COMMAND", ("-c", f"{code}; import time; time.sleep(600)"))
@@ -105,17 +112,7 @@ else:
 def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = DistDGLReport(
-        ranks=1,
-        times_s=(0.3,) * FEWEST,
-        has_warmed_up=True,
-        batch_size=1024,
-        seconds_by_batch_size={"1024": 0.3},
-        given_up=(),
-        peak_rss_bytes=(2,),
-        base_rss_bytes=(1,),
-        is_complete=True,
-    )
+    known = known_report(batch_size=1024, seconds_by_batch_size={"1024": 0.3})
     job, _ = make(tmp_path, "sage", 1)
     run_cluster = distdgl.run_cluster
     seen: list[bool] = []
@@ -139,17 +136,7 @@ def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
 def test_one_who_ends_badly_after_all_was_measured_was_not_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = DistDGLReport(
-        ranks=1,
-        times_s=(0.3,) * FEWEST,
-        has_warmed_up=True,
-        batch_size=None,
-        seconds_by_batch_size={"all": 0.3},
-        given_up=(),
-        peak_rss_bytes=(2,),
-        base_rss_bytes=(1,),
-        is_complete=True,
-    )
+    known = known_report()
     job, _ = make(tmp_path, "sage", 1)
     code = f"import pathlib, sys; pathlib.Path(sys.argv[1], 'report.json').write_text({json.dumps(known.to_json())!r})"
     monkeypatch.setattr(distdgl, "COMMAND", ("-c", f"{code}; sys.exit(3)"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The statistics tell a fair sampler from unfair ones, by as many draws as a trainer of the conformance jobs makes."""
+"""The statistics tell a fair sampler from unfair ones, with as many draws as the conformance jobs make."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.distdgl.chi_square import against_each_other, against_uniform, against_weights, p_value
-from tests.distdgl.sampling_checks import FEWEST_EDGES, MOST_EDGES, NUM_DRAWN_FOR, NUM_DRAWS
+from tests.distdgl.sampling_checks import NUM_DRAWS
 
-DEGREES = np.linspace(FEWEST_EDGES, MOST_EDGES, NUM_DRAWN_FOR).round().astype(int).tolist()
+DEGREES = (9, 14, 20, 40)
 FANOUT = 4
 
 

@@ -25,9 +25,9 @@ $(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
 demo: $(ENV)
 	$(BIN)/dgl-hybrid demo $(ARGS)
 
-# Each file in one process of several, as many as cores, long files first. `JOBS=0` runs all in one. Ranks that wait for
-# each other look again and again: with twice as many processes the suite took 1.3 times as long. Hundreds of processes
-# are started: without files of bytecode each would compile our modules anew.
+# Each file in one process of several, as many as cores, long files first. `JOBS=0` runs all in one. Twice as many gained
+# nothing (one run, 43 minutes, where another of older code had taken 33). Hundreds of processes are started: without
+# files of bytecode each would compile our modules anew.
 test: $(ENV)
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -322,3 +322,15 @@ def test_mistakes_are_named() -> None:
         distributed_batch_norm(torch.ones(2), torch.ones(2, dtype=torch.bool), None, None, training=True)
     with pytest.raises(ValueError, match=r"owned_mask must be \(2,\) bool \(got \(3,\) torch.bool\)"):
         distributed_batch_norm(torch.ones(2, 3), torch.ones(3, dtype=torch.bool), None, None, training=True)
+
+
+def test_of_several_dimensions_replicas_take_no_part_in_the_statistics() -> None:
+    """Every other row is another rank's; values of one vertex lie side by side, so must what says whose they are."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 3, 4, dtype=torch.float64, generator=generator)
+    owned = torch.tensor([True, False, True, True, False, False])
+    out = distributed_batch_norm(x, owned, None, None, training=True, num_vertices=3)
+    of_owned = x[owned].transpose(1, 2).flatten(0, 1)
+    mean, var = of_owned.mean(0), of_owned.var(0, unbiased=False)
+    expected = (x - mean.view(3, 1)) / torch.sqrt(var.view(3, 1) + 1e-5)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)

@@ -22,8 +22,6 @@ from dgl_hybrid.ops.cpu.ir import KernelBuilder, Kind, Pointer, Value, Variable
 from dgl_hybrid.ops.cpu.lanes import ELEMENT_BYTES
 
 _MAX_ROWS = 24
-_MAX_AHEAD_BYTES = 16 << 10
-"""Of the next tile's rows, if they are asked for: the machine foresees wider ones, which would fill the cache."""
 _SCRATCH_BYTES = 128 << 10
 _BLOCK_ROWS, _SHORT_BLOCK_ROWS = 64, 32
 """With a panel of a gradient, their columns for one tile fit in the first cache. Where registers are few, panels are
@@ -353,8 +351,6 @@ def emit_rows(
     for num_rows, begin, stop in ((size, first, behind), (1, behind, end)):
         with k.loop(begin, stop, num_rows) as row:
             with k.loop(0, k.constant("i64", panels.num_full)) as panel:
-                if num_rows > 1:
-                    _ask_for_next_tile(panels, products, row, panel)
                 _emit_tile(k, panels, products, row, num_rows, panel, panels.width, finish)
             if panels.rest:
                 _emit_tile(k, panels, products, row, num_rows, k.constant("i64", panels.num_full), panels.rest, finish)
@@ -365,14 +361,18 @@ def _remainder(k: KernelBuilder, value: Value, divisor: int) -> Value:
 
 
 def _ask_for_next_tile(
-    panels: Panels, products: Sequence[tuple[Matrix, Pointer, Pointer]], row: Value, panel: Value
+    panels: Panels, matrix: Matrix, source: Pointer, row: Value, num_rows: int, panel: Value, column: Value
 ) -> None:
-    """Each panel asks for its share."""
-    for matrix, source, _ in products:
-        span = panels.tile_rows * matrix.stride
-        if span * ELEMENT_BYTES[panels.kind] <= _MAX_AHEAD_BYTES and matrix.stride == matrix.num_columns:
-            share = -(-span // max(panels.num_full, 1))
-            source.at((row + panels.tile_rows) * matrix.stride + panel * share).prefetch(0, share)
+    """Every step of every panel asks for a few numbers, in order, so that all of the tile has been asked for in time.
+
+    All at once, as a panel begins, they would be more lines than can be on their way, and the products would wait for
+    them: on Zen 4, 100,000 rows of 128 columns take 1.1 (128 columns of the result) to 2 times (32) as long so.
+    """
+    if matrix.stride != matrix.num_columns:
+        return
+    share = -(-num_rows // panels.count)
+    step = panel * matrix.num_columns + column
+    source.at((row + num_rows) * matrix.stride + step * share).prefetch(0, share)
 
 
 def _emit_tile(
@@ -391,6 +391,8 @@ def _emit_tile(
     for matrix, source, weight in products:
         rows, packed = source.at(row * matrix.stride), weight.at(panel * (matrix.num_columns * panels.width))
         with k.loop(0, k.constant("i64", matrix.num_columns)) as i:
+            if num_rows > 1:
+                _ask_for_next_tile(panels, matrix, source, row, num_rows, panel, i)
             vectors = [packed.load(i * panels.width + v * lanes, lanes) for v in range(num_vectors)]
             for r, row_sums in enumerate(sums):
                 _multiply_add(rows.load(i + r * matrix.stride), vectors, row_sums)

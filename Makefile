@@ -13,11 +13,12 @@ JOBS ?= auto
 
 env: $(ENV)
 
+# An environment whose making was broken off, or that lacked Debian's python3.11-venv, has Python and no pip.
 # The versions of .constraints.txt, setuptools included: hence no build isolation, which would fetch the newest.
 $(ENV): setup.py .constraints.txt dgl_hybrid/compat/dgl_hybrid_startup.pth
 	@$(PYTHON) -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))" || \
 	    { echo "make env: expected Python 3.11 or 3.12 (got $$($(PYTHON) --version 2>&1)); name one: make env PYTHON=python3.11" >&2; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint .constraints.txt setuptools
 	$(BIN)/python -m pip install --quiet --constraint .constraints.txt --use-pep517 --no-build-isolation --editable ".[dev]"
 	@touch $@

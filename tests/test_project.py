@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +44,36 @@ def test_readme_commands_are_make_targets() -> None:
     assert {"demo", "test"} <= named
     assert named <= targets
     assert "make test" in (ROOT / ".ci" / "run").read_text()
+
+
+ONLY_LOGS = """#!/bin/sh
+echo "$*" >> calls
+case "$*" in
+    "-m pip --version") [ -e .venv/bin/pip ] ;;
+    "-m venv .venv") mkdir -p .venv/bin && cp python .venv/bin/python && touch .venv/bin/pip ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("left", ["nothing", "Python without pip", "all of it"])
+def test_an_environment_without_pip_is_made_anew(left: str, tmp_path: Path) -> None:
+    """As it is left where Debian's python3.11-venv was missing at first, or the user broke off."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("setup.py", ".constraints.txt", "dgl_hybrid/compat/dgl_hybrid_startup.pth"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text(ONLY_LOGS)
+    python.chmod(0o755)
+    if left != "nothing":
+        (tmp_path / ".venv" / "bin").mkdir(parents=True)
+        shutil.copy(python, tmp_path / ".venv" / "bin")
+    if left == "all of it":
+        (tmp_path / ".venv" / "bin" / "pip").touch()
+    subprocess.run(["make", "-C", tmp_path, "env", "PYTHON=./python"], check=True, timeout=60, capture_output=True)
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert ("-m venv .venv" in calls) is (left != "all of it")
+    assert len([call for call in calls if call.startswith("-m pip install")]) == 2
 
 
 def test_version_is_in_the_changelog() -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 
 from dgl_hybrid.errors import LaunchError
+from dgl_hybrid.launch import startup_hook
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE, OFF_WORDS, STRATEGIES, HaloConfig, read_environment
 
 OFF = "off"
@@ -69,7 +69,7 @@ def require_startup_hook() -> None:
     Raises:
         LaunchError: They do not.
     """
-    if not any(getattr(finder, "__name__", "") == "DglHybridStartup" for finder in sys.meta_path):
+    if not startup_hook.is_at_work():
         raise LaunchError(
             "the startup hook dgl_hybrid_startup.pth is not at work in this Python, so a script that imports dgl would "
             "run without the plugin. Install dgl_hybrid with pip (not by PYTHONPATH), and do not start Python with -S "

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import dgl
 import torch
 from dgl import function as fn
-from dgl.udf import EdgeBatch, NodeBatch
+from dgl.udf import NodeBatch
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
@@ -42,9 +42,6 @@ from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim, sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
 from dgl_hybrid.ops.unseen import unseen
-
-MessageFunction = Callable[[EdgeBatch], dict[str, Tensor]]
-
 
 FusedOp = Literal["gat", "gatv2"]
 

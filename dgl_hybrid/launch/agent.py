@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from dgl_hybrid.errors import LaunchError, PartitionError
+from dgl_hybrid.launch import startup_hook
 from dgl_hybrid.launch.leftovers import (
     SHM_VARIABLE,
     find_processes,
@@ -343,6 +344,12 @@ def find_problems(order: Prepare) -> list[str]:
         return [f"the workspace {workspace} does not exist. Give the folder in which the script runs on every host."]
     if shutil.which(workspace / order.python if os.sep in order.python else order.python) is None:
         problems.append(f"the interpreter {order.python} does not exist or cannot be run")
+    elif not _loads_plugin(order.python, workspace):
+        problems.append(
+            f"the startup hook dgl_hybrid_startup.pth is not at work in {order.python}: parts would run without the "
+            "plugin, and without the fixes that a launched DGL needs. Install dgl_hybrid there with pip (not by "
+            "PYTHONPATH)"
+        )
     script = order.command[0]
     if not script.startswith("-") and not (workspace / script).exists():
         problems.append(f"the script {workspace / script} does not exist. A relative path is one in the workspace.")
@@ -352,6 +359,14 @@ def find_problems(order: Prepare) -> list[str]:
         if reason is not None:
             problems.append(f"{name} cannot listen: {reason}. End what uses it, or change ip_config.")
     return problems
+
+
+def _loads_plugin(python: str, workspace: Path) -> bool:
+    if python == sys.executable:
+        return startup_hook.is_at_work()
+    with contextlib.suppress(OSError):
+        return startup_hook.is_at_work_in(python, workspace)
+    return False
 
 
 def _problems_of_part(part_config: Path, part_id: int) -> list[str]:
@@ -381,7 +396,7 @@ def find_interface(address: str) -> str | None:
     """Returns the network interface that has an address: gloo guesses by the host's name, often wrongly."""
     import fcntl
 
-    if address.startswith("127.") or address == "localhost":
+    if address.startswith("127."):
         return "lo"
     try:
         wanted = socket.gethostbyname(address)

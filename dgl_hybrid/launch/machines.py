@@ -6,6 +6,7 @@ A *machine* is one line, hence one partition; several may share a host.
 
 from __future__ import annotations
 
+import ipaddress
 import random
 import socket
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Machine:
 
 
 def read_ip_config(path: Path, num_parts: int) -> tuple[Machine, ...]:
-    """Reads the file that DGL reads: an address and perhaps a port on each line.
+    """Reads the file that DGL reads: an IPv4 address and perhaps a port on each line.
 
     Raises:
         LaunchError: It cannot be read, a line is not of that form, or there is not one for each partition.
@@ -50,6 +51,11 @@ def read_ip_config(path: Path, num_parts: int) -> tuple[Machine, ...]:
             raise LaunchError(
                 f"{path}, line {machine_id + 1}: expected an address and perhaps a port (got {line!r}). "
                 "DGL reads every line as a machine: empty ones and comments are not allowed."
+            )
+        if not _is_address(words[0]):
+            raise LaunchError(
+                f"{path}, line {machine_id + 1}: expected an IPv4 address such as 10.0.0.1 (got {words[0]!r}). DGL's "
+                "servers listen on no others, and look up no names."
             )
         port = int(words[1]) if len(words) == 2 else DEFAULT_PORT
         machines.append(Machine(machine_id=machine_id, address=words[0], port=port))
@@ -123,9 +129,17 @@ def why_port_unusable(address: str, port: int) -> str | None:
 
 
 def is_local_address(address: str) -> bool:
-    """Tells whether an address or host name is this host's."""
+    """Tells whether an address is this host's."""
     reason = why_port_unusable(address, 0)
     return reason is None
+
+
+def _is_address(word: str) -> bool:
+    try:
+        ipaddress.IPv4Address(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _is_port(word: str) -> bool:

@@ -7,7 +7,6 @@ import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,8 +14,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dgl_hybrid.datasets import GraphDataset, load_dataset
+from dgl_hybrid.datasets.spec import parse_spec
 from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.launch.signals import ending_signals_raise
+from dgl_hybrid.ops.compiled_code import user_cache_folder
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
 
@@ -159,8 +161,15 @@ def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedG
 
 
 def default_workspace() -> Path:
-    """Returns the folder for partitions: `dgl_hybrid` in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid"
+    """Returns the folder for partitions: `dgl_hybrid` in the user's cache.
+
+    Raises:
+        ValueError: There is none, as this user has no home.
+    """
+    folder = user_cache_folder()
+    if folder is None:
+        raise ValueError("there is no home folder to keep partitions in: name a folder with --workspace")
+    return folder
 
 
 def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> dict[str, object]:
@@ -172,10 +181,10 @@ def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> di
         "part_method": partition.part_method,
         "num_hops": partition.num_hops,
     }
-    path, _, options = data.data.partition(".npz")
-    file = Path(path + ".npz")
-    if data.data.startswith(path + ".npz") and file.is_file():
-        with file.open("rb") as stream:
+    spec = parse_spec(data.data)
+    if spec is not None and spec.kind == "npz" and Path(spec.name).is_file():
+        with Path(spec.name).open("rb") as stream:
+            options = data.data.removeprefix(spec.name)
             description["data"] = [hashlib.file_digest(stream, "sha256").hexdigest(), options]
     return description
 
@@ -299,9 +308,10 @@ def write_partition(
         PartitionError: It cannot be written, or would overwrite another graph's partition or a file that is not ours.
     """
     _check_ours(folder / _DATASET_FILE)
-    partition_graph(
-        graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
-    )
+    with ending_signals_raise():  # what is written aside goes with us
+        partition_graph(
+            graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
+        )
     record = {
         "name": dataset_name,
         "num_classes": num_classes,

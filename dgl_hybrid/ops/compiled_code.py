@@ -30,22 +30,27 @@ MAX_FILES = 4096
 """Of a cache: when a process that writes finds more, those that were not used for longest go, until half are left."""
 
 
+def user_cache_folder() -> Path | None:
+    """Returns `dgl_hybrid` in the user's cache folder (`XDG_CACHE_HOME`, `~/.cache`); None without a home."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(named):  # the XDG specification: a relative path is invalid and to be ignored
+        return Path(named) / "dgl_hybrid"
+    try:
+        return Path.home() / ".cache" / "dgl_hybrid"
+    except RuntimeError:
+        return None
+
+
 def default_folder(name: str) -> Path | None:
     """Returns the folder for one kind of code; None if none is kept.
 
-    It lies in the folder that `DGL_HYBRID_CODE_CACHE` names, else in `dgl_hybrid` in the user's cache folder
-    (`XDG_CACHE_HOME`, `~/.cache`). Without a home there is none.
+    It lies in the folder that `DGL_HYBRID_CODE_CACHE` names, else in `user_cache_folder`. Without a home there is none.
     """
     chosen = os.environ.get(FOLDER_VARIABLE, "")
     if chosen:
         return None if chosen == "0" else Path(chosen).absolute() / name
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    if os.path.isabs(named):  # the XDG specification: a relative path is invalid and to be ignored
-        return Path(named) / "dgl_hybrid" / name
-    try:
-        return Path.home() / ".cache" / "dgl_hybrid" / name
-    except RuntimeError:
-        return None
+    folder = user_cache_folder()
+    return None if folder is None else folder / name
 
 
 def code_key(*parts: str) -> str:

@@ -40,6 +40,9 @@ _logger = logging.getLogger(__name__)
 _dgls_own_partition_graph = dgl_partition.partition_graph
 """Taken before the plugin can be on: with it on, the name leads to `partition_graph` below, which would begin again."""
 
+_PART_FILES = ("graph.dgl", "node_feat.dgl", "edge_feat.dgl", SIDECAR_NAME, "fused_csc_sampling_graph.pt")
+"""What lies in the folder of a part, GraphBolt's included: with these alone, it may be replaced."""
+
 BalanceTypes = Tensor | dict[str, Tensor]
 IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
 
@@ -72,7 +75,8 @@ def partition_graph(
             and edge data of any dtype DGL can store are split among the parts.
         graph_name: The JSON file is called `<graph_name>.json`.
         num_parts: P, at most the number of vertices.
-        out_path: Folder to write; a former partition of the same graph name in it is replaced.
+        out_path: Folder to write; a former partition of the same graph name in it is replaced, and so are folders
+            `part<k>` that hold a part's files and no others.
         num_hops: How far the halo reaches, at least 1. The in-edges of halo vertices at in-distance < num_hops are
             stored, so `num_hops = L` holds all that an L-layer model would recompute.
         part_method: "metis", "random" or "contiguous" (1D ranges of original ids).
@@ -93,7 +97,8 @@ def partition_graph(
     Raises:
         TypeError: `g` is no graph.
         ValueError: an argument is out of range or unknown.
-        PartitionError: the folder cannot be written, or METIS failed.
+        PartitionError: the folder cannot be written, something that is no partition's would be replaced, or METIS
+            failed.
     """
     if not isinstance(g, dgl.DGLGraph):
         raise TypeError(f"partition_graph needs a dgl.DGLGraph (got {type(g).__name__})")
@@ -260,12 +265,25 @@ def _check_target(target: Path, graph_name: str, num_parts: int) -> None:
                 f"{target} holds the partition of graph {path.stem!r}; writing {graph_name!r} there would "
                 "overwrite its parts. Choose another out_path or remove that folder."
             )
+    former = target / f"{graph_name}.json"
+    # A damaged one of ours is worth nothing to anybody: the folder's manifest tells whose it was.
+    if os.path.lexists(former) and not _part_files(former) and not (target / MANIFEST_NAME).is_file():
+        raise PartitionError(
+            f"{former} describes no partition, and would have to be replaced. Choose another out_path or remove it."
+        )
+    known = {path.name for path in _part_files(former)}.union(_PART_FILES)
     replaced = {target / f"part{part_id}" for part_id in range(num_parts)}
-    for path in sorted(replaced.union(_part_folders(target / f"{graph_name}.json"))):
+    for path in sorted(replaced.union(_part_folders(former))):
         if path.is_symlink() or (path.exists() and not path.is_dir()):
             raise PartitionError(
                 f"{path} is {'a link' if path.is_symlink() else 'no folder'}, and would have to be replaced. Choose "
                 f"another out_path or remove it."
+            )
+        others = sorted(file.name for file in path.iterdir() if file.name not in known) if path.is_dir() else []
+        if others:
+            raise PartitionError(
+                f"{path} would have to be replaced, and holds what is of no partition: {', '.join(others[:3])}"
+                f"{', …' if len(others) > 3 else ''}. Choose another out_path or move that elsewhere."
             )
 
 
@@ -274,15 +292,20 @@ def _has_parts_in(path: Path) -> bool:
     return bool(_part_folders(path))
 
 
-def _part_folders(path: Path) -> list[Path]:
-    """Returns the folders beside a partition's JSON file, named as ours are, in which it says that its parts lie."""
+def _part_files(path: Path) -> list[Path]:
+    """Returns the files of parts that a partition's JSON file names; none if it is of another kind."""
     try:
         content = read_json_object(path)
     except PartitionError:
         return []  # nothing that could be read is lost
     parts = [part for name, part in content.items() if re.fullmatch(r"part-\d+", name) and isinstance(part, dict)]
     files = [file for part in parts for file in part.values() if isinstance(file, str)]
-    folders = {Path(os.path.normpath(path.parent / file)).parent for file in files}
+    return [Path(os.path.normpath(path.parent / file)) for file in files]
+
+
+def _part_folders(path: Path) -> list[Path]:
+    """Returns the folders beside a partition's JSON file, named as ours are, in which it says that its parts lie."""
+    folders = {file.parent for file in _part_files(path)}
     return sorted(
         folder for folder in folders if folder.parent == path.parent and re.fullmatch(r"part\d+", folder.name)
     )

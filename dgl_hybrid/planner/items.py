@@ -61,23 +61,6 @@ class Items:
             result[level - 1] |= self.reads(computed[level], level)
         return result
 
-    def close_down(self, wanted: Bools) -> Bools:
-        """Returns `wanted` (L, H), cut to what is allowed, with every computed row's own lower rows computed too."""
-        result = wanted & self.allowed
-        for level in range(self.num_layers - 1, 0, -1):
-            result[level - 1] |= result[level]
-        return result
-
-    def drop_unneeded(self, computed: Bools) -> Bools:
-        """Returns `computed` without the rows that neither owned vertices nor computed rows need."""
-        result = computed.copy()
-        needed = self.demand[-1]
-        for level in range(self.num_layers - 1, -1, -1):
-            result[level] &= needed
-            if level:
-                needed = self.demand[level - 1] | result[level] | self.reads(result[level], level)
-        return result
-
     def receive_prices(self, costs: ItemCosts) -> Floats:
         """Returns r, (L, H) seconds."""
         return np.array(costs.receive_s, dtype=np.float64)[:, self.owner]

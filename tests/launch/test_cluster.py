@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -54,7 +55,8 @@ def test_what_parts_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     (tmp_path / "show.py").write_text(SHOW_ENVIRONMENT)
     python = tmp_path / "python3.11 with blanks"
-    python.symlink_to(sys.executable)
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
     arguments = ["--num-trainers", "9", "--", "-x", "a b", "", "$HOME", "'", '"', "ü", "*"]
     (tmp_path / "graph.json").write_text('{"num_parts": 2}')
     result = run_cluster(
@@ -513,9 +515,33 @@ def test_wrong_jobs(change: dict[str, Any], message: str, tmp_path: Path) -> Non
         run_cluster(ClusterJob(**fields))
 
 
+def test_an_interpreter_that_leaves_the_plugin_out(tmp_path: Path) -> None:
+    """It would run without the plugin, and without what a launched DGL needs."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    python.chmod(0o755)
+    with pytest.raises(LaunchError, match=r"the startup hook dgl_hybrid_startup\.pth is not at work in /.*/python: "):
+        run_cluster(fake_job(tmp_path, python=str(python)))
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_what_a_terminal_cannot_show_ends_no_job(
+    encoding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    run_cluster(fake_job(tmp_path, {"trainer 0": [["print", "é €"]]}))
+    shown = {"ascii": rb"\xe9 \u20ac", "latin-1": b"\xe9 \\u20ac", "utf-8": "é €".encode()}
+    assert b"[trainer 0] " + shown[encoding] + b"\n" in written.getvalue()
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ("localhost\n127.0.0.1 30052\n", r"line 1: expected an IPv4 address such as 10.0.0.1 \(got 'localhost'\)"),
+        ("127.0.0.1\n::1\n", r"line 2: expected an IPv4 address such as 10.0.0.1 \(got '::1'\)"),
+        ("10.0.0..1\n127.0.0.1\n", r"line 1: expected an IPv4 address .* \(got '10.0.0..1'\)"),
+        ("-oProxyCommand=x\n127.0.0.1\n", "line 1: expected an IPv4 address"),
         ("127.0.0.1 30050\n", "names 1 machines, but the graph has 2 partitions. Write one line per partition"),
         ("127.0.0.1 30050\n\n127.0.0.1 30051\n", r"line 2: expected an address and perhaps a port \(got ''\)"),
         ("127.0.0.1 x\n127.0.0.1 30051\n", r"line 1: expected an address and perhaps a port \(got '127.0.0.1 x'\)"),

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,13 +30,13 @@ from tests.launch.jobs import is_alive
 
 def test_ip_config_is_read_as_dgl_reads_it(tmp_path: Path) -> None:
     file = tmp_path / "ip_config.txt"
-    file.write_text("10.0.0.1 30100\nhost-b\n")
+    file.write_text("10.0.0.1 30100\n10.0.0.2\n")
     machines = read_ip_config(file, 2)
     assert machines == (
         Machine(machine_id=0, address="10.0.0.1", port=30100),
-        Machine(machine_id=1, address="host-b", port=30050),
+        Machine(machine_id=1, address="10.0.0.2", port=30050),
     )
-    assert str(machines[1]) == "machine 1 (host-b)"
+    assert str(machines[1]) == "machine 1 (10.0.0.2)"
     file.write_text(ip_config_text(machines))
     assert read_ip_config(file, 2) == machines
 
@@ -62,7 +63,6 @@ def test_ports_in_use_are_seen_and_not_given_away() -> None:
 
 def test_addresses() -> None:
     assert is_local_address("127.0.0.1")
-    assert is_local_address("localhost")
     assert not is_local_address("192.0.2.1")  # kept for documentation: nobody's
     assert why_port_unusable("192.0.2.1", 30050) == "192.0.2.1 is not an address of this host"
     assert find_interface("127.0.0.1") == "lo"
@@ -72,6 +72,15 @@ def test_addresses() -> None:
 def test_an_environment_without_what_others_left() -> None:
     inherited = {"PATH": "/bin", "RANK": "3", "TORCHELASTIC_RUN_ID": "x", "DGL_ROLE": "server", "HOME": "/h"}
     assert part_environment(inherited, {"RANK": "0", "HOME": "/g"}) == {"PATH": "/bin", "HOME": "/g", "RANK": "0"}
+
+
+def test_sockets_fit_into_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefix = "dgl_hybrid_0123abcd_17_"
+    for base, is_kept in (("/scratch/job", True), ("/scratch/" + "é" * 30, False), ("/scratch/" + "x" * 60, False)):
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        folder = leftovers.temporary_folder(prefix)
+        assert (folder.parent == Path(base)) is is_kept
+        assert len(os.fsencode(folder / "pymp-12345678" / "listener-12345678")) < 108  # `sun_path`, with its last 0
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

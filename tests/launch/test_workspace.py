@@ -56,6 +56,16 @@ workspace.prepare_partition(data, partition)
 """
 
 
+ENDED_WITH_OUT = """
+import os, signal, sys
+from dgl_hybrid.cli.main import main
+from dgl_hybrid.partition import write
+
+write.sync_tree = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
+main(["partition", "--data", sys.argv[2], "--out", sys.argv[1]])
+"""
+
+
 def test_what_a_killed_run_had_written_is_removed_by_the_next(tmp_path: Path) -> None:
     """It may be as large as a partition, and its name is never used again."""
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path), SMALL], check=False, timeout=300)
@@ -97,6 +107,28 @@ def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
     assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
     changed = write_npz(tmp_path / "a.npz", label=np.array([1, 1, 0, 1]))
     assert prepare(tmp_path, changed, ranks=2) != first
+
+
+def test_a_file_counts_by_its_content_whatever_its_folder_is_called(tmp_path: Path) -> None:
+    file = tmp_path / "a.npz.d" / "a.npz"
+    file.parent.mkdir()
+    first = prepare(tmp_path, write_npz(file), ranks=2)
+    assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
+    assert prepare(tmp_path, f"{file}:self_loops=true", ranks=2) != first
+    assert prepare(tmp_path, write_npz(file, label=np.array([1, 1, 0, 1])), ranks=2) != first
+
+
+ENDED = KILLED.replace("SIGKILL", "SIGTERM")
+
+
+def test_an_ended_run_takes_with_it_what_it_had_written(tmp_path: Path) -> None:
+    for folder, command in (
+        (tmp_path / "kept", [sys.executable, "-c", ENDED, str(tmp_path / "kept"), SMALL]),
+        (tmp_path, [sys.executable, "-c", ENDED_WITH_OUT, str(tmp_path / "out"), SMALL]),
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 143, done.stderr
+        assert not [*folder.glob(".*.writing-*"), *folder.glob("**/part*")]
 
 
 def test_binary_features_are_normalised_unless_told_otherwise(tmp_path: Path) -> None:

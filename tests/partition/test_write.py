@@ -353,6 +353,35 @@ def test_parts_of_a_larger_partition_go_with_it(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("part*")) == ["part0", "part1", "part8", "part9"]
 
 
+def test_what_is_of_no_partition_is_not_replaced(tmp_path: Path) -> None:
+    """Scripts choose the names: somebody's own files may have them."""
+    notes = tmp_path / "a" / "g.json"
+    notes.parent.mkdir()
+    notes.write_text('{"license": "mine"}')
+    with pytest.raises(PartitionError, match=r"a/g\.json describes no partition, and would have to be replaced"):
+        write(hand_drawn(), notes.parent, 2)
+    assert notes.read_text() == '{"license": "mine"}'
+    data = tmp_path / "b" / "part1" / "data.csv"
+    data.parent.mkdir(parents=True)
+    data.write_text("1,2")
+    with pytest.raises(PartitionError, match=r"b/part1 would have to be replaced, and holds .*: data\.csv\. Choose"):
+        write(hand_drawn(), tmp_path / "b", 2)
+    write(hand_drawn(), tmp_path / "b", 1)  # in which there is no such part
+    (tmp_path / "b" / "part0" / "mine").mkdir()
+    with pytest.raises(PartitionError, match=r"b/part0 would have to be replaced, and holds .*: mine\. Choose"):
+        write(hand_drawn(), tmp_path / "b", 1)
+    assert data.read_text() == "1,2"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_damaged_partition_is_replaced(tmp_path: Path) -> None:
+    write(power_law(), tmp_path, 3)
+    (tmp_path / "g.json").write_text((tmp_path / "g.json").read_text()[:100])
+    (tmp_path / "part1" / "graph.dgl").unlink()
+    write(hand_drawn(), tmp_path, 3)
+    assert sum(load_partition(tmp_path / "g.json", part_id).num_inner for part_id in range(3)) == 6
+
+
 def test_a_linked_part_is_not_written_over(tmp_path: Path) -> None:
     """As where each part lies on a disk of its own: half of the former partition was gone before it failed."""
     write(power_law(), tmp_path / "p", 2)

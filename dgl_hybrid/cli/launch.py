@@ -11,7 +11,7 @@ from pathlib import Path
 from dgl_hybrid.cli.plugin import OFF, add_plugin_options, plugin_environment
 from dgl_hybrid.cli.script_words import USAGE, check_script
 from dgl_hybrid.launch.cluster import SSH, ClusterFailure, ClusterJob, ClusterResult, run_cluster
-from dgl_hybrid.launch.signals import ending_signals_raise
+from dgl_hybrid.partition.signals import ending_signals_raise
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 
 TAKES_SCRIPT = True

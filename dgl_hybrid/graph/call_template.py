@@ -39,6 +39,8 @@ class _RowsOf:
     """The same tensor in every epoch."""
     zeros_like: Tensor | None = None
     """Rows that are static and mostly zeros, or some of them: products with such go by their entries."""
+    last_level: int | None = None
+    """The highest level that has as many rows, if `index` is a lower one."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class CallTemplate:
     def of_call(
         args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
     ) -> CallTemplate:
-        """Remembers a call that is being made, without keeping its tensors (but a few rows of sparse features)."""
+        """Remembers a call that is being made, without keeping its rows (but a few of sparse features)."""
         num_seen: dict[int, int] = {}
         # The script may have moved the blocks itself: then those that the model is given tell where it runs.
         runs_on = blocks[0].device
@@ -128,6 +130,42 @@ class CallTemplate:
     def casting(self, device_type: str) -> contextlib.AbstractContextManager[object]:
         """What the call is to be repeated under on a device, whatever this thread is under at present."""
         return torch.autocast(device_type, dtype=self.autocast or torch.bfloat16, enabled=self.autocast is not None)
+
+    def readings(self) -> list[CallTemplate]:
+        """Returns what the call may mean, likeliest first: this template, and where levels have equally many rows, as
+        with all nodes for seeds, the one in which the second tensor with so many rows and those after it are of the
+        highest of them: labels, a mask.
+        """
+        num_unclear = 0
+
+        def of_seeds(value: Any) -> Any:
+            nonlocal num_unclear
+            if not isinstance(value, _RowsOf) or value.last_level is None:
+                return value
+            num_unclear += 1
+            return value if num_unclear == 1 else dataclasses.replace(value, index=value.last_level)
+
+        args, kwargs = map_leaves((self.args, self.kwargs), of_seeds)
+        return [self, dataclasses.replace(self, args=args, kwargs=kwargs)] if num_unclear > 1 else [self]
+
+    def levels(self) -> list[int]:
+        """Returns the level of each tensor with a row for each vertex of one, in their order; -1 for other leaves."""
+        leaves = flatten((self.args, self.kwargs))
+        return [leaf.index if isinstance(leaf, _RowsOf) and leaf.kind == "level" else -1 for leaf in leaves]
+
+    def at_levels(self, levels: Sequence[int]) -> CallTemplate:
+        """Returns it with the levels that another rank has found for the same call, itself where that is another."""
+        found = self.levels()
+        if len(found) != len(levels) or [level < 0 for level in found] != [level < 0 for level in levels]:
+            return self
+        following = iter(levels)
+
+        def moved(value: Any) -> Any:
+            level = next(following)
+            return dataclasses.replace(value, index=level) if level >= 0 else value
+
+        args, kwargs = map_leaves((self.args, self.kwargs), moved)
+        return dataclasses.replace(self, args=args, kwargs=kwargs)
 
     def has_blocks_of_all(self, num_layers: int) -> bool:
         """Whether the blocks of all layers are arguments, so that the call can be made with others in their place."""
@@ -222,8 +260,11 @@ def _abstract_tensor(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict
     rows = len(value) if value.dim() else -1
     sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
     edges = [block.num_edges() for block in blocks]
+    last_level = None
     if rows in sizes:
         kind, index = "level", sizes.index(rows)
+        highest = max(level for level, size in enumerate(sizes) if size == rows)
+        last_level = highest if highest > index else None
     elif rows in edges:
         candidates = [index for index, count in enumerate(edges) if count == rows]
         kind, index = "layer", candidates[num_seen.get(rows, 0) % len(candidates)]
@@ -234,7 +275,8 @@ def _abstract_tensor(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict
     zeros_like = None
     if is_static and (kind, index) == ("level", 0) and _is_sparse(value):
         zeros_like = value.detach()[:: max(1, len(value) // SAMPLED_ROWS)].cpu().clone()
-    return _RowsOf(kind, index, tuple(value.shape[1:]), value.dtype, value.requires_grad, is_static, zeros_like)
+    shape = tuple(value.shape[1:])
+    return _RowsOf(kind, index, shape, value.dtype, value.requires_grad, is_static, zeros_like, last_level)
 
 
 def map_leaves(value: Any, function: Callable[[Any], Any]) -> Any:

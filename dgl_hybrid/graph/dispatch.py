@@ -71,7 +71,8 @@ class DeferredIndex(routing.IndexStandIn):
 
 
 def _is_layer_block(graph: Any) -> bool:
-    return isinstance(getattr(graph, "_graph", None), DeferredIndex)
+    # Not by its `_graph`: who looks at that is about to read the block's edges.
+    return hasattr(type(graph), "normalise_edge_weights")
 
 
 def _edge_weight_norm(original: Callable[..., Tensor], self: Any, graph: Any, edge_weight: Tensor) -> Tensor:

@@ -21,6 +21,12 @@ _ON_SERVERS: tuple[type, ...] = (DistTensor, DistGraph, PartitionPolicy)
 to delete is collective."""
 
 
+def without_ddp(model: nn.Module) -> nn.Module:
+    """Returns the model inside of a `DistributedDataParallel`; any other one as it is."""
+    inner: nn.Module = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    return inner
+
+
 def copy_of(model: ModelT) -> ModelT:
     """Returns a deep copy, so that weights, running statistics, gradients and hooks of the model stay as they are.
 

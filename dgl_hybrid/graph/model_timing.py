@@ -35,7 +35,7 @@ from torch.utils.checkpoint import CheckpointError
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.graph.call_template import CallTemplate, flatten, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
+from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness, without_ddp
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_blocks_like, build_tiny_blocks, sizes_like
 from dgl_hybrid.ops import EdgeDropout
@@ -51,6 +51,9 @@ BUDGET_S = 1.0
 """An epoch on the larger blocks is to take so long at most; it runs a few times."""
 FIRST_EDGES = 1 << 16
 """In the run that tells how large the larger blocks may be, and the least they have."""
+FIRST_ROWS = 1 << 16
+"""The most rows of a level of blocks that are larger than the rank's own, for their edges' sake. Hidden rows may be far
+wider than what a model is given; and where there are many rows, few edges matter little."""
 MAX_ELEMENTS = 1 << 25
 """Of one level's input rows."""
 ROUNDS, MOST_ROUNDS = 3, 12
@@ -280,7 +283,7 @@ class _Timer:
     ) -> None:
         self.device, self.num_layers = device, trace.num_layers
         self._own_rows, self._sums_first = own_rows, trace.sums_first
-        inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+        inner = without_ddp(model)
         self._model = copy_of(inner).train()
         self._parameters = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
         # What most scripts use; the parameters are few beside the rows. It learns nothing: a model that got better at
@@ -299,6 +302,7 @@ class _Timer:
         )
         width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
         self._largest_factor = MAX_ELEMENTS / max(width * sizes[0], 1)
+        self._most_rows = max(*sizes, 1)
 
     def affordable_factor(self, budget_s: float) -> float:
         """Returns how large blocks may be, beside the rank's own: at most as large, unless those have next to no edges,
@@ -307,7 +311,7 @@ class _Timer:
         # Nearly all edges may be those of a layer whose sums are kept: rows are what there is too much of then.
         factor = min(FIRST_EDGES / max(self._num_edges, 1), self._largest_factor)
         if factor >= 1.0:
-            return factor
+            return min(factor, max(FIRST_ROWS / self._most_rows, 1.0))
         (first,) = measure_in_turns([self.on(*self.blocks_of(factor))], budget_s=budget_s, rounds=1)
         scale = max(min(budget_s / max(first.elapsed_s, 1e-6), 1.0 / factor), 1.0)
         return min(factor * scale, self._largest_factor)

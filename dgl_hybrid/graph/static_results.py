@@ -92,6 +92,10 @@ class _Kept:
         """Nobody has an operand any more, so nobody can ask for it."""
         return any(operand.tensor() is None for operand in self.operands)
 
+    def is_made_of(self, holds: IsStatic) -> bool:
+        """Whether this is true of all operands, which are still there."""
+        return all((tensor := operand.tensor()) is not None and holds(tensor) for operand in self.operands)
+
     @property
     def is_written(self) -> bool:
         """Also if it was made a leaf, whose gradients would add up from epoch to epoch."""
@@ -220,6 +224,10 @@ class StaticResults:
     def clear(self) -> None:
         """Drops everything; every rank does so at the same point of its program."""
         self._kept.clear()
+
+    def drop_all_but(self, is_static: IsStatic) -> None:
+        """Drops what is not made of such tensors alone, which must be alike on every rank."""
+        self._kept = {key: kept for key, kept in self._kept.items() if kept.is_made_of(is_static)}
 
     @property
     def num_bytes(self) -> int:

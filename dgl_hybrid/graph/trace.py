@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, float_tensors_in
-from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness
+from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness, without_ddp
 from dgl_hybrid.graph.op_rates import row_slowdown
 from dgl_hybrid.graph.rows_apart import compare_rows_apart, notes_on
 from dgl_hybrid.graph.static_results import StaticResults
@@ -68,7 +68,7 @@ def trace_model(
         BlockError: If the model uses fewer blocks than there are, normalises over the output level, or mixes rows by
             something other than batch norm, which could not be exact on partitions.
     """
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner = without_ddp(model)
 
     def trace(where: torch.device) -> TraceResult:
         return _trace_on(

@@ -28,6 +28,7 @@ from typing import IO
 from dgl_hybrid.errors import LaunchError, PartitionError
 from dgl_hybrid.launch import startup_hook
 from dgl_hybrid.launch.leftovers import (
+    LONGEST_FOLDER_BYTES,
     SHM_VARIABLE,
     find_processes,
     find_shared_memory,
@@ -344,11 +345,17 @@ def find_problems(order: Prepare) -> list[str]:
         return [f"the workspace {workspace} does not exist. Give the folder in which the script runs on every host."]
     if shutil.which(workspace / order.python if os.sep in order.python else order.python) is None:
         problems.append(f"the interpreter {order.python} does not exist or cannot be run")
-    elif not _loads_plugin(order.python, workspace):
+    elif order.needs_plugin and not _loads_plugin(order.python, workspace):
         problems.append(
-            f"the startup hook dgl_hybrid_startup.pth is not at work in {order.python}: parts would run without the "
-            "plugin, and without the fixes that a launched DGL needs. Install dgl_hybrid there with pip (not by "
-            "PYTHONPATH)"
+            f"the startup hook dgl_hybrid_startup.pth is not at work in {order.python}, or that did not answer, so "
+            "parts would run without the plugin. Install dgl_hybrid there with pip (not by PYTHONPATH); --strategy off "
+            "needs none"
+        )
+    folder = temporary_folder(order.shm_prefix)
+    if order.num_samplers and len(os.fsencode(folder)) > LONGEST_FOLDER_BYTES:
+        problems.append(
+            f"samplers cannot make their sockets in {folder}, whose name is longer than {LONGEST_FOLDER_BYTES} bytes: "
+            "set TMPDIR to a folder with a shorter one"
         )
     script = order.command[0]
     if not script.startswith("-") and not (workspace / script).exists():

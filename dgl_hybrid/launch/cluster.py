@@ -282,7 +282,7 @@ def part_variables(job: ClusterJob, part: Part, num_machines: int, *, threads: i
 def show_line(line: PartLine) -> None:
     """Writes a part's line to our own stdout or stderr; what these have no characters for, as escapes."""
     stream = sys.stderr if line.is_error else sys.stdout
-    encoding = stream.encoding or "utf-8"
+    encoding = getattr(stream, "encoding", None) or "utf-8"  # a script's own stream may have none
     text = f"[{line.part.name}] {line.text}\n".encode(encoding, errors="backslashreplace").decode(encoding)
     stream.write(text)
     stream.flush()

@@ -49,6 +49,7 @@ from dgl_hybrid.launch.messages import (
     decode,
     encode,
 )
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE, OFF_WORDS
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +246,8 @@ class Controller:
             },
             shm_prefix=self._shm_prefix(machine),
             python=python,
+            needs_plugin=job.environment.get(ENABLE_VARIABLE, "") not in ("", *OFF_WORDS),
+            num_samplers=job.num_samplers,
             command=list(job.command),
             workspace=str(job.folder),
             part_config=str(job.folder / job.part_config),

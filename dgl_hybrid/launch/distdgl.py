@@ -18,9 +18,9 @@ from pathlib import Path
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
 from dgl_hybrid.launch.job import FOLDER_PREFIX, write_json
-from dgl_hybrid.launch.signals import ending_signals_raise
 from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
 from dgl_hybrid.partition import read_partition_summary
+from dgl_hybrid.partition.signals import ending_signals_raise
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.distdgl import DistDGLReport

@@ -23,18 +23,14 @@ TRACKER_GRACE_S = 2.0
 _MULTIPROCESSING = ("sem.mp-", "torch_")
 _MAPPED_SHM = re.compile(rb" (\d+) +/dev/shm/")
 _TURN_S = 0.02
-_MAX_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
-"""Of a folder in which `multiprocessing` makes its sockets: their addresses have 107 bytes at most."""
+LONGEST_FOLDER_BYTES = 107 - len("/pymp-12345678/listener-12345678")
+"""Of a folder in which `multiprocessing` makes its sockets, whose addresses have 107 bytes at most. In a longer one
+samplers lose what they send, and trainers wait for it for half an hour."""
 
 
 def temporary_folder(shm_prefix: str) -> Path:
-    """Returns the folder for temporary files of the machine with this prefix, on this host.
-
-    Where the user's own is too long for sockets to be made below ours, it lies in /tmp: samplers would lose what they
-    send, and trainers wait for it for half an hour.
-    """
-    folder = Path(tempfile.gettempdir(), f"{shm_prefix}files")
-    return folder if len(os.fsencode(folder)) <= _MAX_FOLDER_BYTES else Path("/tmp", folder.name)
+    """Returns the folder for temporary files of the machine with this prefix, on this host."""
+    return Path(tempfile.gettempdir(), f"{shm_prefix}files")
 
 
 def find_processes(shm_prefix: str) -> list[int]:

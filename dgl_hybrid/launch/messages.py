@@ -21,6 +21,9 @@ class Prepare:
     shm_prefix: str
     """Begins the names of the machine's shared memory; its processes are known by it as well."""
     python: str
+    needs_plugin: bool
+    """Whether scripts are to run with the plugin, so that the interpreter must load it."""
+    num_samplers: int
     command: list[str]
     workspace: str
     part_config: str

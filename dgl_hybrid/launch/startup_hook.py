@@ -12,7 +12,8 @@ from pathlib import Path
 
 _NAME = "DglHybridStartup"
 _LOOK = f"import sys; sys.exit(not any(getattr(one, '__name__', '') == '{_NAME}' for one in sys.meta_path))"
-_TIMEOUT_S = 60.0
+_TIMEOUT_S = 20.0
+"""Less than a controller waits for its agents."""
 
 
 def is_at_work() -> bool:

@@ -17,7 +17,6 @@ from dgl_hybrid.datasets import GraphDataset, load_dataset
 from dgl_hybrid.datasets.spec import parse_spec
 from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.launch.signals import ending_signals_raise
 from dgl_hybrid.ops.compiled_code import user_cache_folder
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
@@ -308,10 +307,9 @@ def write_partition(
         PartitionError: It cannot be written, or would overwrite another graph's partition or a file that is not ours.
     """
     _check_ours(folder / _DATASET_FILE)
-    with ending_signals_raise():  # what is written aside goes with us
-        partition_graph(
-            graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
-        )
+    partition_graph(
+        graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
+    )
     record = {
         "name": dataset_name,
         "num_classes": num_classes,

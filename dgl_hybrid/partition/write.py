@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import dgl
@@ -33,6 +33,7 @@ from dgl_hybrid.partition.manifest import (
 )
 from dgl_hybrid.partition.quiet import captured_output
 from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
+from dgl_hybrid.partition.signals import ending_signals_raise
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
 
 _logger = logging.getLogger(__name__)
@@ -40,8 +41,12 @@ _logger = logging.getLogger(__name__)
 _dgls_own_partition_graph = dgl_partition.partition_graph
 """Taken before the plugin can be on: with it on, the name leads to `partition_graph` below, which would begin again."""
 
-_PART_FILES = ("graph.dgl", "node_feat.dgl", "edge_feat.dgl", SIDECAR_NAME, "fused_csc_sampling_graph.pt")
-"""What lies in the folder of a part, GraphBolt's included: with these alone, it may be replaced."""
+_PART_FILES = (
+    *("graph.dgl", "node_feat.dgl", "edge_feat.dgl", SIDECAR_NAME),
+    *("fused_csc_sampling_graph.pt", "fused_csc_sampling_graph.tar"),  # GraphBolt's
+    *("orig_nids.dgl", "orig_eids.dgl"),  # of DGL's tools for partitioning on several hosts
+)
+"""What lies in the folder of a part: with these alone, it may be replaced."""
 
 BalanceTypes = Tensor | dict[str, Tensor]
 IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
@@ -107,6 +112,12 @@ def partition_graph(
     target = Path(out_path).absolute()
     _check_target(target, graph_name, num_parts)
     staging = _make_staging(target)
+    following = contextlib.ExitStack()
+
+    def begin_writing() -> None:
+        # What is written aside goes with this process. Not while METIS runs: it lets no Python run for minutes.
+        following.enter_context(ending_signals_raise())
+
     try:
         if g.is_homogeneous:
             if isinstance(balance_ntypes, dict):
@@ -126,6 +137,7 @@ def partition_graph(
                 objtype=objtype,
                 graph_formats=graph_formats,
                 seed=seed,
+                begin_writing=begin_writing,
             )
             mapping: IdMapping | None = (ids.orig_node_ids, ids.orig_edge_ids)
         else:
@@ -145,6 +157,7 @@ def partition_graph(
                 graph_formats=graph_formats,
                 seed=seed,
             )
+            begin_writing()
         if use_graphbolt:
             _add_graphbolt(staging / f"{graph_name}.json", kwargs)
         files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
@@ -159,6 +172,7 @@ def partition_graph(
         raise _cannot_be_written(target, error) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+        following.close()
     return mapping if return_mapping else None
 
 
@@ -279,7 +293,10 @@ def _check_target(target: Path, graph_name: str, num_parts: int) -> None:
                 f"{path} is {'a link' if path.is_symlink() else 'no folder'}, and would have to be replaced. Choose "
                 f"another out_path or remove it."
             )
-        others = sorted(file.name for file in path.iterdir() if file.name not in known) if path.is_dir() else []
+        try:
+            others = sorted(file.name for file in path.iterdir() if file.name not in known) if path.is_dir() else []
+        except OSError as error:
+            raise _cannot_be_written(target, error) from error
         if others:
             raise PartitionError(
                 f"{path} would have to be replaced, and holds what is of no partition: {', '.join(others[:3])}"
@@ -325,6 +342,7 @@ def _write_homogeneous(
     objtype: str,
     graph_formats: str | list[str] | tuple[str, ...] | None,
     seed: int,
+    begin_writing: Callable[[], None],
 ) -> Renumbering:
     src, dst = (ends.to("cpu", torch.int64) for ends in g.edges(order="eid"))
     num_nodes, num_edges = int(g.num_nodes()), int(g.num_edges())
@@ -345,6 +363,7 @@ def _write_homogeneous(
         for frame, data in ((g.ndata, node_data), (g.edata, edge_data)):
             frame["trainer_id"] = data["trainer_id"].to(g.device)
         node_part = node_part // num_trainers
+    begin_writing()
     ids = renumber(src, dst, node_part, num_parts)
     in_degrees = torch.bincount(dst, minlength=num_nodes)[ids.orig_node_ids]
     out_degrees = torch.bincount(src, minlength=num_nodes)[ids.orig_node_ids]

@@ -260,6 +260,9 @@ class DistField(GraphField):
     def identify(self, rows: Tensor) -> bool:
         return self._reads.identify(self._tensor.kvstore_key, rows)
 
+    def is_current(self, rows: Tensor) -> bool:
+        return self._reads.identify(self._tensor.kvstore_key, rows, is_current=True)
+
 
 class DistFields(GraphFields):
     """The node or edge fields of a `DistGraph`, as they are at each look.

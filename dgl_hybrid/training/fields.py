@@ -64,6 +64,10 @@ class GraphField(ABC):
     def identify(self, rows: Tensor) -> bool:
         """Whether `rows` is a tensor that this field returned for a loader's id tensor."""
 
+    @abstractmethod
+    def is_current(self, rows: Tensor) -> bool:
+        """Whether, besides, the next read with these ids returns it again, as far as all ranks know."""
+
     @property
     def dtype(self) -> torch.dtype:
         return self.local.dtype
@@ -135,6 +139,9 @@ class StoredField(GraphField):
 
     def identify(self, rows: Tensor) -> bool:
         return any(read is not None and read.rows is rows for read in self._read.values())
+
+    def is_current(self, rows: Tensor) -> bool:
+        return self.identify(rows)  # what was written is forgotten at once
 
     def set_local(self, rows: Tensor) -> None:
         """Replaces this rank's rows; every rank must do so, since rows read before are read again."""

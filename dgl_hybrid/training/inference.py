@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.locality import RowOrder
-from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.call_template import CallTemplate, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
+from dgl_hybrid.graph.model_copy import without_ddp
 from dgl_hybrid.graph.rows_apart import check_rows_apart
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
@@ -50,7 +51,7 @@ def infer(
     transport: TransportName | None = None,
     chunk_rows: int | None = None,
     timeout_s: float | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Any]:
     """Runs `model(blocks, x)` in evaluation mode for some nodes. Collective; no gradients.
 
     Args:
@@ -68,17 +69,19 @@ def infer(
 
     Returns:
         `(nids, output)`: (n,) int64, the ids this rank owns among all those asked for, ascending, and (n, …) their
-        output rows, on the device of the blocks.
+        output rows, on the device of the blocks. A model that returns several tensors (a tuple, list, dictionary,
+        dataclass or namespace of them) has each of them there, in an object of that kind.
 
     Raises:
         BlockError: On all ranks, if the model mixes rows of different vertices outside message passing. This is looked
             for once a model, on small blocks; of one that cannot be run on them it is only said.
         KeyError: The graph has no such field.
         TypeError: The model is no module.
+        ValueError: On all ranks, if the model returns a tensor that has not one row for each seed.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
-    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    inner = without_ddp(model)
     if loader is None:
         if device is None:
             device = next((parameter.device for parameter in inner.parameters()), None)
@@ -95,7 +98,19 @@ def infer(
         output = inner(blocks, x)
         _check_once(inner, loader, blocks, x)
     ids, order = seeds[: loader.num_seeds].sort()
-    return ids, output[: loader.num_seeds][order]
+
+    def rows_asked_for(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if not value.dim() or len(value) != len(seeds):
+            raise ValueError(
+                f"infer needs a model whose tensors have one row for each of the seeds (got one of shape "
+                f"{tuple(value.shape)} for {len(seeds)} seeds). Return the others apart from it, or none."
+            )
+        return value[: loader.num_seeds][order]
+
+    with loader.communicator.agreed():
+        return ids, map_leaves(output, rows_asked_for)
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

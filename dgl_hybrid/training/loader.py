@@ -639,9 +639,12 @@ class FullGraphLoader:
         any_has_drawn = any(of_rank.has_drawn for of_rank in told)
         self._has_drawn |= any_has_drawn
         self._steps_done += any_has_drawn
-        if is_written or any(of_rank.was_changed for of_rank in told):
+        if any(of_rank.was_changed for of_rank in told):
             for results in kept:
                 results.clear()
+        elif is_written:  # maybe into other fields alone, as predictions are in every epoch
+            for results in kept:
+                results.drop_all_but(self.graph.hands_out_still)
         if self._keep_static:
             self._check_same_kept([of_rank.num_asked for of_rank in told], kept)
         del step, kept  # a change of plan drops what they hold

@@ -226,6 +226,10 @@ class PartitionedGraph:
         """Whether `rows` is what a read with a loader's id tensor returns until somebody writes into the field."""
         return any(field.identify(rows) for fields in (self.ndata, self.edata) for field in fields.values())
 
+    def hands_out_still(self, rows: Tensor) -> bool:
+        """Whether the next such read returns `rows`, too; alike on every rank after `spread_writes`."""
+        return any(field.is_current(rows) for fields in (self.ndata, self.edata) for field in fields.values())
+
     def note_forward(self) -> None:
         """Prepares the backward of rows that an embedding of the servers handed out in the forward just run."""
         if self._reads is not None:

@@ -56,6 +56,17 @@ class TraceError(PlanError):
 
 
 @dataclass(frozen=True, kw_only=True)
+class TracedCall:
+    """What all ranks know of a model and of how it is called."""
+
+    trace: ModelTrace
+    dense_below: int
+    """Levels below this one are needed with every vertex."""
+    template: CallTemplate
+    """The call as it was traced, with this rank's tensors."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanBasis:
     """What a rank's plan can be explained by."""
 
@@ -161,7 +172,8 @@ class PlanMaker:
             BlockError: On all ranks, if the model cannot be run on blocks exactly.
             PlanError: On all ranks, if no plan fits the memory budget.
         """
-        trace, dense_below = self.trace(model, template)
+        traced = self.trace(model, template)
+        trace, dense_below, template = traced.trace, traced.dense_below, traced.template
         sets = self._sets_of_depcomm(dense_below)
         shares = self._sent_shares(trace, sets)
         orders = self._orders_of_products(model, template, trace, sets, shares)
@@ -180,8 +192,10 @@ class PlanMaker:
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
 
-    def trace(self, model: nn.Module, template: CallTemplate) -> tuple[ModelTrace, int]:
+    def trace(self, model: nn.Module, template: CallTemplate) -> TracedCall:
         """Traces the model on rank 0: its costs, and below which level every vertex is needed. Collective.
+
+        What the call may mean is tried in turn, until the model runs.
 
         Raises:
             BlockError: On all ranks, if the model cannot be run on blocks exactly.
@@ -195,21 +209,41 @@ class PlanMaker:
                 # others would begin with it when that is done.
                 importlib.import_module("torch._dynamo")
             else:
-                try:
-                    traced = trace_model(
-                        model, template, self._num_layers, dropout=_example_dropout, keep_static=self.keep_static
-                    )
-                except HybridError:
-                    raise
-                except Exception as error:
+                traced, template = self._first_that_runs(model, template.readings())
+        record = None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
+        shared = communicator.broadcast_json(None if record is None else {**record, "levels": template.levels()})
+        return TracedCall(
+            trace=ModelTrace.from_json(shared["trace"]),
+            dense_below=max(int(shared["dense_below"]), self.dense_below),
+            template=template.at_levels(shared["levels"]),
+        )
+
+    def _first_that_runs(self, model: nn.Module, readings: Sequence[CallTemplate]) -> tuple[TraceResult, CallTemplate]:
+        """Returns the trace of the first of these calls that can be made, and that call."""
+        why = ""
+        for number, reading in enumerate(readings):
+            try:
+                return self._trace_here(model, reading), reading
+            except HybridError:
+                raise
+            except Exception as error:
+                why = why or f"{type(error).__name__}: {error}"  # of the likeliest
+                if number + 1 == len(readings):
                     raise TraceError(
                         f"{type(model).__name__} could not be run on the small blocks that a plan's costs are measured "
-                        f"on ({type(error).__name__}: {error})"
+                        f"on ({why})"
                     ) from error
-        shared = communicator.broadcast_json(
-            None if traced is None else {"trace": traced.trace.to_json(), "dense_below": traced.dense_below}
+        raise AssertionError("a call has a reading")
+
+    def _trace_here(self, model: nn.Module, template: CallTemplate, sums_first: Sequence[bool] = ()) -> TraceResult:
+        return trace_model(
+            model,
+            template,
+            self._num_layers,
+            dropout=_example_dropout,
+            keep_static=self.keep_static,
+            sums_first=sums_first,
         )
-        return ModelTrace.from_json(shared["trace"]), max(int(shared["dense_below"]), self.dense_below)
 
     def _sent_shares(self, trace: ModelTrace, sets: LevelSets) -> list[list[float]]:
         """Finds how many rows travel for each row received, with everything communicated. Collective.
@@ -269,19 +303,18 @@ class PlanMaker:
         )
 
         def trace_with(sums_first: Sequence[bool]) -> ModelTrace:
-            return trace_model(
-                model,
-                template,
-                num_layers,
-                dropout=_example_dropout,
-                keep_static=self.keep_static,
-                sums_first=sums_first,
-            ).trace
+            return self._trace_here(model, template, sums_first).trace
 
         orders: tuple[ModelTrace, ...] = ()
         with communicator.agreed(), session.paused():
             if communicator.rank == 0:
-                orders = propose_orders(trace, trace_with, topology, counts)
+                try:
+                    orders = propose_orders(trace, trace_with, topology, counts)
+                except HybridError:
+                    raise
+                except Exception as error:  # it could be traced once: memory, say, has become scarce
+                    _logger.warning("other orders of products are not tried (%s: %s)", type(error).__name__, error)
+                    orders = (trace,)
         told = communicator.broadcast_json([order.to_json() for order in orders])
         return [ModelTrace.from_json(order) for order in told]
 

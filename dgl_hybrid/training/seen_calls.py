@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.model_copy import without_ddp
 
 Call = tuple[nn.Module, CallTemplate]
 
@@ -81,7 +82,7 @@ class SeenCalls:
         if self._planned_for is None:
             return True
         planned_for = self._planned_for()
-        return planned_for is not None and _without_ddp(module) is _without_ddp(planned_for)
+        return planned_for is not None and without_ddp(module) is without_ddp(planned_for)
 
     def first(self) -> Call | None:
         """Returns the model that plans are made for, and how it is called; None: not seen, or gone."""
@@ -98,8 +99,3 @@ class SeenCalls:
         other, self._other = self._other, None
         model = None if other is None else other[0]()
         return None if other is None or model is None else (model, other[1])
-
-
-def _without_ddp(module: nn.Module) -> nn.Module:
-    inner: nn.Module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module
-    return inner

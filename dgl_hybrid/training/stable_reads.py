@@ -186,9 +186,15 @@ class StableReads:
             if key[1] == id(ids):
                 self._reads[key] = replace(read, rows=torch.empty(0), rows_version=-1)
 
-    def identify(self, name: str, rows: Tensor) -> bool:
-        """Whether `rows` is what a read of this field returned."""
-        return any(read.rows is rows for (field, _), read in self._reads.items() if field == name)
+    def identify(self, name: str, rows: Tensor, *, is_current: bool = False) -> bool:
+        """Whether `rows` is what a read of this field returned.
+
+        Args:
+            is_current: And nobody is known to have written since. A rank knows of its own pushes at once, of others'
+                when all have agreed.
+        """
+        found = [read for (field, _), read in self._reads.items() if field == name and read.rows is rows]
+        return any(read.rows_version >= 0 or not is_current for read in found)
 
     # ---------------------------------------------------------------- embeddings
 

@@ -301,14 +301,26 @@ class Step:
         self.ask_for_edge_keys(wanted=block is not None)
         return self._edge_keys_of(block) if block is not None else self._node_keys_of(x)
 
+    def _block_with_edges(self, count: int) -> LayerBlock | None:
+        """Returns the block in use, or the one after it if so many edges are that one's: fields of edges go through
+        modules before their layer reads them, which is the first use of its block.
+        """
+        block = self.current_block
+        if block is not None and block.structure.num_edges == count:
+            return block
+        following = 0 if block is None else block.layer
+        after = self._blocks[following]() if following < len(self._blocks) else None
+        return after if after is not None and after.structure.num_edges == count else block
+
     def _block_of_edges(self, x: Tensor, what: str) -> LayerBlock | None:
         """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""
         num_rows = len(x) if x.dim() else 0
         block = self.current_block
         is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
-        matches_edges = block is not None and block.structure.num_edges == num_rows
         if block is not None and is_edge_result:
             return block
+        block = self._block_with_edges(num_rows)
+        matches_edges = block is not None and block.structure.num_edges == num_rows
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.
         is_unclear = self.is_level(num_rows) and matches_edges and x.dim() > 2
         if is_unclear and block is not None and block.is_in_scope and self.communicator.world_size > 1:

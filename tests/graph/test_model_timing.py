@@ -428,6 +428,30 @@ def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: py
     assert on_large_blocks >= model_timing.MOST_ROUNDS + num_more
 
 
+@pytest.mark.parametrize(("most", "expected"), [(2, 4), (40, 40), (1 << 16, 30_000)])
+def test_blocks_larger_than_the_ranks_own_have_few_rows(
+    most: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden rows may be far wider than what the model is given: those of all vertices, for the sake of few edges, took
+    gigabytes.
+    """
+    monkeypatch.setattr(model_timing, "FIRST_ROWS", most)
+    sizes: list[int] = []
+    blocks_of = model_timing._Timer.blocks_of
+
+    def note_size(self: model_timing._Timer, factor: float) -> object:
+        found = blocks_of(self, factor)
+        sizes.append(max(found[1]))
+        return found
+
+    monkeypatch.setattr(model_timing._Timer, "blocks_of", note_size)
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
+    trace = synthetic_trace([IN, HIDDEN, OUT])
+    assert time_model(TwoLayers(), template, hand_sets(), [trace], budget_s=0.01) is not None
+    assert len(sizes) == 1
+    assert expected <= sizes[0] <= 2 * expected
+
+
 def test_many_rows_of_a_kept_layer_do_not_make_the_blocks_larger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only few edges are not kept, 2^16 of them would be those of thousands of copies of all rows."""
     monkeypatch.setattr(model_timing, "MAX_ELEMENTS", 40 * IN)

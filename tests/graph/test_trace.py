@@ -294,6 +294,40 @@ def test_a_mean_over_vertices_is_refused() -> None:
         trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=_Mean()))
 
 
+class _Scaled(nn.Module):
+    """By the greatest number or the least one, of all rows or of each column of them."""
+
+    def __init__(self, way: str, *, by_column: bool) -> None:
+        super().__init__()
+        self.way, self.dims = way, (0,) if by_column else (0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        reduce = torch.amax if self.way == "max" else torch.amin
+        return x - reduce(x, self.dims)
+
+
+class _ScaledInput(Stack):
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        assert self.norm is not None
+        h = self.norm(x)
+        for block, layer in zip(blocks, self.layers, strict=True):
+            h = layer(block, h)
+        return h
+
+
+@pytest.mark.parametrize("way", ["max", "min"])
+@pytest.mark.parametrize("by_column", [True, False])
+@pytest.mark.parametrize("width", [1, 5])
+def test_an_extreme_over_vertices_is_refused(way: str, by_column: bool, width: int) -> None:
+    """Most rows do not decide it: the one that is changed must become the greatest, and the least."""
+    torch.manual_seed(0)
+    scaled = _Scaled(way, by_column=by_column)
+    for kind in (Stack, _ScaledInput):
+        model = kind(dglnn.GraphConv(width, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=scaled)
+        with pytest.raises(BlockError, match=r"mixes rows of different vertices .* a mean or a maximum over nodes"):
+            trace(model, in_feats=width)
+
+
 class _WithScalar(nn.Module):
     """Returns rows, and a scalar made of the rows of a lower level, or of weights alone."""
 

@@ -74,6 +74,8 @@ def test_one_socket_for_both_directions_loses_nothing_when_its_reader_pauses(tmp
                 server_ports={},
                 shm_prefix=f"dgl_hybrid_socket_{os.getpid()}_0_",
                 python=sys.executable,
+                needs_plugin=True,
+                num_samplers=0,
                 command=["-c", f"for number in range({NUM_LINES}): print(number, 'of many')"],
                 workspace=str(tmp_path),
                 part_config=str(tmp_path / "graph.json"),

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -520,8 +521,36 @@ def test_an_interpreter_that_leaves_the_plugin_out(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     python.chmod(0o755)
-    with pytest.raises(LaunchError, match=r"the startup hook dgl_hybrid_startup\.pth is not at work in /.*/python: "):
-        run_cluster(fake_job(tmp_path, python=str(python)))
+    with pytest.raises(
+        LaunchError, match=r"the startup hook dgl_hybrid_startup\.pth is not at work in /.*/python, or "
+    ):
+        run_cluster(fake_job(tmp_path, python=str(python), environment={"DGL_HYBRID_ENABLE": "1"}))
+    run_cluster(fake_job(tmp_path, python=str(python), environment={"DGL_HYBRID_ENABLE": "0"}))  # stock DGL, say
+
+
+@pytest.mark.parametrize("length", [47, 48])
+def test_samplers_need_a_folder_in_which_sockets_fit(
+    length: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would lose what they send, and their trainers would wait for half an hour. A letter may have two bytes."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        folder = Path(short, "é" + "x" * (length - len(short) - 3))
+        folder.mkdir()
+        bind = "import os, socket, sys; socket.socket(socket.AF_UNIX).bind(sys.argv[1])"
+        monkeypatch.setenv("TMPDIR", str(folder))
+        monkeypatch.setattr(tempfile, "tempdir", None)
+        run_cluster(fake_job(tmp_path))
+        job = fake_job(tmp_path, num_samplers=1)
+        prefix = "dgl_hybrid_12345678_0_files"
+        address = folder / prefix / "pymp-12345678" / "listener-12345678"
+        address.parent.mkdir(parents=True)
+        fits = subprocess.run([sys.executable, "-c", bind, address], capture_output=True, check=False).returncode == 0
+        assert fits is (length == 47)
+        if fits:
+            run_cluster(job)
+        else:
+            with pytest.raises(LaunchError, match=r"samplers cannot make their sockets in .* longer than 75 bytes"):
+                run_cluster(job)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])

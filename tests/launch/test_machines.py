@@ -7,7 +7,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -72,15 +71,6 @@ def test_addresses() -> None:
 def test_an_environment_without_what_others_left() -> None:
     inherited = {"PATH": "/bin", "RANK": "3", "TORCHELASTIC_RUN_ID": "x", "DGL_ROLE": "server", "HOME": "/h"}
     assert part_environment(inherited, {"RANK": "0", "HOME": "/g"}) == {"PATH": "/bin", "HOME": "/g", "RANK": "0"}
-
-
-def test_sockets_fit_into_the_folder_for_temporary_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    prefix = "dgl_hybrid_0123abcd_17_"
-    for base, is_kept in (("/scratch/job", True), ("/scratch/" + "é" * 30, False), ("/scratch/" + "x" * 60, False)):
-        monkeypatch.setattr(tempfile, "tempdir", base)
-        folder = leftovers.temporary_folder(prefix)
-        assert (folder.parent == Path(base)) is is_kept
-        assert len(os.fsencode(folder / "pymp-12345678" / "listener-12345678")) < 108  # `sun_path`, with its last 0
 
 
 def test_messages_arrive_as_they_were_sent() -> None:

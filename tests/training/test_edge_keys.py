@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import dgl.dataloading
 import dgl.nn.pytorch as dglnn
 import pytest
 import torch
@@ -17,6 +18,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.partition.narrow_ids import NarrowIds
+from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.edge_keys import EdgeKeys
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
@@ -136,6 +138,58 @@ def test_keys_come_with_the_first_draw_on_edges(
             assert known == expected_known
             for epoch, output, whole in zip(epochs, outputs, expected, strict=True):
                 assert_close(output, whole[ids], f"epoch {epoch} on {world_size} ranks")
+
+
+class EncodesEdges(nn.Module):
+    """Makes weights of edges of what they have, with dropout, before the layer that reads them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        encoders = [nn.Sequential(nn.Linear(1, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 1)) for _ in range(2)]
+        self.encoders = nn.ModuleList(encoders)
+        widths = [(NUM_FEATURES, 8), (8, NUM_CLASSES)]
+        self.layers = nn.ModuleList([dglnn.GraphConv(*pair, allow_zero_in_degree=True) for pair in widths])
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        for block, encoder, layer in zip(blocks, self.encoders, self.layers, strict=True):
+            x = layer(block, x, edge_weight=encoder(block.edata["w"].unsqueeze(1)))
+        return x
+
+
+def encode_edges(rank: int, world_size: int, part_config: str, strategy: str) -> list[dict[str, Tensor]]:
+    """Gradients of each epoch, averaged as DDP does."""
+    g = PartitionedGraph.open(part_config)
+    model = EncodesEdges().double()
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_edge_feats=["w"])
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), sampler, strategy=strategy, topology=uniform_topology(world_size), seed=3
+    )
+    found = []
+    for _ in range(3):
+        model.zero_grad()
+        for input_nodes, seeds, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            F.cross_entropy(logits, g.ndata["label"][seeds]).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= world_size
+        found.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("strategy", ["depcomm", "depcache"])
+def test_an_encoder_of_edges_before_its_layer_drops_by_edges(strategy: str, partitions: PartitionStore) -> None:
+    """The block that was used last is then another layer's, or none's."""
+    graph = power_law()
+    (alone,) = run_ranks(1, encode_edges, partitions.get("power_law", graph, 1), strategy)
+    assert not torch.allclose(*(of_epoch["encoders.0.0.weight"] for of_epoch in alone[:2])), "other masks"
+    for world_size in (2, 3, 4):
+        for found in run_ranks(world_size, encode_edges, partitions.get("power_law", graph, world_size), strategy):
+            for epoch, (of_epoch, expected) in enumerate(zip(found, alone, strict=True)):
+                for name, grad in of_epoch.items():
+                    assert_close(grad, expected[name], f"{name}, epoch {epoch}, {world_size} ranks")
 
 
 class DropsOutside(nn.Module):

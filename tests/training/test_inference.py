@@ -21,7 +21,7 @@ from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 
 class FineTuned(nn.Module):
@@ -106,6 +106,8 @@ class Mixing(nn.Module):
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
         if self.way == "mean":
             x = x - x.mean(0)
+        elif self.way == "maximum":
+            x = x / x.max()
         elif self.way == "softmax":
             x = x.softmax(0)
         elif self.way == "evaluated batch norms":
@@ -136,7 +138,7 @@ def infer_with(rank: int, world_size: int, part_config: str, way: str) -> tuple[
     return error, looks.call_count, messages
 
 
-@pytest.mark.parametrize("way", ["mean", "softmax"])
+@pytest.mark.parametrize("way", ["mean", "softmax", "maximum"])
 def test_a_model_that_mixes_rows_is_refused_by_inference(way: str, partitions: PartitionStore) -> None:
     """It was looked at only by training, in its second epoch."""
     for error, _, messages in run_ranks(2, infer_with, partitions.get("power_law", power_law(), 2), way):
@@ -185,6 +187,54 @@ def infer_twice(rank: int, world_size: int, part_config: str) -> list[tuple[bool
 def test_one_pass_looks_for_no_row_order_but_takes_that_of_training(partitions: PartitionStore) -> None:
     facts = run_ranks(3, infer_twice, partitions.get("power_law", power_law(), 3))
     assert facts == [[(False, False), (True, True)]] * 3
+
+
+class Several(nn.Module):
+    """Returns more than the rows of the seeds' logits."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.model, self.way = Case(kind="gcn_both").build(NUM_FEATURES), way
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
+        logits = self.model(blocks, x)
+        if self.way == "tuple":
+            return logits, logits.argmax(1), "as it was"
+        if self.way == "dictionary":
+            return {"logits": logits, "more": [logits.exp(), None]}
+        if self.way == "a row less":
+            return logits[1:]
+        return logits, logits.mean() if self.way == "scalar" else x
+
+
+def infer_several(rank: int, world_size: int, part_config: str, way: str) -> tuple[Tensor, Any]:
+    """One rank asks for one node, and the last one for none."""
+    g = PartitionedGraph.open(part_config)
+    count = {0: len(g.owned_nodes()), 1: 1}.get(rank, 0)
+    return infer(Several(way), g, 2, nids=g.owned_nodes()[:count])
+
+
+def test_a_model_may_return_several_tensors(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    plain = [infer_by_rank[1]["logits"] for infer_by_rank in run_ranks(3, infer_several, folder, "dictionary")]
+    assert [len(rows) for rows in plain] == [len(ids) for ids, _ in run_ranks(3, infer_several, folder, "tuple")]
+    assert len(plain[1]) == 1
+    assert len(plain[2]) == 0
+    for rows, (_, (logits, classes, word)) in zip(plain, run_ranks(3, infer_several, folder, "tuple"), strict=True):
+        assert torch.equal(logits, rows)
+        assert torch.equal(classes, rows.argmax(1))
+        assert word == "as it was"
+    for rows, (_, found) in zip(plain, run_ranks(3, infer_several, folder, "dictionary"), strict=True):
+        assert torch.equal(found["more"][0], rows.exp())
+        assert found["more"][1] is None
+
+
+@pytest.mark.parametrize("way", ["a row less", "scalar", "rows of a lower level"])
+def test_what_has_no_row_for_each_seed_is_refused_on_all_ranks(way: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 3)
+    for error in run_ranks_expect_errors(3, infer_several, folder, way):
+        assert error.type_name == "ValueError"
+        assert "whose tensors have one row for each of the seeds" in error.message
 
 
 def evaluate_by_one_loader(rank: int, world_size: int, part_config: str, strategy: str) -> tuple[int, list[Tensor]]:

@@ -9,6 +9,7 @@ import gc
 import os
 import re
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +28,9 @@ from torch.utils.checkpoint import checkpoint
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer, partition_graph
 from dgl_hybrid.errors import PartitionError, PlanError
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
+from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
+from dgl_hybrid.training import planning
 from dgl_hybrid.training.gradients import average_gradients
 from dgl_hybrid.training.loader_arguments import num_layers_of
 from tests.helpers.exactness import Case, Model, assert_close
@@ -768,6 +771,64 @@ def train_on_batches(rank: int, world_size: int, part_config: str, kind: str) ->
             optimizer.step()
         losses.append(loss.item() * loader.loss_weight / world_size)
     return losses, loader.outcome is not None
+
+
+class _OwnLoss(nn.Module):
+    """Is given labels, and maybe numbers of vertices; returns the loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: Sequence[Any], x: Tensor, labels: Tensor, ids: Tensor | None = None) -> Tensor:
+        if ids is not None:
+            x = x * (ids >= 0).unsqueeze(1)
+        return F.cross_entropy(self.model(blocks, x), labels)
+
+
+def train_by_own_loss(rank: int, world_size: int, part_config: str, seeds: str, gives_ids: bool) -> list[Any]:
+    """Returns losses, whether there is a plan, and how often the model was timed for it."""
+    g, model = open_graph(part_config)
+    nids = g.owned_nodes("train_mask")
+    if seeds == "all" or (seeds == "all of rank 0" and rank == 0) or (seeds == "all but of rank 0" and rank > 0):
+        nids = g.owned_nodes()
+    loader = FullGraphLoader(g, nids, 2, autotune=False)
+    timed: list[bool] = []
+
+    def note_times(*args: Any, **options: Any) -> Any:
+        times = time_model(*args, **options)
+        timed.append(times is not None)
+        return times
+
+    ddp = nn.parallel.DistributedDataParallel(_OwnLoss(model))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    losses = []
+    with mock.patch.object(planning, "time_model", note_times):
+        for _ in range(3):
+            for input_nodes, seed_ids, blocks in loader:
+                ids = (input_nodes,) if gives_ids else ()
+                loss = ddp(blocks, g.ndata["feat"][input_nodes], g.ndata["label"][seed_ids], *ids)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.item() * loader.loss_weight / world_size)
+    return [losses, loader.outcome is not None, timed]
+
+
+@pytest.mark.parametrize(
+    ("seeds", "gives_ids"),
+    [("all", False), ("all of rank 0", False), ("all but of rank 0", False), ("train", False), ("train", True)],
+)
+def test_a_model_that_takes_labels_is_planned_for(seeds: str, gives_ids: bool, partitions: PartitionStore) -> None:
+    """Where all nodes are seeds, levels have equally many rows at first, so that labels may be of any of them."""
+    graph = power_law()
+    runs = run_ranks(3, train_by_own_loss, partitions.get("power_law", graph, 3), seeds, gives_ids)
+    assert all(is_planned for _, is_planned, _ in runs)
+    assert [timed for _, _, timed in runs] == [[True]] * 3
+    if seeds in ("all", "train"):
+        ((expected, _, _),) = run_ranks(1, train_by_own_loss, partitions.get("power_law", graph, 1), seeds, gives_ids)
+        totals = [sum(of_epoch) for of_epoch in zip(*(losses for losses, _, _ in runs), strict=True)]
+        assert totals == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize("kind", ["dataclass", "object", "block kept twice", "object beside blocks"])

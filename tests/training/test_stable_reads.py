@@ -118,6 +118,27 @@ def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:
     assert DistEmbedding.__call__ is before
 
 
+def test_rows_of_a_written_field_are_told_from_those_that_stay() -> None:
+    """Results of both are kept by a first layer; a push into one leaves those of the other."""
+    row_sets, ids, other = RowSets(Communicator(None)), torch.arange(3), "node~_N~pred"
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    client = Client(torch.rand(3, 2))
+    client.data_store[other] = torch.rand(3, 2)
+    reads = StableReads(client, Communicator(None), row_sets, owned, owned)
+    rows, predictions = (client.pull(name=name, id_tensor=ids) for name in (NAME, other))
+    client.push(other, ids, torch.rand(3, 2))
+    reads.spread_writes(reads.find_writes())
+    assert reads.identify(NAME, rows, is_current=True)
+    assert reads.identify(other, predictions), "until it is read again"
+    assert not reads.identify(other, predictions, is_current=True)
+    assert client.pull(name=NAME, id_tensor=ids) is rows
+    again = client.pull(name=other, id_tensor=ids)
+    assert again is not predictions
+    assert reads.identify(other, again, is_current=True)
+    dgl_hybrid.disable()
+
+
 def test_disable_gives_dgls_functions_back_until_the_next_epoch() -> None:
     gc.collect()
     of_embeddings = DistEmbedding.__call__

@@ -19,6 +19,7 @@ import dgl
 import dgl.nn as dglnn
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from dgl import function as fn
 from torch import Tensor, nn
@@ -436,7 +437,7 @@ def test_a_kept_result_that_one_rank_wrote_into_is_made_anew_on_all(partitions: 
     assert all(run.first_layer_exchanges[1] > 0 and run.first_layer_exchanges[2] == 0 for run in runs)
 
 
-def kept_around_a_write(rank: int, world_size: int, part_config: str) -> list[int]:
+def kept_around_a_write(rank: int, world_size: int, part_config: str, written: str = "feat") -> list[int]:
     """Bytes kept as each of two epochs begins and ends, of which the last rank wrote into a field between."""
     g = PartitionedGraph.open(part_config)
     model = optimize(GraphStack([dglnn.SAGEConv(g.ndata["feat"].shape[1], 4, "mean").double()], None))
@@ -455,7 +456,7 @@ def kept_around_a_write(rank: int, world_size: int, part_config: str) -> list[in
             model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
             found.append(blocks[0].static_results.num_bytes)
         if epoch == 0 and rank == world_size - 1:
-            g.ndata["feat"].local.mul_(2.0)
+            g.ndata[written].local.mul_(2)
     return found
 
 
@@ -464,6 +465,61 @@ def test_what_was_made_of_a_written_field_is_dropped_before_it_is_made_anew(part
     for before, kept, begin, again in run_ranks(3, kept_around_a_write, partitions.get("power_law", power_law(), 3)):
         assert before == begin == 0
         assert kept == again > 0
+
+
+def test_a_write_into_another_field_drops_nothing(partitions: PartitionStore) -> None:
+    """As of predictions after every epoch: all that was kept was exchanged and made anew each time."""
+    folder = partitions.get("power_law", power_law(), 3)
+    for before, kept, begin, again in run_ranks(3, kept_around_a_write, folder, written="label"):
+        assert before == 0
+        assert kept == begin == again > 0
+
+
+class NormedBeforeKept(nn.Module):
+    """The first layer's weights pass through a norm that leaves them as they are."""
+
+    def __init__(self, num_features: int) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.norm = dglnn.EdgeWeightNorm("none")
+        self.first = dglnn.GraphConv(num_features, 6, norm="none", allow_zero_in_degree=True)
+        self.second = dglnn.SAGEConv(6, 4, "mean")
+
+    def forward(self, blocks: Any, x: Tensor) -> Tensor:
+        weight = self.norm(blocks[0], blocks[0].edata["w"])
+        return self.second(blocks[1], self.first(blocks[0], x, edge_weight=weight).relu())
+
+
+def train_normed(rank: int, world_size: int, part_config: str) -> tuple[list[Tensor], bool]:
+    g = PartitionedGraph.open(part_config)
+    model = optimize(NormedBeforeKept(g.ndata["feat"].shape[1]).double())
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"], prefetch_edge_feats=["w"])
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), sampler, strategy="depcache", topology=uniform_topology(world_size), model=model
+    )
+    has_replicas = False
+    for _ in range(2):
+        model.zero_grad()
+        for input_nodes, _, blocks in loader:
+            has_replicas |= blocks[0].structure.replicas is not None
+            model(blocks, g.ndata["feat"][input_nodes]).pow(2).mean().backward()
+    grads = []
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        grads.append(parameter.grad / world_size)
+    return grads, has_replicas
+
+
+def test_a_norm_that_is_none_needs_no_edges_of_replicas(partitions: PartitionStore) -> None:
+    """Who looked whether its graph is a block had the edges of all vertices of that block."""
+    graph = power_law()
+    ((expected, _),) = run_ranks(1, train_normed, partitions.get("power_law", graph, 1))
+    runs = run_ranks(3, train_normed, partitions.get("power_law", graph, 3))
+    assert any(has_replicas for _, has_replicas in runs), "nothing was looked at"
+    for grads, _ in runs:
+        for grad, of_one in zip(grads, expected, strict=True):
+            assert_close(grad, of_one, "3 ranks")
 
 
 def test_an_evaluation_in_inference_mode_may_come_first(partitions: PartitionStore) -> None:

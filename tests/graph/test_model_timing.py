@@ -432,8 +432,8 @@ def test_rounds_go_on_until_no_rank_wants_another(num_more: int, monkeypatch: py
 def test_blocks_larger_than_the_ranks_own_have_few_rows(
     most: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Hidden rows may be far wider than what the model is given: those of all vertices, for the sake of few edges, took
-    gigabytes.
+    """Hidden rows may be far wider than what the model is given: there were many times as many as the rank's own, for
+    the sake of few edges.
     """
     monkeypatch.setattr(model_timing, "FIRST_ROWS", most)
     sizes: list[int] = []

@@ -62,6 +62,7 @@ def test_ports_in_use_are_seen_and_not_given_away() -> None:
 
 def test_addresses() -> None:
     assert is_local_address("127.0.0.1")
+    assert is_local_address("localhost")
     assert not is_local_address("192.0.2.1")  # kept for documentation: nobody's
     assert why_port_unusable("192.0.2.1", 30050) == "192.0.2.1 is not an address of this host"
     assert find_interface("127.0.0.1") == "lo"

@@ -56,6 +56,7 @@ workspace.prepare_partition(data, partition)
 """
 
 
+ENDED = KILLED.replace("SIGKILL", "SIGTERM")
 ENDED_WITH_OUT = """
 import os, signal, sys
 from dgl_hybrid.cli.main import main
@@ -116,9 +117,6 @@ def test_a_file_counts_by_its_content_whatever_its_folder_is_called(tmp_path: Pa
     assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
     assert prepare(tmp_path, f"{file}:self_loops=true", ranks=2) != first
     assert prepare(tmp_path, write_npz(file, label=np.array([1, 1, 0, 1])), ranks=2) != first
-
-
-ENDED = KILLED.replace("SIGKILL", "SIGTERM")
 
 
 def test_an_ended_run_takes_with_it_what_it_had_written(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@
 PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
 BIN := .venv/bin
 ENV := .venv/.installed
-# `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, a few minutes of it.
+# `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, a few minutes of it
+# (`ARGS="--peers FOLDER"` adds SAR and PipeGCN); the full grid is `python -m benchmarks.systems`.
 BENCH ?= systems
 ARGS ?=
 JOBS ?= auto
@@ -40,7 +41,7 @@ lint: $(ENV)
 bench: $(ENV)
 	@test -e benchmarks/$(subst .,/,$(BENCH))/__main__.py || test -e benchmarks/$(subst .,/,$(BENCH)).py || \
 	    { echo "make bench: benchmarks.$(BENCH) is nothing to run; benchmarks/README.md lists what is: make bench BENCH=ops.cpu" >&2; exit 1; }
-	$(BIN)/python -m benchmarks.$(BENCH) $(if $(filter systems,$(BENCH)),$(or $(ARGS),--quick --json),$(ARGS))
+	$(BIN)/python -m benchmarks.$(BENCH) $(if $(filter systems,$(BENCH)),--quick --json) $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache demo_output

@@ -157,13 +157,14 @@ def run_job(
         ClusterFailure: A part died, for instance because the check of results failed.
         NetworkError: The links could not be shaped.
     """
-    variables = {} if plan.is_plugin_absent else {ENABLE_VARIABLE: HaloConfig(strategy="depcomm").to_environment()}
+    # Not left out where it is absent: the caller's environment may have it.
+    setting = "0" if plan.is_plugin_absent else HaloConfig(strategy="depcomm").to_environment()
     job = ClusterJob(
         part_config=prepared.part_config,
         command=("-m", "benchmarks.distdgl_reads.trainer", plan.schedule(prepared, answers=str(folder)).to_json()),
         workspace=ROOT,
         threads=1,
-        environment=variables,
+        environment={ENABLE_VARIABLE: setting},
     )
     with EmulatedNetwork(num_hosts=plan.num_parts) if plan.rates else contextlib.nullcontext() as network:
         if network is not None:

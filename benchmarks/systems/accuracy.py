@@ -139,6 +139,7 @@ def measure_cells(
             bench.about["code"],
             bench.settings.to_json(),
             machine=bench.about["machine"],
+            metric=METRIC,
             retry_failed=args.retry_failed,
         ):
             try:

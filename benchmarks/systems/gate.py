@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 LOSS_TOLERANCE = 1e-4
@@ -37,6 +37,12 @@ def merge(answers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {**answers[0], "logits": logits}
 
 
+def _largest(errors: Iterable[float]) -> float:
+    """Returns the largest, NaN if there is one, which `max` passes over."""
+    found = list(errors)
+    return math.nan if any(math.isnan(error) for error in found) else max(found)
+
+
 def compare(sample: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     """Compares losses and logits, element by element, and gradients of weights, by their sketches.
 
@@ -48,12 +54,12 @@ def compare(sample: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str
     if not sample["is_comparable"]:
         return {"is_comparable": False}
     pairs = list(zip(sample["losses"], reference["losses"], strict=False))
-    loss_error = max(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
+    loss_error = _largest(abs(ours - theirs) / abs(theirs) for ours, theirs in pairs)
     missing = sorted(set(reference["logits"]) - set(sample["logits"]))
     if missing:
         raise GateError(f"logits of {len(missing)} of {len(reference['logits'])} vertices are missing: {missing[:5]}")
     largest = max(abs(value) for row in reference["logits"].values() for value in row)
-    logit_error = max(
+    logit_error = _largest(
         abs(ours - theirs)
         for vertex, row in reference["logits"].items()
         for ours, theirs in zip(sample["logits"][vertex], row, strict=True)

@@ -88,6 +88,12 @@ def systems_of(cell: Cell) -> tuple[str, ...]:
     return tuple(systems)
 
 
+def all_systems() -> tuple[str, ...]:
+    """Returns every system that runs some cell."""
+    cells = full_grid((*GENERATED, *REAL))
+    return tuple(dict.fromkeys(system for cell in cells for system in systems_of(cell)))
+
+
 def quick_systems_of(cell: Cell) -> tuple[str, ...]:
     """Returns what a few minutes are enough for: on one rank, only what hybrid is held to there."""
     if cell.ranks == 1:

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURING_SOURCES = (
     "benchmarks/emulated_network.py",
     "benchmarks/systems/adaptors/*.py",
-    *(f"benchmarks/systems/{name}.py" for name in ("gate", "graphs", "job", "measure", "team", "worker")),
+    *(f"benchmarks/systems/{name}.py" for name in ("accuracy", "gate", "graphs", "job", "measure", "team", "worker")),
 )
 """Of this benchmark: what reads, draws and tells figures does not change them."""
 EPOCH_TIME, PEAK_MEMORY = "epoch_time", "peak_memory"

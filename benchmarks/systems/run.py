@@ -37,6 +37,7 @@ from benchmarks.systems.grid import (
     REAL,
     SAR,
     Cell,
+    all_systems,
     full_grid,
     quick_grid,
     quick_systems_of,
@@ -81,7 +82,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, action="append")
     parser.add_argument("--ranks", type=int, action="append")
     parser.add_argument("--network", action="append", choices=tuple(NETWORKS))
-    parser.add_argument("--system", action="append", help="measure these only (hybrid is needed for ratios)")
+    parser.add_argument(
+        "--system",
+        action="append",
+        choices=all_systems(),
+        metavar="SYSTEM",
+        help="measure these only (hybrid is needed for ratios)",
+    )
     parser.add_argument("--rounds", type=int, help="turns of each start of a system (5)")
     parser.add_argument("--starts", type=int, help="starts of each of our systems (3; quick: 1)")
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
@@ -89,7 +96,15 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--retry-failed", action="store_true", help="measure cells again in which a system failed")
     parser.add_argument("--memory", action="store_true", help="peak memory of hybrid and SAR alone: one turn of each")
     parser.add_argument("--accuracy", action="store_true", help="time to accuracy instead of epochs")
-    return parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    chosen = {name for name in ("graph", "model", "layers", "hidden", "ranks", "network") if getattr(args, name)}
+    chosen |= {"scale"} if args.scale != 1.0 else set()
+    chosen |= {"sample"} if args.sample is not None else set()
+    for mode, ignored in (("quick", chosen), ("accuracy", chosen - {"graph"})):
+        if getattr(args, mode) and ignored:
+            options = ", ".join(f"--{name}" for name in sorted(ignored))
+            parser.error(f"--{mode} has cells of its own: leave out {options}")
+    return args
 
 
 def settings_of(args: argparse.Namespace) -> Settings:

@@ -21,6 +21,7 @@ from benchmarks.systems.job import Job
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
 from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
+from dgl_hybrid.sampling.config import ENABLE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
 Allocator = Literal["keep", "mapped", "default"]
@@ -33,7 +34,7 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "default": {},
 }
 """Settings of glibc's malloc, the same for every system."""
-_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DGL_ROLE", "DGL_HYBRID_ENABLE")
+_FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "DGL_ROLE", ENABLE_VARIABLE)
 _SERVER_PORT = 30050
 _FIRST_PORT = 29600
 START_TIMEOUT_S = 300.0
@@ -144,7 +145,7 @@ class Team:
             command=self._command(),
             workspace=ROOT,
             threads=self.job.threads,
-            environment=self._environment(),
+            environment={**self._environment(), ENABLE_VARIABLE: "0"},  # the caller's may have it on
             start_timeout_s=timeout_s,
         )
         if self.network is not None:

@@ -240,9 +240,10 @@ def make_row(reports: Sequence[TrainReport], reference: Sequence[TrainReport], t
 
 def agreeing_digits(losses: Sequence[float], expected: Sequence[float]) -> float:
     """Returns to how many decimal digits the worst of some losses equals the expected one."""
-    worst = max(abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, expected, strict=True))
-    if not worst <= 1:  # also NaN
+    errors = [abs(a - b) / max(abs(b), 1e-300) for a, b in zip(losses, expected, strict=True)]
+    if not all(error <= 1 for error in errors):  # also NaN, which `max` would pass over
         return 0.0
+    worst = max(errors)
     return math.inf if worst == 0 else -math.log10(worst)
 
 

@@ -41,6 +41,7 @@ from dgl_hybrid.ops import EdgeDropout, scaled_sum
 from dgl_hybrid.ops.device_index import move_graph
 from dgl_hybrid.ops.dgl_index import claim, sparse_graph_of
 from dgl_hybrid.ops.op_counts import count
+from dgl_hybrid.ops.routing import are_blocks_served
 from dgl_hybrid.ops.unseen import unseen
 
 FusedOp = Literal["gat", "gatv2"]
@@ -517,9 +518,12 @@ class LayerBlock:
     def _sum_split(self, message_func: Any, reduce_func: Any) -> bool:
         """Runs sums and means of rows, and of rows times constant weights, with their exchange inside.
 
-        Returns whether it did; alike on every rank, as it follows from the program.
+        Returns whether it did; alike on every rank, as it follows from the program. After `route_ops("none")` only
+        rows that are received in chunks are summed here: DGL's kernels would need them all.
         """
         if not isinstance(message_func, fn.BuiltinFunction) or not isinstance(reduce_func, fn.BuiltinFunction):
+            return False
+        if not are_blocks_served() and (self._split is None or not self._split.is_chunked):
             return False
         (target, name), *more = fields_of(message_func)
         is_product = message_func.name == "u_mul_e"

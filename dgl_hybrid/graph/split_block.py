@@ -91,6 +91,11 @@ class SplitBlock:
         """Parts from those on other devices, which then last as long as somebody holds them."""
         self._moved.clear()
 
+    @property
+    def is_chunked(self) -> bool:
+        """Whether received rows come in several messages, each used and dropped. Alike on every rank."""
+        return len(self._messages) > 1
+
     @cached_property
     def _layer(self) -> SplitLayer:
         return _moved(split_layer(self._structure, self._messages), self._device)
@@ -111,7 +116,7 @@ class SplitBlock:
     @cached_property
     def trained_sums(self) -> SplitSum:
         """Sums that are worth a search for the fewest rows to send. Collective at its first use."""
-        if self._may_send_sums and len(self._messages) == 1:
+        if self._may_send_sums and not self.is_chunked:
             found = self._shared.partial_sums
             if found is None:
                 found = self._shared.partial_sums = build_partial_sums(self._communicator, self._structure)

@@ -251,8 +251,14 @@ def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor], source
                 scale = None if source_factors is None else Scale(source_factors, of_sources=False)
                 total_CF += sum_rows(part.pack.out_neighbours, grads_SF, scale=scale)
                 continue
-            # Added, not written: a row sent to several peers gets a gradient from each of them.
-            choose_backend(total_CF).add_rows(total_CF, part.send_index, grads_SF, source_factors)
+            # Added, not written: a row sent to several peers gets a gradient from each of them. Peer by peer, as a GPU
+            # adds several to one row in no fixed order.
+            backend = choose_backend(total_CF)
+            for targets, grads in zip(
+                part.send_index.split(part.send_counts), grads_SF.split(part.send_counts), strict=True
+            ):
+                if len(targets) > 0:
+                    backend.add_rows(total_CF, targets, grads, source_factors)
 
 
 def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None, scale: Scale | None = None) -> Tensor:

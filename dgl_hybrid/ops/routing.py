@@ -120,6 +120,11 @@ def _require_dgls_kernels(name: str, gidx: Any, reason: str) -> None:
         )
 
 
+def are_blocks_served() -> bool:
+    """Whether `LayerBlock`s reach our ops: unless `route_ops("none")`."""
+    return _served != "none"
+
+
 def _is_served(gidx: Any) -> bool:
     return _served == "all" or is_claimed(gidx) or isinstance(gidx, DeviceIndex)
 
@@ -207,7 +212,8 @@ def route_ops(graphs: ServedGraphs) -> None:
         graphs: `"layer_blocks"` (the default): that of full-graph training. `"all"`: every DGL graph and block too;
             with a DGL without CUDA, `graph.to("cuda")` then works and its operations run on our kernels. `"none"`:
             DGL's own everywhere, and DGL's functions are the original objects again (except that `LayerBlock`s, once
-            there are any, need theirs hooked for the exchange).
+            there are any, need theirs hooked for the exchange, and that sums over rows received in chunks are ours:
+            DGL's kernels need all rows at once).
     Raises:
         ValueError: Another word.
         CompatError: DGL's functions are not as expected; nothing is changed then.

@@ -19,7 +19,8 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from benchmarks.systems import gate, measure, results, run
+from benchmarks.systems import accuracy, gate, measure, results, run
+from benchmarks.systems import team as team_of_ranks
 from benchmarks.systems.accuracy import MARGIN, judge, time_to
 from benchmarks.systems.adaptors import base, distdgl, ours, plain_dgl
 from benchmarks.systems.adaptors.ours import _digest
@@ -264,6 +265,8 @@ def test_gate_lets_rounding_pass() -> None:
     [
         ({"losses": [2.0, 1.6]}, "losses"),
         ({"losses": [float("nan"), 1.5]}, "losses"),
+        ({"losses": [2.0, float("nan")]}, "losses"),
+        ({"logits": {3: [1.0, float("nan")], 7: [0.5, 2.0]}}, "logits must equal"),
         ({"logits": {3: [1.0, -4.0], 7: [0.5, 2.01]}}, "logits must equal"),
         ({"logits": {3: [1.0, -4.0]}}, "1 of 2 vertices are missing"),
         # Adam does not see a factor, nor do losses; the sketch sees what a norm does not.
@@ -601,6 +604,91 @@ def test_time_to_accuracy_takes_the_best_setting_of_each() -> None:
     assert (found["hybrid"]["p50"], found["hybrid"]["setting"], found["hybrid"]["best_accuracy"]) == (1.2, 1, 0.8)
     assert (found["distdgl_sampled"]["p50"], found["distdgl_sampled"]["setting"]) == (6.0, 0)
     assert time_to([(1.0, 0.2)], 0.3) is None
+
+
+def test_time_to_accuracy_goes_on_where_it_was_broken_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells, measured = [Cell(graph="products"), Cell(graph="reddit")], list[str]()
+    about = {"machine": MACHINE, "code": "c"}
+    bench = SimpleNamespace(about=about, settings=SimpleNamespace(to_json=lambda: SETTINGS), cache=tmp_path, peers=None)
+
+    def measure_one(_: Any, cell: Cell, *__: Any) -> list[dict[str, Any]]:
+        measured.append(cell.graph)
+        line = {"metric": accuracy.METRIC, "cell": f"accuracy/{cell.key}", "run": cell.key, "status": "ok"}
+        line |= about | {"settings": SETTINGS}
+        return [line | {"variant": name} for name in ("hybrid", "distdgl_sampled")]
+
+    monkeypatch.setattr(accuracy, "measure", measure_one)
+    monkeypatch.setattr(accuracy, "prepare", lambda *_: SimpleNamespace(num_train=9))
+    monkeypatch.setattr(accuracy, "replace", lambda bench, **_: bench)
+    monkeypatch.setattr(accuracy, "describe_run", lambda _: about)
+    monkeypatch.setattr(accuracy, "mark_changed", lambda found, _: found)
+    bar = SimpleNamespace(set_description=lambda _: None, update=lambda: None)
+    file = tmp_path / "results.jsonl"
+    for some in (cells[:1], cells, cells):
+        lines, skipped = accuracy.measure_cells(cast(Any, bench), some, parse(["--accuracy"]), file, bar)
+        assert not skipped
+        assert len(lines) == 2 * len(some)
+    assert measured == ["products", "reddit"]
+
+
+def test_distdgl_runs_without_the_plugin_whatever_the_caller_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DGL_HYBRID_ENABLE", "1")
+    jobs = list[Any]()
+    monkeypatch.setattr(team_of_ranks, "run_cluster", lambda job, on_line: jobs.append(job))
+    job = Job(
+        system="distdgl_full",
+        part_config="none.json",
+        graph_name="none",
+        data={},
+        num_nodes=9,
+        feat_dim=4,
+        num_classes=2,
+        num_train=3,
+        model="gat",
+        num_layers=2,
+        hidden=8,
+        world_size=2,
+        threads=1,
+    )
+    team = Team(job=job, folder=tmp_path, is_cluster=True)
+    team._start_cluster(10.0)
+    assert team._cluster is not None
+    team._cluster.join()
+    assert [job.environment["DGL_HYBRID_ENABLE"] for job in jobs] == ["0"]
+
+
+@pytest.mark.parametrize(("shares", "tried"), [((1025, 1024), [1025]), ((9000, 8999), [9000, 8192, 1024])])
+def test_distdgl_is_tried_by_batches_of_which_every_rank_has_as_many(
+    shares: tuple[int, int], tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else one rank would wait for the others in its last batch."""
+    monkeypatch.setattr(distdgl, "_max_over_ranks", lambda value: max(value, shares[0] if value > 0 else -shares[1]))
+    monkeypatch.setattr(distdgl.dist, "barrier", lambda: None)
+    system, sizes = object.__new__(distdgl.DistDGLFull), list[int]()
+    system.nids, system.model, system.optimizer = torch.arange(shares[1]), torch.nn.Linear(1, 1), None
+    system.make_optimizer = lambda _: None  # type: ignore[assignment, method-assign, return-value]
+    system._make_loader = lambda size, **_: sizes.append(size) or size  # type: ignore[func-returns-value, method-assign]
+    system._train = lambda loader, limit_s=math.inf: 1.0  # type: ignore[method-assign]
+    found = system._choose()
+    assert sizes == [*tried, tried[0]]
+    assert found["batch_size"] == "all"
+    assert list(found["seconds_by_batch_size"]) == ["all", *map(str, tried[1:])]
+
+
+def test_a_system_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(["--system", "hybird"])
+    assert "hybird" in capsys.readouterr().err
+    assert parse(["--system", "sar_mfg"]).system == ["sar_mfg"]
+
+
+@pytest.mark.parametrize("arguments", ["--quick --graph products", "--quick --scale 0.1", "--accuracy --ranks 3"])
+def test_options_that_would_change_nothing_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments.split())
+    assert arguments.split()[1] in capsys.readouterr().err
 
 
 def test_a_few_minutes_are_for_one_start_of_each_system() -> None:

@@ -83,6 +83,7 @@ def test_digits() -> None:
     assert agreeing_digits([1.0, 2.002], [1.0, 2.0]) == pytest.approx(3.0)
     assert agreeing_digits([5.0], [1.0]) == 0.0
     assert agreeing_digits([math.nan], [1.0]) == 0.0
+    assert agreeing_digits([1.0, math.nan], [1.0, 1.0]) == 0.0, "`max` passes over it"
 
 
 def test_the_table_marks_the_fastest_even_if_it_is_not_hybrid(capsys: pytest.CaptureFixture[str]) -> None:

@@ -246,6 +246,25 @@ def run_routes(rank: int, world_size: int, part_config: str, served: Any) -> dic
         reset_op_counts()
 
 
+def run_sums(rank: int, world_size: int, part_config: str, served: Any, chunk_rows: int | None) -> Any:
+    """Sums of an unmodified layer, forward and backward, and which ops they went to."""
+    g = PartitionedGraph.open(part_config)
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(1)
+    plan = [torch.empty(0, dtype=torch.int64)]
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=plan, chunk_rows=chunk_rows)
+    route_ops(served)
+    reset_op_counts()
+    try:
+        ((input_nodes, seeds, (block,)),) = list(loader)
+        x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+        out = dglnn.SAGEConv(5, 3, "mean").double()(block, x)
+        out.square().sum().backward()
+        return out.detach(), g.fetch_nodes(g.partition.orig_node_ids, seeds), x.grad, op_counts()
+    finally:
+        route_ops("layer_blocks")
+        reset_op_counts()
+
+
 def run_copies(rank: int, world_size: int, part_config: str) -> dict[str, bool]:
     g, _, (block, _) = one_layer(part_config, prefetch_node_feats=["feat"])
     checks = {}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dgl_hybrid.graph import dispatch
-from tests.graph.blocks import run_routes
+from tests.graph.blocks import run_routes, run_sums
 from tests.helpers.world import run_ranks
 
 
@@ -88,3 +88,22 @@ def test_layer_blocks_reach_our_ops_unless_told_otherwise(served: str, folder: s
     route = "dgl: routing is off" if served == "none" else "ours"
     for counts in run_ranks(3, run_routes, folder, served):
         assert counts == {f"{op}/{route}": times.get(op, 1) for op in ops}
+
+
+def test_no_sum_is_ours_where_none_is_asked_for(folder: str) -> None:
+    ours, dgls = (run_ranks(3, run_sums, folder, served, None) for served in ("layer_blocks", "none"))
+    for (out, _, grad, counts), (same, _, same_grad, of_dgl) in zip(ours, dgls, strict=True):
+        torch.testing.assert_close(same, out)
+        torch.testing.assert_close(same_grad, grad)
+        assert any("ours" in op for op in counts)
+        assert of_dgl
+        assert all(op.endswith("dgl: routing is off") for op in of_dgl)
+
+
+def test_sums_in_chunks_are_ours_even_so(folder: str) -> None:
+    """DGL's kernels would need all rows at once, which a budget of memory may not allow."""
+    ours, chunked = (run_ranks(3, run_sums, folder, "none", chunk_rows) for chunk_rows in (None, 2))
+    for (out, _, grad, _), (same, _, same_grad, counts) in zip(ours, chunked, strict=True):
+        torch.testing.assert_close(same, out)
+        torch.testing.assert_close(same_grad, grad)
+        assert "copy_u/ours: split by source" in counts

@@ -11,7 +11,9 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.parts import ring_messages, whole_message
 from dgl_hybrid.exchange.row_codecs import make_codec
+from dgl_hybrid.graph import split_exchange
 from dgl_hybrid.graph.products_beside import ProductsBeside
 from dgl_hybrid.graph.split_block import SplitBlock
 from dgl_hybrid.graph.split_exchange import Scale
@@ -548,3 +551,21 @@ def test_no_more_than_a_few_chunks_are_held(op: str, chunk_rows: int, world_size
     for mode in ("training", "evaluating"):
         assert chunked[mode] < bound
         assert whole[mode] > num_received, "what is received was not seen"
+
+
+def test_no_call_adds_several_gradients_to_one_row() -> None:
+    """A GPU adds those in no fixed order, so that two runs would differ in their last bits."""
+    send_index, send_counts = torch.tensor([0, 2, 0, 1, 2]), (2, 0, 3)
+    part = SimpleNamespace(send_index=send_index, send_counts=send_counts)
+    backend, added = choose_backend(torch.empty(0, dtype=torch.float64)), list[list[int]]()
+
+    def add_rows(out: Tensor, targets: Tensor, *rest: Any) -> None:
+        added.append(targets.tolist())
+        backend.add_rows(out, targets, *rest)
+
+    grads, total = torch.rand(5, 3, dtype=torch.float64), torch.rand(3, 3, dtype=torch.float64)
+    expected = total.index_add(0, send_index, grads)
+    with mock.patch.object(split_exchange, "choose_backend", return_value=SimpleNamespace(add_rows=add_rows)):
+        split_exchange._add_returned(part, grads, (total,))  # type: ignore[arg-type]
+    assert torch.equal(total, expected)
+    assert added == [[0, 2], [0, 1, 2]]

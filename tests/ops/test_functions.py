@@ -351,6 +351,18 @@ def test_spmm_differentiates_twice(graph: SparseGraph, reduce: str) -> None:
 
 
 @once
+@pytest.mark.parametrize("reduce", REDUCTIONS)
+def test_spmm_without_edges_differentiates_twice(reduce: str) -> None:
+    none = torch.empty(0, dtype=torch.int64)
+    empty = SparseGraph.from_coo(none, none, 3, 2)
+    check_twice(lambda x: spmm(empty, x, None, reduce), rows(3, (2, 2), 1))
+    x = leaf(rows(3, (4,), 1))
+    (first,) = torch.autograd.grad(spmm(empty, x, None, reduce).square().sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x, allow_unused=True)
+    assert second is None or not second.any()
+
+
+@once
 @pytest.mark.parametrize("rhs_target", TARGETS)
 @pytest.mark.parametrize("lhs_target", TARGETS)
 def test_sddmm_differentiates_twice(graph: SparseGraph, lhs_target: str, rhs_target: str) -> None:

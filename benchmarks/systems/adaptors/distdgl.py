@@ -28,11 +28,7 @@ from benchmarks.systems.adaptors.base import (
     pick_logits,
     sample_ids,
 )
-
-BATCH_SIZES = (0, 8192, 1024)
-"""Tried with full neighbourhoods; 0 stands for all seeds of the rank."""
-HOPELESS = 1.5
-"""A batch size is given up when its first epoch has taken so many times as long as the best one's."""
+from dgl_hybrid.training.distdgl import HOPELESS, batch_sizes
 
 
 class DistDGLFull(System):
@@ -60,11 +56,9 @@ class DistDGLFull(System):
         start = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
         seconds: dict[int, float] = {}
         first_s: list[float] = []
-        most = int(_max_over_ranks(float(len(self.nids))))
-        for batch_size in BATCH_SIZES:
-            if batch_size >= most:
-                continue
-            loader = self._make_loader(batch_size or most)
+        fewest, most = self._share_sizes()
+        for batch_size in batch_sizes(fewest, most):
+            loader = self._make_loader(batch_size)
             limit_s = HOPELESS * min(first_s) if first_s else float("inf")
             dist.barrier()
             elapsed_s = _max_over_ranks(self._train(loader, limit_s=limit_s))
@@ -73,13 +67,17 @@ class DistDGLFull(System):
                 dist.barrier()
                 seconds[batch_size] = _max_over_ranks(self._train(loader))
         best = min(seconds, key=lambda size: seconds[size])
-        self.loader = self._make_loader(best or most)
+        self.loader = self._make_loader(best)
         self.model.load_state_dict(start)
         self.optimizer = self.make_optimizer(self.model)
         return {
-            "batch_size": best or "all",
-            "seconds_by_batch_size": {str(size or "all"): value for size, value in seconds.items()},
+            "batch_size": "all" if best == most else best,
+            "seconds_by_batch_size": {"all" if size == most else str(size): value for size, value in seconds.items()},
         }
+
+    def _share_sizes(self) -> tuple[int, int]:
+        """Returns the seeds of the ranks that have the fewest and the most: shares differ by one."""
+        return -int(_max_over_ranks(-float(len(self.nids)))), int(_max_over_ranks(float(len(self.nids))))
 
     def _make_loader(self, batch_size: int, fanouts: tuple[int, ...] | None = None, *, shuffle: bool = True) -> Any:
         sampler = NeighborSampler(list(fanouts or (-1,) * self.job.num_layers))
@@ -145,6 +143,8 @@ class DistDGLSampled(DistDGLFull):
 
     def _choose(self) -> dict[str, Any]:
         options = self.job.options
+        # A rank that made a batch more than others would wait for them for ever.
+        self.nids = self.nids[: self._share_sizes()[0]]
         torch.manual_seed(self.job.seed + self.rank)
         dgl.seed(self.job.seed + self.rank)
         self.loader = self._make_loader(int(options["batch_size"]), tuple(options["fanouts"]))

@@ -222,7 +222,7 @@ class CpuBackend:
         return dx_src.to(x_src.dtype), dx_dst.to(x_dst.dtype), d_attention.to(attention.dtype)
 
     def segment_reduce(self, offsets: Tensor, x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
-        plan = RowPlan(offsets)
+        plan = RowPlan.of_segments(offsets)
         operand = Operand(_wide(x).unsqueeze(1), by_edge=True)
         if reduce == "sum":
             return reductions.sum_rows(plan, operand).squeeze(1).to(x.dtype), None

@@ -85,16 +85,27 @@ class Rows:
 class RowPlan:
     """How the rows of a graph are run: the ordinary ones, then the parts of the long ones, then their merger."""
 
-    def __init__(self, indptr: Tensor, columns: Tensor | None = None, edge_ids: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        indptr: Tensor,
+        columns: Tensor | None = None,
+        edge_ids: Tensor | None = None,
+        tasks: RowTasks | None = None,
+    ) -> None:
         self.index: Kind = KINDS[indptr.dtype]
         self._indptr: npt.NDArray[Any] = indptr.numpy()
         self._columns, self._edge_ids = columns, edge_ids
-        self._tasks = _tasks_of(indptr)
+        self._tasks = _tasks_of(indptr) if tasks is None else tasks
 
     @classmethod
     def of(cls, rows: Adjacency) -> RowPlan:
         """The plan of a graph's rows."""
         return cls(rows.indptr, rows.indices, rows.edge_ids)
+
+    @classmethod
+    def of_segments(cls, offsets: Tensor) -> RowPlan:
+        """The plan of segments: their offsets are the caller's, whose NumPy may write to them uncounted by PyTorch."""
+        return cls(offsets, tasks=cut_rows(offsets.numpy()))
 
     @property
     def num_rows(self) -> int:

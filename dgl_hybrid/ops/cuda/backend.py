@@ -63,11 +63,12 @@ class CudaBackend(PlainRows):
         self._task_lists = task_lists or TaskLists()
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
+        tasks = self._task_lists.of(rows.indptr)
         if x is None:
             if w is None:
                 raise ValueError("spmm needs x, w or both (got neither)")
-            return self._reduce_rows(rows.indptr, None, rows.edge_ids, w.unsqueeze(-1), None, reduce)
-        return self._reduce_rows(rows.indptr, rows.indices, rows.edge_ids, x, w, reduce)
+            return self._reduce_rows(tasks, rows.indptr, None, rows.edge_ids, w.unsqueeze(-1), None, reduce)
+        return self._reduce_rows(tasks, rows.indptr, rows.indices, rows.edge_ids, x, w, reduce)
 
     def add_sums(
         self,
@@ -236,7 +237,8 @@ class CudaBackend(PlainRows):
         self._merge_sums(options, layout, tasks, partial, dx, columns)
         if partial_el is not None:
             self._merge_float_sums(options, tasks, tasks.split_rows, partial_el, d_el, num_heads)
-        d_er, _ = self._reduce_rows(rows.indptr, None, rows.edge_ids, d_logit.unsqueeze(-1), None, "sum")
+        tasks = self._task_lists.of(rows.indptr)
+        d_er, _ = self._reduce_rows(tasks, rows.indptr, None, rows.edge_ids, d_logit.unsqueeze(-1), None, "sum")
         return dx, d_el, d_er.view(er.shape)
 
     def gatv2(
@@ -306,7 +308,8 @@ class CudaBackend(PlainRows):
         return dx_src, dx_dst, partial_attention.sum(0).to(attention.dtype)
 
     def segment_reduce(self, offsets: Tensor, x: Tensor, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
-        out, arg = self._reduce_rows(offsets, None, None, x.unsqueeze(-1), None, reduce)
+        tasks = self._task_lists.of_segments(offsets)
+        out, arg = self._reduce_rows(tasks, offsets, None, None, x.unsqueeze(-1), None, reduce)
         return out.squeeze(-1), None if arg is None else arg.squeeze(-1)
 
     def drop_rows(self, x: Tensor, ids: Tensor, keys: tuple[int, int], p: float) -> Tensor:
@@ -338,6 +341,7 @@ class CudaBackend(PlainRows):
 
     def _reduce_rows(
         self,
+        tasks: TaskList,
         indptr: Tensor,
         indices: Tensor | None,
         edge_ids: Tensor | None,
@@ -345,7 +349,7 @@ class CudaBackend(PlainRows):
         w: Tensor | None,
         reduce: Reduce,
     ) -> tuple[Tensor, Tensor | None]:
-        """`spmm`; with `indices` None, x (E, H, D) holds edge rows."""
+        """`spmm` by tasks of `indptr`; with `indices` None, x (E, H, D) holds edge rows."""
         num_heads, width = x.shape[1:]
         columns, weight = num_heads * width, _weight_kind(w, width)
         out = x.new_empty(indptr.numel() - 1, num_heads, width)
@@ -361,7 +365,6 @@ class CudaBackend(PlainRows):
             WEIGHT=f"WEIGHT_{weight}",
             SOURCE=f"SOURCE_{source}",
         )
-        tasks = self._task_lists.of(indptr)
         partial = _partial(tasks, columns, x)
         partial_arg = None if partial is None or arg is None else torch.empty_like(partial, dtype=indptr.dtype)
         arguments = [*_tasks(tasks, indptr), indices, edge_ids, x, w, out, arg, partial, partial_arg]

@@ -120,13 +120,18 @@ def cut_rows(indptr: Tensor, task_entries: int = TASK_ENTRIES) -> TaskList:
 class TaskLists:
     """The task lists of structures in use: made once per structure, dropped with it.
 
-    Structures are told apart by their `indptr` tensor, and by how often it was written to: offsets of segments may lie
-    in a buffer that is used again.
+    Structures are told apart by their `indptr` tensor, and by how often it was written to.
     """
 
     def __init__(self, task_entries: int = TASK_ENTRIES) -> None:
         self._task_entries = task_entries
         self._lists = WeakTensorKeyDictionary()
+
+    def of_segments(self, offsets: Tensor) -> TaskList:
+        """Returns the tasks of segments, made anew: their offsets are the caller's, who may write to them where
+        PyTorch does not count it (by NumPy, in a collective).
+        """
+        return cut_rows(offsets, self._task_entries)
 
     def of(self, indptr: Tensor) -> TaskList:
         """Returns the tasks of the rows that `indptr` delimits."""

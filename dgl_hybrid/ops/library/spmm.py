@@ -186,7 +186,7 @@ def _spmm_take(rows: list[Tensor], out_rows: list[Tensor], x: Tensor | None, w: 
     """
     del out_rows
     operand = _given(x, w)
-    if operand.numel() == 0 or arg.numel() == 0:
+    if operand.numel() == 0 or arg.numel() == 0 or read_rows(rows).indices.numel() == 0:
         return operand.new_zeros(arg.shape)
     edges = arg.long().clamp(min=0)
     out = torch.where(arg < 0, torch.zeros((), dtype=operand.dtype, device=operand.device), 1)

@@ -263,3 +263,12 @@ def test_row_starts_changed_in_place_are_cut_again() -> None:
     assert cpu.segment_reduce(indptr, x, "sum")[0].flatten().tolist() == [1.0, 1.0, 9998.0]
     indptr[2] = 9999
     assert cpu.segment_reduce(indptr, x, "sum")[0].flatten().tolist() == [1.0, 9998.0, 1.0]
+
+
+def test_offsets_that_numpy_has_written_to_are_cut_again() -> None:
+    """PyTorch does not count such writes: rows that had become long were never written."""
+    buffer = np.array([0, 10, 20])
+    offsets, x = torch.from_numpy(buffer), torch.ones(5000, 2)
+    for bounds in ([0, 10, 20], [0, 10, 5000], [0, 2500, 5000]):
+        buffer[:] = bounds
+        assert CpuBackend().segment_reduce(offsets, x, "sum")[0][:, 0].tolist() == np.diff(bounds).tolist()

@@ -105,3 +105,12 @@ def test_offsets_that_were_written_to_are_cut_anew(is_inference: bool) -> None:
             for ours, fresh in ((tasks.begin, expected.begin), (tasks.row, expected.row), (tasks.slot, expected.slot)):
                 assert (ours is None) == (fresh is None)
                 assert ours is None or fresh is None or ours.tolist() == fresh.tolist()
+
+
+def test_offsets_of_segments_are_cut_at_each_call() -> None:
+    """NumPy, or a collective, may have written to them: PyTorch has not counted that."""
+    lists, offsets = TaskLists(4), indptr_of([9, 2], torch.int64)
+    for lengths in ([9, 2], [2, 9], [3, 4]):
+        offsets.numpy()[:] = indptr_of(lengths, torch.int64).numpy()
+        tasks, expected = lists.of_segments(offsets), cut_rows(offsets.clone(), 4)
+        assert (tasks.num_tasks, tasks.split_rows.tolist()) == (expected.num_tasks, expected.split_rows.tolist())

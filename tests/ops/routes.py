@@ -143,6 +143,9 @@ The routes are taken on `LayerBlock`s without being asked for, and on every DGL 
 `dgl_hybrid.route_ops("all")`. Which kernels serve "ours" (CPU, CUDA, or the plain reference) depends on the device and
 dtype of the features. User-defined message and reduce functions run as they are, in PyTorch.
 
+Only message passing is routed. DGL's products by type (`TypedLinear`: `RelGraphConv`, `HGTConv`) and its readouts
+(`dgl.mean_nodes`, pooling) stay DGL's: on CUDA features they need a DGL built for CUDA, and fail without, as DGL says.
+
 | module | on blocks | functions reached | route |
 | --- | --- | --- | --- |
 """

@@ -631,14 +631,9 @@ def test_time_to_accuracy_goes_on_where_it_was_broken_off(tmp_path: Path, monkey
     assert measured == ["products", "reddit"]
 
 
-def test_distdgl_runs_without_the_plugin_whatever_the_caller_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("DGL_HYBRID_ENABLE", "1")
-    jobs = list[Any]()
-    monkeypatch.setattr(team_of_ranks, "run_cluster", lambda job, on_line: jobs.append(job))
-    job = Job(
-        system="distdgl_full",
+def tiny_job(system: str) -> Job:
+    return Job(
+        system=system,
         part_config="none.json",
         graph_name="none",
         data={},
@@ -652,7 +647,15 @@ def test_distdgl_runs_without_the_plugin_whatever_the_caller_has(
         world_size=2,
         threads=1,
     )
-    team = Team(job=job, folder=tmp_path, is_cluster=True)
+
+
+def test_distdgl_runs_without_the_plugin_whatever_the_caller_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DGL_HYBRID_ENABLE", "1")
+    jobs = list[Any]()
+    monkeypatch.setattr(team_of_ranks, "run_cluster", lambda job, on_line: jobs.append(job))
+    team = Team(job=tiny_job("distdgl_full"), folder=tmp_path, is_cluster=True)
     team._start_cluster(10.0)
     assert team._cluster is not None
     team._cluster.join()
@@ -720,22 +723,7 @@ def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> No
 
 
 def test_a_system_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    job = Job(
-        system="pipegcn",
-        part_config="none.json",
-        graph_name="none",
-        data={},
-        num_nodes=9,
-        feat_dim=4,
-        num_classes=2,
-        num_train=3,
-        model="gat",
-        num_layers=2,
-        hidden=8,
-        world_size=2,
-        threads=1,
-    )
-    team = Team(job=job, folder=tmp_path / "team")
+    team = Team(job=tiny_job("pipegcn"), folder=tmp_path / "team")
     before = set(psutil.Process().children(recursive=True))
     try:
         team.start()

@@ -680,6 +680,16 @@ def test_distdgl_is_tried_by_batches_of_which_every_rank_has_as_many(
     assert list(found["seconds_by_batch_size"]) == ["all", *map(str, tried[1:])]
 
 
+def test_ranks_of_sampled_distdgl_make_as_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distdgl, "_max_over_ranks", lambda value: max(value, 1025 if value > 0 else -1024))
+    system = object.__new__(distdgl.DistDGLSampled)
+    system.job = replace(tiny_job("distdgl_sampled"), options={"batch_size": 1024, "fanouts": [5, 5]})
+    system.rank, system.nids = 0, torch.arange(1025)
+    system._make_loader = lambda *_, **__: None  # type: ignore[method-assign]
+    system._choose()
+    assert len(system.nids) == 1024
+
+
 def test_a_system_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(["--system", "hybird"])

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from benchmarks.distdgl_reads import plot
+from benchmarks.distdgl_reads import jobs, plot
 from benchmarks.distdgl_reads.cells import count_payback_epochs, measurements, spread, summarise
 from benchmarks.distdgl_reads.jobs import DATA_VARIABLE, find_data, plan_jobs
 from benchmarks.distdgl_reads.schedule import Schedule, read_message, write_message
@@ -96,6 +97,20 @@ def test_scaled_features_are_told_apart(messages: list[dict[str, Any]]) -> None:
     assert result["remote_read_fraction_budget_10pct_full_precision"] == {"graph-float32/2/10,25": pytest.approx(0.2)}
     assert result["remote_rows_per_epoch_unlimited_full_precision_max"] == 0
     assert len(result["cells"]) == 2 * len(lines)
+
+
+@pytest.mark.parametrize("is_absent", [False, True])
+def test_the_plugin_is_absent_whatever_the_caller_has(
+    is_absent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DGL_HYBRID_ENABLE", "1")
+    started = list[Any]()
+    monkeypatch.setattr(jobs, "run_cluster", lambda job, on_line: started.append(job))
+    prepared = SimpleNamespace(part_config=tmp_path / "g.json", num_classes=2)
+    plan = jobs.JobPlan(data="npz:g.npz", num_parts=2, rates=(), is_plugin_absent=is_absent)
+    ignore = lambda *_: None  # noqa: E731
+    jobs.run_job(plan, cast(Any, prepared), tmp_path, on_epoch=ignore, on_text=ignore)
+    assert [job.environment["DGL_HYBRID_ENABLE"] == "0" for job in started] == [is_absent]
 
 
 def test_rounds_of_a_mode_are_one_measurement(messages: list[dict[str, Any]]) -> None:

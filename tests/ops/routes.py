@@ -144,7 +144,7 @@ The routes are taken on `LayerBlock`s without being asked for, and on every DGL 
 dtype of the features. User-defined message and reduce functions run as they are, in PyTorch.
 
 Only message passing is routed. DGL's products by type (`TypedLinear`: `RelGraphConv`, `HGTConv`) and its readouts
-(`dgl.mean_nodes`, pooling) stay DGL's: on CUDA features they need a DGL built for CUDA, and fail without, as DGL says.
+(`dgl.mean_nodes`, pooling) stay DGL's: on CUDA features they need a DGL built for CUDA.
 
 | module | on blocks | functions reached | route |
 | --- | --- | --- | --- |

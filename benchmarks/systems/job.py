@@ -11,6 +11,9 @@ import threading
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+SKIPS_LARGEST = "skips_largest"
+"""The option of DistDGL, and the fact, that all seeds at once are left out, for which there was no memory."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:

@@ -20,7 +20,7 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from benchmarks.systems.adaptors import CLUSTER_SYSTEMS, LOADER_SYSTEMS, SINGLE_
 from benchmarks.systems.floors import MachineRates, epoch_floor_s
 from benchmarks.systems.graphs import ROOT, PreparedGraph
 from benchmarks.systems.grid import OURS, PEERS, Cell
-from benchmarks.systems.job import Job
+from benchmarks.systems.job import SKIPS_LARGEST, Job
 from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
@@ -183,7 +183,7 @@ class Bench:
                 failed = {name for name, found in starts.items() if any(entry.failure is not None for entry in found)}
                 again = [system for system in present if system in LOADER_SYSTEMS and system not in failed]
                 waiting = units_of(present if number == 0 else again)
-                alone: set[Unit] = set()
+                alone: dict[Unit, dict[str, Any]] = {}
                 while waiting:
                     entries: list[_Entry] = []
                     try:
@@ -194,10 +194,12 @@ class Bench:
                             entry.team.end()
                     begun = {entry.unit for entry in entries}
                     waiting = [unit for unit in waiting if unit not in begun]
-                    died = {entry.unit: None for entry in entries if _has_died_beside_others(entry, entries)}
-                    alone.update(died)
-                    waiting += died
-                    entries = [entry for entry in entries if entry.unit not in died]
+                    again_with = {
+                        entry.unit: options for entry in entries if (options := _next_try(entry, entries)) is not None
+                    }
+                    alone |= again_with
+                    waiting += again_with
+                    entries = [entry for entry in entries if entry.unit not in again_with]
                     lost = [entry.system for entry in entries if _is_lost_by_another(entry, entries)]
                     if lost:
                         waiting.insert(0, tuple(lost))
@@ -252,7 +254,7 @@ class Bench:
         cell: Cell,
         graph: PreparedGraph,
         units: Sequence[Unit],
-        alone: set[Unit],
+        alone: Mapping[Unit, dict[str, Any]],
         network: EmulatedNetwork | None,
         folder: Path,
         reference: Path,
@@ -263,8 +265,7 @@ class Bench:
         Each is added to `entries` before it is started, so that the caller can end all, whatever happens.
 
         Args:
-            alone: Those of `units` that have died beside others, which may have taken the memory: nothing is beside
-                them now.
+            alone: Those of `units` that have died, and the options of their job now: nothing is beside them.
         """
         largest = asleep = 0
         reserve = MEMORY_RESERVE_SHARE * psutil.virtual_memory().total
@@ -277,7 +278,7 @@ class Bench:
             if entries and before - asleep < (3.0 if system in CLUSTER_SYSTEMS else 1.3) * largest + reserve:
                 break
             team = Team(
-                job=self.job(cell, graph, system),
+                job=self.job(cell, graph, system, options=alone.get(unit, {})),
                 folder=folder / f"{system}-{uuid.uuid4().hex[:6]}",
                 network=None if system in SINGLE_SYSTEMS else network,
                 port=29600 + number,
@@ -482,10 +483,18 @@ def _is_lost_by_another(entry: _Entry, entries: Sequence[_Entry]) -> bool:
     return entry.failure is None and any(other.failure is not None for other in own)
 
 
-def _has_died_beside_others(entry: _Entry, entries: Sequence[_Entry]) -> bool:
-    """Tells whether processes of an entry ended (by the system, for memory, mostly) while another team was there."""
-    has_died = isinstance(entry.failure, SystemFailure) and entry.failure.has_died
-    return has_died and any(other.team is not entry.team for other in entries)
+def _next_try(entry: _Entry, entries: Sequence[_Entry]) -> dict[str, Any] | None:
+    """Returns the options to try an entry with once more, alone; None: it has not died, or there is nothing to change.
+
+    What ends processes is the system, for memory, mostly: another team may have taken it, and where there was none all
+    seeds at once need too much.
+    """
+    if not isinstance(entry.failure, SystemFailure) or not entry.failure.has_died:
+        return None
+    if any(other.team is not entry.team for other in entries):
+        return {}
+    has_smaller = entry.system == "distdgl_full" and not entry.team.job.options.get(SKIPS_LARGEST, False)
+    return {SKIPS_LARGEST: True} if has_smaller else None
 
 
 def _of_all_ranks(facts: Sequence[dict[str, Any]]) -> dict[str, Any]:

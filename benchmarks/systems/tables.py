@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.systems.job import SKIPS_LARGEST
 from benchmarks.systems.results import FAILED, OK, Line
 
 LABELS = {
@@ -83,7 +84,7 @@ def line_rows(lines: Iterable[Line]) -> list[tuple[str, ...]]:
         memory = ", ".join(f"{value / 1e6:.0f}" for value in line["peak_rss_bytes"])
         rows.append(
             (
-                name,
+                name + (", not all seeds at once" if line.get("facts", {}).get(SKIPS_LARGEST) else ""),
                 f"{seconds_text(line['p50'])} ({seconds_text(line['p20'])} to {seconds_text(line['p80'])})",
                 ", ".join(seconds_text(start["p50"]) for start in line.get("starts", ())),
                 *(seconds_text(line[part]) for part in ("cpu_s", "compute_s", "exchange_s", "wait_s")),

@@ -131,9 +131,7 @@ def measure_distdgl(
         on_report(found)
         return found
 
-    sizes = batch_sizes(run.fewest_seeds, run.most_seeds)[skips_largest:]
-    if not sizes:
-        raise ValueError(f"there is no batch smaller than all {run.most_seeds} seeds of a trainer to try")
+    sizes = batch_sizes(run.fewest_seeds, run.most_seeds, skips_largest=skips_largest)
     for size in sizes:
         if first_s and not has_time():
             break
@@ -160,17 +158,25 @@ def measure_distdgl(
     on_report(replace(found, is_complete=True))
 
 
-def batch_sizes(fewest_seeds: int, most_seeds: int) -> list[int]:
+def batch_sizes(fewest_seeds: int, most_seeds: int, *, skips_largest: bool = False) -> list[int]:
     """Returns those to try, given the seeds of the trainers that have the fewest and the most: all, then smaller ones.
 
     Left out are those by which one trainer would make a batch more than others, and wait for them for ever.
+
+    Args:
+        skips_largest: Whether all seeds at once are left out, for which there was no memory.
+
+    Raises:
+        ValueError: Then none is left.
     """
     smaller = [
         size
         for size in BATCH_SIZES
         if size < fewest_seeds and math.ceil(fewest_seeds / size) == math.ceil(most_seeds / size)
     ]
-    return [most_seeds, *smaller]
+    if skips_largest and not smaller:
+        raise ValueError(f"there is no batch smaller than all {most_seeds} seeds of a trainer to try")
+    return smaller if skips_largest else [most_seeds, *smaller]
 
 
 class _Run:

@@ -512,6 +512,9 @@ def test_tables(lines: list[dict[str, Any]]) -> None:
     found = line_rows([line for line in lines if line["cell"] == SHAPED.key])
     assert all(len(row) == len(LINE_HEAD) for row in found)
     assert found[-1][:2] == ("SAR", "failed: it broke / here")
+    full = next(line for line in lines if line["variant"] == "distdgl_full" and line["cell"] == SHAPED.key)
+    named = [line_rows([full | {"facts": {"skips_largest": skips}}])[0][0] for skips in (False, True)]
+    assert named == ["DistDGL, full", "DistDGL, full, not all seeds at once"]
     assert drop_empty_columns(("a", "b"), [("1", ""), ("2", "")]) == (("a",), [("1",), ("2",)])
 
 
@@ -662,22 +665,32 @@ def test_distdgl_runs_without_the_plugin_whatever_the_caller_has(
     assert [job.environment["DGL_HYBRID_ENABLE"] for job in jobs] == ["0"]
 
 
-@pytest.mark.parametrize(("shares", "tried"), [((1025, 1024), [1025]), ((9000, 8999), [9000, 8192, 1024])])
+@pytest.mark.parametrize(
+    ("shares", "options", "tried"),
+    [
+        ((1025, 1024), {}, [1025]),
+        ((9000, 8999), {}, [9000, 8192, 1024]),
+        ((9000, 8999), {"skips_largest": True}, [8192, 1024]),
+    ],
+)
 def test_distdgl_is_tried_by_batches_of_which_every_rank_has_as_many(
-    shares: tuple[int, int], tried: list[int], monkeypatch: pytest.MonkeyPatch
+    shares: tuple[int, int], options: dict[str, bool], tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else one rank would wait for the others in its last batch."""
     monkeypatch.setattr(distdgl, "_max_over_ranks", lambda value: max(value, shares[0] if value > 0 else -shares[1]))
     monkeypatch.setattr(distdgl.dist, "barrier", lambda: None)
     system, sizes = object.__new__(distdgl.DistDGLFull), list[int]()
+    system.job = replace(tiny_job("distdgl_full"), options=options)
     system.nids, system.model, system.optimizer = torch.arange(shares[1]), torch.nn.Linear(1, 1), None
     system.make_optimizer = lambda _: None  # type: ignore[assignment, method-assign, return-value]
     system._make_loader = lambda size, **_: sizes.append(size) or size  # type: ignore[func-returns-value, method-assign]
     system._train = lambda loader, limit_s=math.inf: 1.0  # type: ignore[method-assign]
     found = system._choose()
     assert sizes == [*tried, tried[0]]
-    assert found["batch_size"] == "all"
-    assert list(found["seconds_by_batch_size"]) == ["all", *map(str, tried[1:])]
+    names = ["all" if size == shares[0] else str(size) for size in tried]
+    assert str(found["batch_size"]) == names[0]
+    assert list(found["seconds_by_batch_size"]) == names
+    assert found["skips_largest"] == bool(options), "lines say so"
 
 
 def test_ranks_of_sampled_distdgl_make_as_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -892,7 +905,7 @@ class FakeTeam:
     """Systems whose processes end when they first train -> how many of their teams."""
 
     def __init__(self, *, job: Any, **options: Any) -> None:
-        self.system, self.orders, self.current = job.system, [], ""
+        self.job, self.system, self.orders, self.current = job, job.system, [], ""
         self.has_ended = False
         FakeTeam.made.append(self)
 
@@ -943,7 +956,7 @@ def fake_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
         Bench, "_result", lambda self, cell, graph, starts: {"starts": starts, "failed": starts[0].failure is not None}
     )
     (tmp_path / "reference.json").write_text("{}")
-    monkeypatch.setattr(Bench, "job", lambda self, cell, graph, system: SimpleNamespace(system=system))
+    monkeypatch.setattr(Bench, "job", lambda self, cell, graph, system, **of: SimpleNamespace(system=system, **of))
     settings = Settings(rounds=2, starts=2, warmup=0)
     return Bench(
         settings=settings, cache=tmp_path, peers=None, rates=cast(Any, None), about={}, on_phase=lambda phase: None
@@ -1022,10 +1035,10 @@ def test_what_a_strategy_breaks_is_started_again_without_it(fake_bench: Bench) -
     assert again.unit == ("hybrid", "depcomm", "neutronstar")
 
 
-@pytest.mark.parametrize("dies_alone", [False, True])
-def test_what_died_beside_others_is_tried_alone(fake_bench: Bench, dies_alone: bool) -> None:
-    """Those may have taken the memory that it was ended for."""
-    FakeTeam.dying = {"distdgl_full": 2 if dies_alone else 1}
+@pytest.mark.parametrize("deaths", [1, 2, 3])
+def test_what_died_beside_others_is_tried_alone(fake_bench: Bench, deaths: int) -> None:
+    """Those may have taken the memory that it was ended for; then DistDGL is tried by smaller batches alone."""
+    FakeTeam.dying = {"distdgl_full": deaths}
     try:
         lines = fake_bench.measure(ONE_SAGE, cast(Any, None), ("hybrid", "dgl", "distdgl_full"))
     finally:
@@ -1033,13 +1046,26 @@ def test_what_died_beside_others_is_tried_alone(fake_bench: Bench, dies_alone: b
     assert {line["variant"]: line["failed"] for line in lines} == {
         "hybrid": False,
         "dgl": False,
-        "distdgl_full": dies_alone,
+        "distdgl_full": deaths == 3,
     }
+    tries = ["distdgl_full"] * min(1 + deaths, 3)
     teams = [team.system for team in FakeTeam.made]
-    assert teams == ["hybrid", "dgl", "distdgl_full", "distdgl_full", "hybrid"]
+    assert teams == ["hybrid", "dgl", *tries, "hybrid"]
+    options = [team.job.options for team in FakeTeam.made if team.system == "distdgl_full"]
+    assert options == [{}, {}, {"skips_largest": True}][: len(tries)]
     assert all(team.has_ended for team in FakeTeam.made)
     (last,) = lines[2]["starts"]
-    assert last.together == ([] if dies_alone else ["distdgl_full"])
+    assert last.together == ([] if deaths == 3 else ["distdgl_full"])
+
+
+def test_other_systems_that_die_alone_have_no_smaller_batches(fake_bench: Bench) -> None:
+    FakeTeam.dying = {"dgl_blocks": 3}
+    try:
+        lines = fake_bench.measure(TWO, cast(Any, None), ("dgl", "dgl_blocks"))
+    finally:
+        FakeTeam.dying = {}
+    assert [line["failed"] for line in lines] == [False, True]
+    assert [team.system for team in FakeTeam.made] == ["dgl", "dgl_blocks", "dgl_blocks"]
 
 
 def test_results_of_a_plan_that_trials_have_chosen_are_checked(

@@ -180,3 +180,9 @@ def test_batch_sizes_by_which_a_trainer_would_wait_for_ever_are_left_out() -> No
     assert batch_sizes(3000, 3000) == [3000, 1024]
     assert batch_sizes(20_000, 20_001) == [20_001, 8192, 1024]
     assert batch_sizes(2048, 2049) == [2049], "one of them would have three batches, the other two"
+
+
+def test_without_all_seeds_at_once_smaller_batches_are_left_or_it_is_said() -> None:
+    assert batch_sizes(20_000, 20_001, skips_largest=True) == [8192, 1024]
+    with pytest.raises(ValueError, match="no batch smaller than all 11 seeds"):
+        batch_sizes(10, 11, skips_largest=True)

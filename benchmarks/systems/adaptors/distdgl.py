@@ -28,6 +28,7 @@ from benchmarks.systems.adaptors.base import (
     pick_logits,
     sample_ids,
 )
+from benchmarks.systems.job import SKIPS_LARGEST
 from dgl_hybrid.training.distdgl import HOPELESS, batch_sizes
 
 
@@ -57,7 +58,8 @@ class DistDGLFull(System):
         seconds: dict[int, float] = {}
         first_s: list[float] = []
         fewest, most = self._share_sizes()
-        for batch_size in batch_sizes(fewest, most):
+        skips_largest = bool(self.job.options.get(SKIPS_LARGEST, False))
+        for batch_size in batch_sizes(fewest, most, skips_largest=skips_largest):
             loader = self._make_loader(batch_size)
             limit_s = HOPELESS * min(first_s) if first_s else float("inf")
             dist.barrier()
@@ -73,6 +75,7 @@ class DistDGLFull(System):
         return {
             "batch_size": "all" if best == most else best,
             "seconds_by_batch_size": {"all" if size == most else str(size): value for size, value in seconds.items()},
+            SKIPS_LARGEST: skips_largest,
         }
 
     def _share_sizes(self) -> tuple[int, int]:

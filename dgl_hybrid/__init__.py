@@ -11,7 +11,7 @@ import os
 from importlib import import_module
 
 from dgl_hybrid.compat import install
-from dgl_hybrid.compat.hook import after_dgl_import
+from dgl_hybrid.compat.hook import after_dgl_import, waits_for_dgl
 
 __version__ = "0.1.0"
 
@@ -23,6 +23,10 @@ _EXPORTS: dict[str, str] = {
     "average_gradients": "dgl_hybrid.training.gradients",
     "disable": "dgl_hybrid.sampling.switch",
     "enable": "dgl_hybrid.sampling.switch",
+    "global_accuracy": "dgl_hybrid.training.metrics",
+    "global_f1": "dgl_hybrid.training.metrics",
+    "global_mean": "dgl_hybrid.training.metrics",
+    "global_roc_auc": "dgl_hybrid.training.metrics",
     "held_bytes": "dgl_hybrid.sampling.switch",
     "infer": "dgl_hybrid.training.inference",
     "load_dataset": "dgl_hybrid.datasets",
@@ -57,10 +61,14 @@ if os.environ.get("DGL_HYBRID_ENABLE", "") not in ("", "0", "off"):
 
 def __getattr__(name: str) -> object:
     """Loads a public name or package at its first use."""
+    if name not in _PACKAGES and name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if waits_for_dgl():
+        # The plugin is turned on as soon as DGL is there, for which it needs modules of this package whole: not in the
+        # midst of the first of them that happens to import DGL.
+        import_module("dgl")
     if name in _PACKAGES:
         return import_module(f"{__name__}.{name}")  # which binds it here
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(_EXPORTS[name]), name)
     globals()[name] = value
     return value

@@ -64,10 +64,9 @@ def main() -> None:
             print(f"epoch {epoch}: loss of this rank's seeds {loss.item():.4f}")
 
     nids, logits = dgl_hybrid.infer(model, g, sampler, nids=g.owned_nodes("test_mask"))
-    correct = int((logits.argmax(1) == g.ndata["label"][nids]).sum())
-    counts = g.communicator.gather_ints([correct, len(nids)])
+    accuracy = dgl_hybrid.global_accuracy(logits, g.ndata["label"][nids], communicator=g.communicator)
     if g.rank() == 0:
-        print(f"test accuracy {sum(c for c, _ in counts) / sum(n for _, n in counts):.4f}")
+        print(f"test accuracy {accuracy:.4f}")
     dist.destroy_process_group()
 
 

@@ -23,11 +23,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.emulated_network import EmulatedNetwork, NetworkError, why_unavailable
+from benchmarks.emulated_network import NetworkError, why_unavailable
 from benchmarks.systems.adaptors import CLUSTER_SYSTEMS
 from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
 from benchmarks.systems.grid import Cell
-from benchmarks.systems.measure import Bench
+from benchmarks.systems.measure import Bench, network_of
 from benchmarks.systems.results import (
     FAILED,
     OK,
@@ -163,6 +163,7 @@ def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Tria
     ready_s: dict[str, list[float]] = {}
     settings: dict[str, list[Trial]] = {}
     failures: dict[str, str] = {}
+    links: list[float] = []
     with tempfile.TemporaryDirectory(prefix="accuracy_") as name:
         folder = Path(name)
         judge_team = Team(job=bench.job(cell, graph, "dgl"), folder=folder / "judge")
@@ -172,7 +173,7 @@ def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Tria
             for number, trial in enumerate(tried):
                 bench.on_phase(f"{trial.system}, lr {trial.lr:g} {trial.options or ''}")
                 try:
-                    ready, points = _train(bench, cell, graph, trial, folder / str(number))
+                    ready, link_bits_per_s, points = _train(bench, cell, graph, trial, folder / str(number))
                 except SystemFailure as failure:
                     failures[trial.system] = str(failure)[:500]
                     continue
@@ -181,6 +182,7 @@ def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Tria
                 curve = [(point["elapsed_s"], one["val"]) for point, one in zip(points, found, strict=True)]
                 curves.setdefault(trial.system, []).append(curve)
                 ready_s.setdefault(trial.system, []).append(ready)
+                links += [] if link_bits_per_s is None else [link_bits_per_s]
                 settings.setdefault(trial.system, []).append(trial)
         finally:
             judge_team.end()
@@ -203,6 +205,7 @@ def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Tria
             "settings": bench.settings.to_json(),
             "config": {**cell.to_json(), "dropout": DROPOUT},
             "allocator_variables": ALLOCATORS[bench.settings.allocator],
+            "link_bits_per_s": statistics.median(links) if links else None,
             "time": now(),
             "p50": None,
             "predicted": None,
@@ -224,40 +227,38 @@ def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Tria
 
 def _train(
     bench: Bench, cell: Cell, graph: PreparedGraph, trial: Trial, folder: Path
-) -> tuple[float, list[dict[str, Any]]]:
+) -> tuple[float, float | None, list[dict[str, Any]]]:
     """Trains one setting.
 
     Returns:
-        The seconds until all ranks could begin, and where weights are with the slowest rank's seconds of training.
+        The seconds until all ranks could begin, what a link carried before (None on loopback), and where weights are
+        with the slowest rank's seconds of training.
     """
     job = bench.job(cell, graph, trial.system, lr=trial.lr, dropout=DROPOUT, options=trial.options)
     timeout_s = bench.settings.timeout_s
-    hosts = EmulatedNetwork(num_hosts=cell.ranks) if cell.rate_bits_per_s is not None else None
-    team = Team(
-        job=job,
-        folder=folder,
-        allocator=bench.settings.allocator,
-        is_cluster=trial.system in CLUSTER_SYSTEMS,
-    )
-    if hosts is None:
-        return _train_team(team, trial, folder, timeout_s)
-    with hosts:
-        hosts.shape(cell.rate_bits_per_s)
-        team.network = hosts
-        return _train_team(team, trial, folder, timeout_s)
-
-
-def _train_team(team: Team, trial: Trial, folder: Path, timeout_s: float) -> tuple[float, list[dict[str, Any]]]:
-    start = time.monotonic()
-    try:
-        team.start()
-        team.ask("prepare", timeout_s=timeout_s)
-        ready_s = time.monotonic() - start
-        by_rank = team.ask(
-            "curve", timeout_s=timeout_s, folder=str(folder / "weights"), count=trial.epochs, every=trial.every
+    with network_of(cell) as (hosts, link_bits_per_s):
+        team = Team(
+            job=job,
+            folder=folder,
+            network=hosts,
+            allocator=bench.settings.allocator,
+            is_cluster=trial.system in CLUSTER_SYSTEMS,
         )
-    finally:
-        team.end()
-    return ready_s, [
-        {**points[0], "elapsed_s": max(point["elapsed_s"] for point in points)} for points in zip(*by_rank, strict=True)
-    ]
+        start = time.monotonic()
+        try:
+            team.start()
+            team.ask("prepare", timeout_s=timeout_s)
+            ready_s = time.monotonic() - start
+            by_rank = team.ask(
+                "curve", timeout_s=timeout_s, folder=str(folder / "weights"), count=trial.epochs, every=trial.every
+            )
+        finally:
+            team.end()
+    return (
+        ready_s,
+        link_bits_per_s,
+        [
+            {**points[0], "elapsed_s": max(point["elapsed_s"] for point in points)}
+            for points in zip(*by_rank, strict=True)
+        ],
+    )

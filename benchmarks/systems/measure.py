@@ -172,7 +172,7 @@ class Bench:
         ]
         with (
             tempfile.TemporaryDirectory(prefix="systems_") as folder,
-            self._network(cell) as (network, link_bits_per_s),
+            network_of(cell) as (network, link_bits_per_s),
         ):
             present = [system for system in systems if missing[system] is None]
             reference = self._reference_file(cell, graph)
@@ -212,18 +212,6 @@ class Bench:
                 for system, of_system in starts.items()
             ]
         return [line | {"load_before": round(load, 1), "link_bits_per_s": link_bits_per_s} for line in lines]
-
-    @contextlib.contextmanager
-    def _network(self, cell: Cell) -> Iterator[tuple[EmulatedNetwork | None, float | None]]:
-        if cell.rate_bits_per_s is None:
-            yield None, None
-            return
-        with EmulatedNetwork(num_hosts=cell.ranks) as network:
-            network.shape(cell.rate_bits_per_s)
-            measured = network.measure_bits_per_s(expected_bits_per_s=cell.rate_bits_per_s)
-            if measured > SHAPING_TOLERANCE * cell.rate_bits_per_s:
-                raise NetworkError(f"links carry {measured:.3g} bit/s, limited to {cell.rate_bits_per_s:.3g}")
-            yield network, measured
 
     def _reference_file(self, cell: Cell, graph: PreparedGraph) -> Path:
         """Returns where the cache has, or will have, what plain DGL computes from the initial weights."""
@@ -454,6 +442,24 @@ class Bench:
             ],
             "floor_s": epoch_floor_s(cell, graph, self.rates, cores=self.about["machine"]["cores"]),
         }
+
+
+@contextlib.contextmanager
+def network_of(cell: Cell) -> Iterator[tuple[EmulatedNetwork | None, float | None]]:
+    """Yields the hosts of a cell, each of which has a rank, and what a link was measured to carry; None on loopback.
+
+    Raises:
+        NetworkError: The links cannot be made, or carry more than they are to.
+    """
+    if cell.rate_bits_per_s is None:
+        yield None, None
+        return
+    with EmulatedNetwork(num_hosts=cell.ranks) as network:
+        network.shape(cell.rate_bits_per_s)
+        measured = network.measure_bits_per_s(expected_bits_per_s=cell.rate_bits_per_s)
+        if measured > SHAPING_TOLERANCE * cell.rate_bits_per_s:
+            raise NetworkError(f"links carry {measured:.3g} bit/s, limited to {cell.rate_bits_per_s:.3g}")
+        yield network, measured
 
 
 def order_of_turns(entries: Sequence[_Entry], number: int) -> list[_Entry]:

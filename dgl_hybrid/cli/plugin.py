@@ -73,5 +73,5 @@ def require_startup_hook() -> None:
         raise LaunchError(
             "the startup hook dgl_hybrid_startup.pth is not at work in this Python, so a script that imports dgl would "
             "run without the plugin. Install dgl_hybrid with pip (not by PYTHONPATH), and do not start Python with -S "
-            "or -I."
+            "(nor with -I, if it was installed with --user)."
         )

@@ -60,9 +60,11 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
                 "num_classes": prepared.num_classes,
             }
         )
+        is_first = communicator.rank == 0
+        del communicator  # with its connections to all other ranks: training makes its own
         job = TrainJob(**shared, model=model, strategy=strategy, training=training)
-        with progress_bar(job, communicator.rank == 0) as advance:
+        with progress_bar(job, is_first) as advance:
             report = train(job, on_epoch=advance)
-        return report if communicator.rank == 0 else None
+        return report if is_first else None
     finally:
         dist.destroy_process_group()

@@ -129,6 +129,11 @@ class MendingFinder:
         while self._callbacks:
             self._callbacks.pop(0)()
 
+    @property
+    def has_callbacks(self) -> bool:
+        """Whether something waits for `dgl`."""
+        return bool(self._callbacks)
+
     @staticmethod
     def has_mended(module: ModuleType) -> bool:
         """Tells whether a module that has fixes made at import was loaded with them."""
@@ -227,3 +232,8 @@ def after_dgl_import(callback: Callable[[], None]) -> None:
     """
     install()
     FINDER.call_after_dgl(callback)
+
+
+def waits_for_dgl() -> bool:
+    """Tells whether something will be called by the `import dgl` that comes first."""
+    return FINDER.has_callbacks

@@ -53,7 +53,9 @@ def build_layer_blocks(
         in_degrees: (|C_1|,) full-graph in-degrees, where owners aggregate for replicas, whose edges are not here.
     """
     blocks = []
-    numbers = torch.arange(max(structure.num_edges for structure in sets.layers), dtype=sets.layers[0].indices.dtype)
+    # Not always the first layer: that lacks the in-edges of replicas.
+    largest = max(sets.layers, key=lambda structure: structure.num_edges)
+    numbers = torch.arange(largest.num_edges, dtype=largest.indices.dtype)
     for structure in sets.layers:
         blocks.append(
             LayerBlock(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.graph.tensor_versions import version_of
 
 ExtendFields = Callable[[list[Tensor]], list[Tensor]]
 
@@ -79,7 +80,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
-        self._held[key], self._extended[key] = held, _Extended(extended, _version_of(held))
+        self._held[key], self._extended[key] = held, _Extended(extended, version_of(held))
         self._complete.add(key)
 
     def reset(self, known: Mapping[str, Tensor], *, keeps_received: bool) -> None:
@@ -113,7 +114,7 @@ class SourceFields(MutableMapping[str, Tensor]):
             pending += [name for name in self._set_in_scope if self._is_due(name) and name not in pending]
             is_exact = not (self._is_approximate and torch.is_grad_enabled())
             for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
-                self._extended[name] = _Extended(tensor, _version_of(self._held[name]), is_exact)
+                self._extended[name] = _Extended(tensor, version_of(self._held[name]), is_exact)
         return {name: self._extended[name].rows for name in names}
 
     def would_travel(self, name: str) -> list[str]:
@@ -142,7 +143,7 @@ class SourceFields(MutableMapping[str, Tensor]):
         lacks_gradient = held.requires_grad and takes_gradients and not extended.rows.requires_grad
         is_of_inference = extended.rows.is_inference() and not torch.is_inference_mode_enabled()
         serves = extended.is_exact or takes_gradients
-        return extended.version == _version_of(held) and serves and not lacks_gradient and not is_of_inference
+        return extended.version == version_of(held) and serves and not lacks_gradient and not is_of_inference
 
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""
@@ -158,7 +159,3 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def pop_scope(self) -> None:
         self._held, self._extended, self._set_in_scope = self._scopes.pop()
-
-
-def _version_of(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version

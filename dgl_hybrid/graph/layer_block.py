@@ -256,13 +256,13 @@ class LayerBlock:
         """Returns the full-graph sum of out-edge weights of every source, received ones too, (C + R,).
 
         Raises:
-            BlockError: If `edge_weight` is not a static edge field of the graph.
+            BlockError: If `edge_weight` is not a static edge field of the graph, or was changed since it was read.
         """
         sums = None if self._weighted_out_degrees is None else self._weighted_out_degrees(self, edge_weight)
         if sums is None:
             raise BlockError(
                 f"EdgeWeightNorm(norm='both') needs the weights of all out-edges of a node, most of which are not in "
-                f"this block ({self._where}). Pass the static edge field as it came from the loader: "
+                f"this block ({self._where}). Pass the static edge field as it came from the loader, not written to: "
                 f"`block.edata[name]` with prefetch_edge_feats=[name], or `g.edata[name][block.edata[dgl.EID]]`; for "
                 f"learned or computed weights use norm='right' or 'none'."
             )

@@ -26,6 +26,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from dgl_hybrid.graph.tensor_versions import version_of
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu.products import most_entries
 
@@ -108,7 +109,7 @@ class _Kept:
 
 
 def _version_of(result: Rows | None) -> int:
-    return result._version if isinstance(result, Tensor) else 0  # nobody else has the tensors of sparse rows
+    return version_of(result) if isinstance(result, Tensor) else 0  # nobody else has the tensors of sparse rows
 
 
 def sparse_or_dense(x: Tensor) -> Rows:

@@ -36,7 +36,7 @@ from dgl_hybrid.launch.leftovers import (
     send_signal,
     temporary_folder,
 )
-from dgl_hybrid.launch.machines import find_free_ports, why_port_unusable
+from dgl_hybrid.launch.machines import find_free_ports, ip_config_text, read_ip_config, why_port_unusable
 from dgl_hybrid.launch.messages import (
     Cleaned,
     End,
@@ -194,7 +194,7 @@ class Agent:
         for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
             if interface is not None and name not in os.environ:
                 environment[name] = interface
-        if order.ip_config_text is not None:
+        if order.ip_config is None:
             file = folder / "ip_config.txt"
             file.write_text(order.ip_config_text, encoding="utf-8")
             environment["DGL_IP_CONFIG"] = str(file)
@@ -202,7 +202,7 @@ class Agent:
             Ready(
                 cores=len(os.sched_getaffinity(0)),
                 host=_boot_id(),
-                free_port=find_free_ports(order.address, avoid=set(order.server_ports.values())),
+                free_port=find_free_ports(order.address, avoid={*order.server_ports.values(), *order.foreign_ports}),
                 environment=environment,
             )
         )
@@ -343,13 +343,16 @@ def find_problems(order: Prepare) -> list[str]:
     workspace = Path(order.workspace)
     if not workspace.is_dir():
         return [f"the workspace {workspace} does not exist. Give the folder in which the script runs on every host."]
-    if shutil.which(workspace / order.python if os.sep in order.python else order.python) is None:
+    if shutil.which(order.python) is None:
         problems.append(f"the interpreter {order.python} does not exist or cannot be run")
-    elif order.needs_plugin and not _loads_plugin(order.python, workspace):
+    elif (order.needs_plugin or order.shares_host) and not _loads_plugin(order.python, workspace):
+        if order.shares_host:
+            consequence, remedy = "machines of this job on one host would overwrite each other's graphs (fix 0011)", ""
+        else:
+            consequence, remedy = "parts would run without the plugin", "; --strategy off needs none"
         problems.append(
             f"the startup hook dgl_hybrid_startup.pth is not at work in {order.python}, or that did not answer, so "
-            "parts would run without the plugin. Install dgl_hybrid there with pip (not by PYTHONPATH); --strategy off "
-            "needs none"
+            f"{consequence}. Install dgl_hybrid there with pip (not by PYTHONPATH){remedy}"
         )
     folder = temporary_folder(order.shm_prefix)
     if order.num_samplers and len(os.fsencode(folder)) > LONGEST_FOLDER_BYTES:
@@ -361,6 +364,8 @@ def find_problems(order: Prepare) -> list[str]:
     if not script.startswith("-") and not (workspace / script).exists():
         problems.append(f"the script {workspace / script} does not exist. A relative path is one in the workspace.")
     problems += _problems_of_part(Path(order.part_config), order.machine_id)
+    if order.ip_config is not None:
+        problems += _problems_of_addresses(Path(order.ip_config), order.ip_config_text)
     for name, port in order.server_ports.items():
         reason = why_port_unusable(order.address, port)
         if reason is not None:
@@ -374,6 +379,22 @@ def _loads_plugin(python: str, workspace: Path) -> bool:
     with contextlib.suppress(OSError):
         return startup_hook.is_at_work_in(python, workspace)
     return False
+
+
+def _problems_of_addresses(ip_config: Path, expected: str) -> list[str]:
+    """Compares this host's file with that of the controller: servers would listen, and trainers ask, elsewhere."""
+    wanted = expected.splitlines()
+    try:
+        found = ip_config_text(read_ip_config(ip_config, len(wanted))).splitlines()
+    except LaunchError as error:
+        return [str(error)]
+    for machine_id, (here, there) in enumerate(zip(found, wanted, strict=True)):
+        if here != there:
+            return [
+                f"{ip_config} says {here} of machine {machine_id} here, and {there} where the job was started. Copy "
+                "that file to all hosts."
+            ]
+    return []
 
 
 def _problems_of_part(part_config: Path, part_id: int) -> list[str]:

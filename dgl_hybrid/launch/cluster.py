@@ -38,7 +38,7 @@ class ClusterJob:
     command: tuple[str, ...]
     """What the interpreter is given, as it is: the script and its arguments, or `-m`, a module and its arguments."""
     python: str = sys.executable
-    """The interpreter; on all hosts the same."""
+    """The interpreter; on all hosts the same. A relative path is one in the folder where the job is started."""
     workspace: Path | None = None
     """Folder in which all parts run, on every host; None: the current one."""
     ip_config: Path | None = None
@@ -79,6 +79,11 @@ class ClusterJob:
         unknown = [word for word in self.graph_format.split(",") if word.strip() not in _FORMATS]
         if unknown:
             raise ValueError(f"graph_format must be of {', '.join(_FORMATS)} (got {self.graph_format!r})")
+
+    @property
+    def interpreter(self) -> str:
+        """`python`, a path as an absolute one. Not resolved: a virtual environment is known by its link."""
+        return os.path.abspath(self.python) if os.sep in self.python else self.python
 
     @property
     def folder(self) -> Path:

@@ -210,7 +210,7 @@ class Controller:
         # -P: what lies in the current folder must not pass for a module of Python's.
         words = ["-P", "-m", "dgl_hybrid.launch.agent"]
         if is_remote:
-            command = [*self._job.remote_shell, machine.address, f"exec {shlex.join([self._job.python, *words])}"]
+            command = [*self._job.remote_shell, machine.address, f"exec {shlex.join([self._job.interpreter, *words])}"]
         else:
             command = [*prefix, sys.executable, *words]
         try:
@@ -233,28 +233,34 @@ class Controller:
 
     def _preparation(self, agent: _Agent) -> Prepare:
         job, machine = self._job, agent.machine
-        python = job.python
-        if not agent.is_remote and os.sep in python:
-            python = os.path.abspath(python)  # not resolved: a virtual environment is known by its link
+        servers = [state.part for state in self._states.values() if state.part.role == "server"]
         return Prepare(
             machine_id=machine.machine_id,
             address=machine.address,
-            server_ports={
-                state.part.name: machine.port + state.part.local_index
-                for state in self._states.values()
-                if state.part.role == "server" and state.part.machine is machine
-            },
+            server_ports={part.name: machine.port + part.local_index for part in servers if part.machine is machine},
+            foreign_ports=[
+                part.machine.port + part.local_index
+                for part in servers
+                if part.machine is not machine and part.machine.address == machine.address
+            ],
             shm_prefix=self._shm_prefix(machine),
-            python=python,
+            python=job.interpreter,
             needs_plugin=job.environment.get(ENABLE_VARIABLE, "") not in ("", *OFF_WORDS),
+            shares_host=self._shares_host(machine),
             num_samplers=job.num_samplers,
             command=list(job.command),
             workspace=str(job.folder),
             part_config=str(job.folder / job.part_config),
-            ip_config_text=ip_config_text(self._machines) if job.ip_config is None else None,
+            ip_config=None if job.ip_config is None else str(job.folder / job.ip_config),
+            ip_config_text=ip_config_text(self._machines),
             grace_s=job.grace_s,
             silence_timeout_s=SILENCE_TIMEOUT_S if agent.is_remote else None,
         )
+
+    def _shares_host(self, machine: Machine) -> bool:
+        if self._job.machine_prefixes:
+            return len(self._machines) > 1
+        return any(other is not machine and other.address == machine.address for other in self._machines)
 
     def _shm_prefix(self, machine: Machine) -> str:
         return f"dgl_hybrid_{self._job_id}_{machine.machine_id}_"

@@ -18,17 +18,23 @@ class Prepare:
     address: str
     server_ports: dict[str, int]
     """Of each server of this machine, by name."""
+    foreign_ports: list[int]
+    """Of other machines' servers at this address: nothing else may take them."""
     shm_prefix: str
     """Begins the names of the machine's shared memory; its processes are known by it as well."""
     python: str
     needs_plugin: bool
     """Whether scripts are to run with the plugin, so that the interpreter must load it."""
+    shares_host: bool
+    """Whether another machine of the job is on this host: DGL needs the plugin's fix 0011 then."""
     num_samplers: int
     command: list[str]
     workspace: str
     part_config: str
-    ip_config_text: str | None
-    """Of a generated ip_config; the agent writes it where its parts find it."""
+    ip_config: str | None
+    """The file that parts read; None: the agent writes one where they find it."""
+    ip_config_text: str
+    """What that file has, or is to have, on every host."""
     grace_s: float
     """Between SIGTERM and SIGKILL."""
     silence_timeout_s: float | None

@@ -128,8 +128,10 @@ def probe(
     small_s, large_s = (_best(partial(links.all_reduce, x), link_device) for x in tensors)
     mine = [*rates, small_s, _rate(small_s, large_s), *latency_s, *bandwidth, time.time(), *_encode(_machine(device))]
     table = torch.stack(links.all_gather(torch.tensor(mine, dtype=torch.float64, device=link_device)))
-    # Every rank has the same table by now; taking rank 0's makes that true whatever the backend does.
-    table = links.all_gather(table)[0]
+    # Every rank has the same table by now; taking rank 0's makes that true whatever the backend does. As a sum:
+    # ranks that gathered it from each other would hold it once for each of them.
+    table = table if links.rank == 0 else torch.zeros_like(table)
+    links.all_reduce(table)
     sizes = [len(rates), 1, 1, world_size, world_size, 1, MACHINE_CHARS]
     device_rates, reduce_s, reduce_rate, received_latency, received_rate, now, name = table.cpu().split(sizes, dim=1)
     return _topology(

@@ -30,7 +30,7 @@ from dgl_hybrid.sampling.halo_graph import HaloGraph, HaloTensors, pack_lists
 from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows, Pull
 from dgl_hybrid.sampling.id_index import worthwhile_table_bytes
 from dgl_hybrid.sampling.in_edge_lists import InEdgeLists
-from dgl_hybrid.sampling.list_sizes import list_sizes
+from dgl_hybrid.sampling.list_sizes import fitting, list_sizes
 from dgl_hybrid.sampling.observed import ObservedReads, most_counted
 from dgl_hybrid.sampling.remote_costs import measure_remote_costs
 from dgl_hybrid.sampling.written import WrittenFields
@@ -39,6 +39,8 @@ _logger = logging.getLogger(__name__)
 
 _EXPLORE_BYTES = 256 * 2**20
 """Lists that may be held for a moment, beyond the budget, to decide by."""
+_FETCHED_OF_HELD = 1.5
+"""What lists take as they are fetched, of what they take at most where they are held: short ones of small graphs."""
 _NARROW_BYTES = 16
 """Rows up to this size (labels, masks) are read for the seeds; a little of the budget is kept for them."""
 _NARROW_SHARE = 0.05
@@ -363,11 +365,15 @@ class HaloStore:
         if self._observed_seeds.add(difference(ids, self._expected.ids)):
             held = torch.empty(0, dtype=torch.int64) if self.halo_graph is None else self.halo_graph.tensors.ids
             often = difference(self._observed_seeds.review(self._min_count), held)
+            # Nothing is asked for that could not be held: reviews of many vertices come again and again.
+            room_bytes = self._room_bytes() - self._list_sizes.end_bytes
+            if not math.isinf(room_bytes):
+                often = often[: max(0, int(room_bytes / self._list_sizes.list_bytes))]
             self._observed_seeds.forget(often)
-            self._lists.fetch(often[~self._lists.is_known(often)], room_bytes=self._explore_bytes())
+            fetched_bytes = min(self._explore_bytes(), _FETCHED_OF_HELD * room_bytes)
+            self._lists.fetch(often[~self._lists.is_known(often)], room_bytes=fetched_bytes)
             often = often[self._lists.is_known(often)]
-            num_bytes = self._list_sizes.alone(self._lists.degrees(often))
-            often = often[torch.cumsum(num_bytes, 0) <= self._room_bytes() - self._list_sizes.end_bytes]
+            often = often[fitting(self._list_sizes.alone(self._lists.degrees(often)), room_bytes)]
             self._hold_lists(torch.sort(torch.cat([held, often])).values)
 
     # ---------------------------------------------------------------- sharing with sampler processes

@@ -21,7 +21,7 @@ _let_go: list[weakref.WeakMethod[Callable[[], None]]] = []
 
 
 def _pull(original: Callable[..., Any], client: Any, name: str, id_tensor: Tensor) -> Any:
-    for answer in _answers:
+    for answer in tuple(_answers):  # some end with their objects, at any time
         rows = answer(client, name, id_tensor)
         if rows is not None:
             return rows

@@ -19,6 +19,7 @@ from torch import Tensor
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.segments import find_sorted, gather_segments, indptr_of
 from dgl_hybrid.sampling.counts import COUNTS
+from dgl_hybrid.sampling.list_sizes import fitting
 
 IDS_PER_REQUEST = 50_000
 """Vertices whose in-degrees are asked for in one message."""
@@ -281,12 +282,11 @@ class InEdgeLists:
         """
         degrees = fetch_degrees(self._book, ids)
         num_bytes = _Fetched.ENTRY_BYTES * degrees + _Fetched.LIST_BYTES
-        fitting = torch.nonzero(num_bytes <= room_bytes).flatten()  # the list of a hub alone may be too long
-        fitting = fitting[torch.cumsum(num_bytes[fitting], 0) <= room_bytes]
-        if len(fitting):
-            ids, order = torch.sort(ids[fitting])
-            self._fetched.append(_Fetched(ids, fetch_lists(self._book, ids, degrees[fitting[order]])))
-        return len(fitting)
+        chosen = fitting(num_bytes, room_bytes)  # the list of a hub alone may be too long
+        if len(chosen):
+            ids, order = torch.sort(ids[chosen])
+            self._fetched.append(_Fetched(ids, fetch_lists(self._book, ids, degrees[chosen[order]])))
+        return len(chosen)
 
     def lookup(self, ids: Tensor) -> EdgeLists:
         """Returns the lists of known vertices, in order."""

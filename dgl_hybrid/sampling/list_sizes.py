@@ -41,6 +41,22 @@ class ListSizes:
         return [(self.alone(degrees), self.end_bytes), (once, self.end_bytes + self.source_bytes * num_sources)]
 
 
+def fitting(num_bytes: Tensor, room_bytes: float) -> Tensor:
+    """Returns the positions of what there is room for, in order: what no longer fits is passed over.
+
+    Args:
+        num_bytes: (n,) int64, positive; of the most wanted first.
+    """
+    chosen, left = [torch.empty(0, dtype=torch.int64)], torch.arange(len(num_bytes))
+    while len(left := left[num_bytes[left] <= room_bytes]):
+        total = torch.cumsum(num_bytes[left], 0)
+        taken = int((total <= room_bytes).sum())
+        chosen.append(left[:taken])
+        room_bytes -= int(total[taken - 1])
+        left = left[taken:]
+    return torch.cat(chosen)
+
+
 def list_sizes(partition_book: Any, budget_bytes: float) -> ListSizes:
     """Returns the sizes for a graph; no more than a budget (which may be infinite) is ever held of it."""
     num_nodes, num_edges = int(partition_book._num_nodes()), int(partition_book._num_edges())

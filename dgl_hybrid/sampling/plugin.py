@@ -13,7 +13,6 @@ from dgl.distributed import graph_services, role
 from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
-from dgl_hybrid.partition import partition_graph
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.halo_graph import HaloGraph
@@ -114,6 +113,9 @@ class HaloPlugin:
 
     @staticmethod
     def _partition_graph(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Not at the top: whoever imports that module first imports DGL by it, and that turns the plugin on meanwhile.
+        from dgl_hybrid.partition import partition_graph
+
         return partition_graph(*args, **kwargs)
 
     def _make_loader(

@@ -65,6 +65,8 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
             "server that runs without it). Move the line up, or start the script with `dgl-hybrid run` or `dgl-hybrid "
             "launch`."
         )
+    written.register_services()
+    mailbox.register_services()
     before = _plugin
     if before is None and _silent is None:
         _silent = _silent_since_connecting()
@@ -77,8 +79,6 @@ def enable(*, strategy: Strategy = "hybrid", budget: str | int = "auto") -> None
         repairs.switch_off()
         _fall_silent(before)
         raise
-    written.register_services()
-    mailbox.register_services()
     _exported = os.environ[ENABLE_VARIABLE] = config.to_environment()
     _plugin = plugin
     if _silent is not None and _silent.is_of(kvstore.get_kvstore()):

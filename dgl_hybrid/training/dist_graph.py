@@ -250,18 +250,26 @@ class DistField(GraphField):
         return rows[self.ownership.start - self._first_of_machine : self.ownership.stop - self._first_of_machine]
 
     @property
+    def key(self) -> str:
+        key: str = self._tensor.kvstore_key
+        return key
+
+    @property
     def version(self) -> int:
-        return self._reads.num_writes(self._tensor.kvstore_key)
+        return self._reads.num_writes(self.key)
 
     def __getitem__(self, ids: Tensor) -> Tensor:
         rows: Tensor = self._tensor[ids]
         return rows
 
     def identify(self, rows: Tensor) -> bool:
-        return self._reads.identify(self._tensor.kvstore_key, rows)
+        return self._reads.identify(self.key, rows)
+
+    def has_as_it_is(self, rows: Tensor) -> bool:
+        return self._reads.has_as_it_is(self.key, rows)
 
     def is_current(self, rows: Tensor) -> bool:
-        return self._reads.identify(self._tensor.kvstore_key, rows, is_current=True)
+        return self._reads.identify(self.key, rows, is_current=True)
 
 
 class DistFields(GraphFields):

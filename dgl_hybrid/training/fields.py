@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
+from dgl_hybrid.graph.tensor_versions import version_of
 from dgl_hybrid.ops.cpu.resting_rows import new_rows
 
 
@@ -54,8 +55,17 @@ class GraphField(ABC):
 
     @property
     @abstractmethod
+    def key(self) -> str:
+        """What holds its rows: where another field takes its name, that has another key or version."""
+
+    @property
+    @abstractmethod
     def version(self) -> int:
         """Counts the writes that all ranks know of: equal on all of them."""
+
+    @abstractmethod
+    def has_as_it_is(self, rows: Tensor) -> bool:
+        """Whether `rows` is what a read returned, and nobody has written into it or made it learnable."""
 
     @abstractmethod
     def __getitem__(self, ids: Tensor) -> Tensor: ...
@@ -96,12 +106,16 @@ class StoredField(GraphField):
         self._version = 0
         self._row_sets = row_sets
         self._kind = kind
-        self._local_version = _version_of(local)
+        self._local_version = version_of(local)
         self._read: dict[int, _Read | None] = {}  # by identity of the ids; None: dropped, as each key has a finalizer
 
     @property
     def local(self) -> Tensor:
         return self._local
+
+    @property
+    def key(self) -> str:
+        return self.name
 
     @property
     def version(self) -> int:
@@ -140,6 +154,9 @@ class StoredField(GraphField):
     def identify(self, rows: Tensor) -> bool:
         return any(read is not None and read.rows is rows for read in self._read.values())
 
+    def has_as_it_is(self, rows: Tensor) -> bool:
+        return any(read is not None and read.rows is rows and not read.was_changed for read in self._read.values())
+
     def is_current(self, rows: Tensor) -> bool:
         return self.identify(rows)  # what was written is forgotten at once
 
@@ -149,7 +166,7 @@ class StoredField(GraphField):
             raise ValueError(f"{self._kind} field {self.name!r} must have {len(self.local)} rows (got {len(rows)})")
         _refuse_learnable(rows, self._kind, self.name)
         self._local = rows
-        self._local_version = _version_of(rows)
+        self._local_version = version_of(rows)
         self._version += 1
         self._read.update(dict.fromkeys(self._read))
 
@@ -157,7 +174,7 @@ class StoredField(GraphField):
         """Says what happened here since the last `drop_reads`: 2 if `local` was written to, 1 if only rows that were
         read from it were, else 0. Ranks may differ.
         """
-        if _version_of(self._local) != self._local_version:
+        if version_of(self._local) != self._local_version:
             return _WROTE_FIELD
         return _WROTE_ROWS if any(read is not None and read.was_changed for read in self._read.values()) else 0
 
@@ -169,7 +186,7 @@ class StoredField(GraphField):
     def drop_reads(self, writes: int) -> None:
         """Lets all rows be read again; every rank does so with the greatest of what `find_writes` returned on any."""
         self._read.update(dict.fromkeys(self._read))
-        self._local_version = _version_of(self._local)
+        self._local_version = version_of(self._local)
         self._version += writes == _WROTE_FIELD
 
 
@@ -192,10 +209,6 @@ def was_changed(rows: Tensor, version: int) -> bool:
     Within an epoch this is alike on every rank only if the program is; before each epoch ranks agree on it.
     """
     return rows._version != version or rows.requires_grad
-
-
-def _version_of(rows: Tensor) -> int:
-    return 0 if rows.is_inference() else rows._version
 
 
 class RowSets:

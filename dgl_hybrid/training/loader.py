@@ -649,7 +649,7 @@ class FullGraphLoader:
             self._check_same_kept([of_rank.num_asked for of_rank in told], kept)
         del step, kept  # a change of plan drops what they hold
         if all(of_rank.has_other_call for of_rank in told):
-            choice.check_other_model()
+            self._follow(choice.check_other_models())
         if choice.trials is not None and all(of_rank.epoch_ns for of_rank in told):
             self._change_ns = 0
             epoch_ns, change_ns = max(x.epoch_ns for x in told), max(x.change_ns for x in told)

@@ -72,7 +72,7 @@ def global_f1(
     """F1 over the rows of all ranks. One collective.
 
     Args:
-        logits: (n, C) floating, C the same on every rank.
+        logits: (n, C) floating, C the same on every rank; with C = 1, class 1 is where the logit is positive.
         labels: (n,) integer class, -1 for none; or (n, C) of 0 and 1, several classes per row: a class is then
             predicted where its logit is positive, and NaN or -1 leaves out one class of one row.
         weight: (n,) or None.
@@ -80,10 +80,9 @@ def global_f1(
     _check_rows(logits, labels, weight, labels_dim=labels.dim())
     if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
         raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
-    num_classes = logits.shape[1]
     if labels.dim() == 1:
         weight_NC = _effective_weight(labels, weight).unsqueeze(1)
-        classes = torch.arange(num_classes, device=logits.device)
+        classes = torch.arange(max(logits.shape[1], 2), device=logits.device)
         actual_NC, predicted_NC = labels.unsqueeze(1) == classes, _predicted_class(logits).unsqueeze(1) == classes
     else:
         weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))

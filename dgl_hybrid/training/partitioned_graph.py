@@ -76,7 +76,7 @@ class PartitionedGraph:
         self.is_told_of_moves = False
         """Whether the script was told what moving blocks costs: once, and not by every loader."""
         self._reads: StableReads | None = None
-        self._weighted_out_degrees: dict[str, tuple[int, Tensor]] = {}
+        self._weighted_out_degrees: dict[str, tuple[tuple[str, int], Tensor]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
         """A copy of a model that holds its graph holds this one: ranks see one graph, not one for each copy."""
@@ -253,17 +253,18 @@ class PartitionedGraph:
         return total.index_add_(0, ids - self.nodes.start, sums)
 
     def weighted_out_degrees(self, edge_weight: Tensor, ids_global: Tensor) -> Tensor | None:
-        """Returns full-graph sums of out-edge weights for some nodes, if `edge_weight` is rows of a known edge field.
+        """Returns full-graph sums of out-edge weights for some nodes, if `edge_weight` is rows of a known edge field,
+        as they were read.
 
         Collective where the field is known; which it is follows from the program, alike on every rank.
         """
         for name, field in self.edata.items():
-            if field.identify(edge_weight):
-                known = self._weighted_out_degrees.get(name)
-                if known is None or known[0] != field.version:
+            if field.has_as_it_is(edge_weight):
+                known, state = self._weighted_out_degrees.get(name), (field.key, field.version)
+                if known is None or known[0] != state:
                     # Ranks of one machine share its edges, so those of own nodes need not be own edges.
                     local = fetch_rows(self.communicator, self.edges, field.local, self.partition.lists.all_eids())
-                    known = (field.version, self.sum_over_out_edges(local.reshape(len(local))))
+                    known = (state, self.sum_over_out_edges(local.reshape(len(local))))
                     self._weighted_out_degrees[name] = known
                 return self.fetch_nodes(known[1], ids_global)
         return None

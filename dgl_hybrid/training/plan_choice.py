@@ -15,7 +15,7 @@ from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
-from dgl_hybrid.training.seen_calls import Call, SeenCalls
+from dgl_hybrid.training.seen_calls import MOST_CHECKS, Call, SeenCalls
 
 _logger = logging.getLogger(__name__)
 
@@ -137,16 +137,33 @@ class PlanChoice:
             _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
         return None
 
-    def check_other_model(self) -> None:
-        """Checks a model that trains on this loader besides the one that plans were made for."""
-        other = self.calls.take_other()
-        told = self._communicator.gather_ints([int(other is not None)])
-        if other is None or not all(is_there for (is_there,) in told):
-            return
-        try:
-            self.maker.trace(*other)
-        except TraceError as error:
-            _logger.warning("%s; nothing of it is checked", error)
+    def check_other_models(self) -> PlanOutcome | None:
+        """Checks models that train on this loader besides the one that plans were made for, and finds which levels have
+        to hold every vertex for them.
+
+        Returns:
+            What is to be built, if the plan that runs holds fewer; None: what there is stays.
+        """
+        others = self.calls.take_others()
+        places = range(MOST_CHECKS)
+        told = self._communicator.gather_ints(
+            [int(place < len(others) and others[place] is not None) for place in places]
+        )
+        for place in places:
+            if not all(are_there[place] for are_there in told):
+                continue
+            other = others[place]
+            assert other is not None
+            try:
+                traced = self.maker.trace(*other)
+            except TraceError as error:
+                _logger.warning("%s; nothing of it is checked", error)
+            else:
+                self.maker.dense_below = max(self.maker.dense_below, traced.dense_below)
+        if self.outcome is None or self.outcome.dense_below >= self.maker.dense_below:
+            return None
+        self.outcome = replace(self.outcome, dense_below=self.maker.dense_below)
+        return self.outcome
 
     def forget_basis(self) -> None:
         """Drops what the plan was made from: nobody asks before epochs slow down, and then it is made anew."""

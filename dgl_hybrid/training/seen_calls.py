@@ -15,7 +15,7 @@ from dgl_hybrid.graph.model_copy import without_ddp
 Call = tuple[nn.Module, CallTemplate]
 
 
-_MOST_CHECKS = 16
+MOST_CHECKS = 16
 """Of other models: a script may make a wrapper of its model in every epoch."""
 
 
@@ -35,13 +35,14 @@ class SeenCalls:
 
     def __init__(self, planned_for: nn.Module | None = None) -> None:
         self._planned_for = None if planned_for is None else weakref.ref(planned_for)
-        self._num_others = 0
+        self._is_given = planned_for is not None
         self.template: CallTemplate | None = None
         self.is_in_pieces = False
         self._model: weakref.ref[nn.Module] | None = None
         self.has_seen_training = False
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._other: tuple[weakref.ref[nn.Module], CallTemplate] | None = None
+        self._num_others = 0
+        self._others: list[tuple[weakref.ref[nn.Module], CallTemplate]] = []
 
     def note(self, module: nn.Module, num_layers: int, make_template: Callable[[], CallTemplate] | None) -> None:
         """Takes a call that is being made.
@@ -55,23 +56,21 @@ class SeenCalls:
         if make_template is None:
             self.is_in_pieces |= self.template is None and trains
             return
-        # An evaluation may come first, which is called in ways of its own.
+        # An evaluation may come first, which is called in ways of its own; so may another model than the one given.
         is_first = self.template is None or (trains and not self.has_seen_training)
-        if not is_first and (not trains or module in self._trained):
+        takes_over = trains and self._is_given and self._is_planned_for(module) and not self._is_of_planned_for
+        if not is_first and not takes_over and (not trains or module in self._trained):
             return
         template = make_template()
         if not template.has_blocks_of_all(num_layers):
             self.is_in_pieces |= self.template is None and trains
             return
-        if trains and not self._is_planned_for(module):
-            if self._other is not None:
-                return  # one at a time: this one is seen again
-            if self._num_others < _MOST_CHECKS:
-                self._num_others += 1
-                self._other = weakref.ref(module), template
+        if trains and not self._is_planned_for(module) and self._num_others < MOST_CHECKS:
+            self._num_others += 1
+            self._others.append((weakref.ref(module), template))
         if trains:
             self._trained.add(module)
-        if is_first:
+        if is_first or takes_over:
             self.has_seen_training = trains
             self._model, self.template = weakref.ref(module), template
             if self._planned_for is None:
@@ -84,6 +83,12 @@ class SeenCalls:
         planned_for = self._planned_for()
         return planned_for is not None and without_ddp(module) is without_ddp(planned_for)
 
+    @property
+    def _is_of_planned_for(self) -> bool:
+        """Whether `template` is of the model that plans are made for."""
+        model = None if self._model is None else self._model()
+        return model is not None and self._is_planned_for(model)
+
     def first(self) -> Call | None:
         """Returns the model that plans are made for, and how it is called; None: not seen, or gone."""
         model = None if self._model is None else self._model()
@@ -92,10 +97,9 @@ class SeenCalls:
     @property
     def has_other(self) -> bool:
         """Whether another model has trained, which nobody has checked."""
-        return self._other is not None
+        return bool(self._others)
 
-    def take_other(self) -> Call | None:
-        """Returns that one, once; None if it is gone."""
-        other, self._other = self._other, None
-        model = None if other is None else other[0]()
-        return None if other is None or model is None else (model, other[1])
+    def take_others(self) -> list[Call | None]:
+        """Returns these, once, in the order in which they came, `MOST_CHECKS` at most; None for one that is gone."""
+        others, self._others = self._others, []
+        return [None if (model := reference()) is None else (model, template) for reference, template in others]

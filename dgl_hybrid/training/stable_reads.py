@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from dgl.distributed import kvstore, rpc
+from dgl.distributed import rpc
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -24,7 +24,8 @@ from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
-from dgl_hybrid.sampling.hooks import answer_pulls, until_disabled, withdraw
+from dgl_hybrid.sampling.hooks import until_disabled
+from dgl_hybrid.training.client_hooks import ClientHooks
 from dgl_hybrid.training.embeddings import stand_aside, stand_by_embeddings
 from dgl_hybrid.training.fields import RowSets, was_changed
 from dgl_hybrid.training.learned_rows import settle_gradient
@@ -57,11 +58,13 @@ class _Read:
     """Of this machine's part of the field."""
     ids_global: Tensor
     """On the CPU; the memory of the tensor that was yielded, but not that object, whose end is waited for."""
+    is_dropped: bool = False
+    """Whether the field was written to since, as far as this rank knows, or the rows are not asked for again."""
 
 
 class StableReads:
-    """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as the client lives, or until
-    `dgl_hybrid.disable()`; from then on until a loader's next epoch (`find_writes`).
+    """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as this object lives, but from
+    `dgl_hybrid.disable()` on until a loader's next epoch (`find_writes`).
 
     Args:
         client: Of DGL's KVStore; its `push` and `barrier` are watched through attributes of this one object.
@@ -87,62 +90,48 @@ class StableReads:
         self._num_writes: Counter[str] = Counter()
         self._watch_mark: object | None = None
         """None while DGL's functions are its own; another one each time that they are hooked."""
-        self._watched: list[tuple[str, Callable[..., Any], Callable[..., Any] | None]] = []
-        """Attributes of the client: ours, and what was there before, None where that is the method of its class."""
+        self._hooks = ClientHooks(client)
+        # The client outlives this: its hooks do not hold it, and end with it.
+        weakref.finalize(self, self._hooks.give_back).atexit = False
         self.num_pulls = 0
         """Reads that went to the KVStore."""
         self._watch()
 
     def _watch(self) -> None:
-        client, mark = self._client, object()  # under a function of somebody's ours stays, and does nothing then
-        push, barrier = _method(client, "push"), _method(client, "barrier")
+        this, mark = weakref.ref(self), object()  # under a function of somebody's ours stays, and does nothing then
 
-        def watched_push(name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
-            push(name=name, id_tensor=id_tensor, data_tensor=data_tensor)
-            if self._watch_mark is mark:
-                self._pushed.add(name)
-                self._drop({name})
+        def watcher() -> StableReads | None:
+            reads = this()
+            return reads if reads is not None and reads._watch_mark is mark else None
 
-        def watched_barrier() -> None:
-            barrier()
-            if self._watch_mark is mark:
-                self.agree()
+        def push(original: Callable[..., Any], name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
+            original(name=name, id_tensor=id_tensor, data_tensor=data_tensor)
+            if (reads := watcher()) is not None:
+                reads._pushed.add(name)
+                reads._drop({name})
+
+        def barrier(original: Callable[..., Any]) -> None:
+            original()
+            if (reads := watcher()) is not None:
+                reads.agree()
+
+        def answer(client: Any, name: str, id_tensor: Tensor) -> Tensor | None:
+            reads = watcher()
+            return None if reads is None else reads.answer(client, name, id_tensor)
 
         stand_by_embeddings(self)  # first: of all this it alone may fail, where others have wrapped the method
         self._watch_mark = mark
         until_disabled(self.let_go)
-        self._put_on_client("push", watched_push)
-        self._put_on_client("barrier", watched_barrier)
+        self._hooks.put_over("push", push)
+        self._hooks.put_over("barrier", barrier)
         self._agreed = self._stamps()
-        if isinstance(client, kvstore.KVClient):
-            answer_pulls(self.answer)
-            return
-        pull = _method(client, "pull")  # of DGL's standalone mode
-
-        def watched_pull(name: str, id_tensor: Tensor) -> Any:
-            rows = self.answer(client, name, id_tensor) if self._watch_mark is mark else None
-            return pull(name=name, id_tensor=id_tensor) if rows is None else rows
-
-        self._put_on_client("pull", watched_pull)
-
-    def _put_on_client(self, name: str, ours: Callable[..., Any]) -> None:
-        self._watched.append((name, ours, self._client.__dict__.get(name)))
-        setattr(self._client, name, ours)
+        self._hooks.answer_pulls(answer)
 
     def let_go(self) -> None:
         """Gives DGL's functions back, until the next `find_writes`."""
         self._watch_mark = None
         stand_aside(self)
-        withdraw(self.answer)
-        attributes = self._client.__dict__
-        while self._watched:
-            name, ours, before = self._watched.pop()
-            if attributes.get(name) is not ours:
-                continue
-            if before is None:
-                del attributes[name]
-            else:
-                attributes[name] = before
+        self._hooks.give_back()
 
     # ---------------------------------------------------------------- reads
 
@@ -178,13 +167,21 @@ class StableReads:
             self._is_pulling = False
 
     def _is_current(self, name: str, read: _Read) -> bool:
-        return not was_changed(read.rows, read.rows_version) and read.local.holds(self._local(name))
+        is_as_read = not read.is_dropped and not was_changed(read.rows, read.rows_version)
+        return is_as_read and read.local.holds(self._local(name))
 
     def forget(self, ids: Tensor) -> None:
         """Drops the rows of one id tensor; they are read again if asked for."""
         for key, read in list(self._reads.items()):
             if key[1] == id(ids):
-                self._reads[key] = replace(read, rows=torch.empty(0), rows_version=-1)
+                self._reads[key] = replace(read, rows=torch.empty(0), is_dropped=True)
+
+    def has_as_it_is(self, name: str, rows: Tensor) -> bool:
+        """Whether `rows` is what a read of this field returned, and nobody has changed it since."""
+        return any(
+            field == name and read.rows is rows and not was_changed(rows, read.rows_version)
+            for (field, _), read in self._reads.items()
+        )
 
     def identify(self, name: str, rows: Tensor, *, is_current: bool = False) -> bool:
         """Whether `rows` is what a read of this field returned.
@@ -194,7 +191,7 @@ class StableReads:
                 when all have agreed.
         """
         found = [read for (field, _), read in self._reads.items() if field == name and read.rows is rows]
-        return any(read.rows_version >= 0 or not is_current for read in found)
+        return any(not (read.is_dropped and is_current) for read in found)
 
     # ---------------------------------------------------------------- embeddings
 
@@ -283,7 +280,7 @@ class StableReads:
         # Replaced, not removed: each key has a finalizer already.
         for key, read in list(self._reads.items()):
             if key[0] in names:
-                self._reads[key] = replace(read, rows_version=-1)
+                self._reads[key] = replace(read, is_dropped=True)
 
     def _local(self, name: str) -> Tensor | None:
         rows: Tensor | None = self._client.data_store.get(name)
@@ -295,9 +292,3 @@ class StableReads:
 
 def _kind_of(name: str) -> str:
     return "node" if name.startswith(_NODE_PREFIX) else "edge"
-
-
-def _method(client: Any, name: str) -> Callable[..., Any]:
-    """What `client.name` is now: another watcher's, or the method its class has whenever it is called."""
-    watched: Callable[..., Any] | None = client.__dict__.get(name)
-    return watched or (lambda **arguments: getattr(type(client), name)(client, **arguments))

@@ -12,9 +12,17 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
 
 import dgl_hybrid
+from dgl_hybrid.launch.agent import find_problems
+from dgl_hybrid.launch.cluster import find_machines, plan_parts
+from dgl_hybrid.launch.controller import Controller
 from dgl_hybrid.launch.messages import (
     Cleaned,
     End,
@@ -28,8 +36,28 @@ from dgl_hybrid.launch.messages import (
     decode,
     encode,
 )
+from dgl_hybrid.launch.watch import Watch
+from tests.launch.jobs import fake_job
 
 NUM_LINES = 40_000
+PREPARE = Prepare(
+    machine_id=0,
+    address="127.0.0.1",
+    server_ports={},
+    foreign_ports=[],
+    shm_prefix="dgl_hybrid_agent_0_",
+    python=sys.executable,
+    needs_plugin=True,
+    shares_host=False,
+    num_samplers=0,
+    command=["-c", "pass"],
+    workspace="/",
+    part_config="graph.json",
+    ip_config=None,
+    ip_config_text="127.0.0.1 30050\n",
+    grace_s=5.0,
+    silence_timeout_s=None,
+)
 
 
 def wait_until_full(sock: socket.socket) -> None:
@@ -68,20 +96,12 @@ def test_one_socket_for_both_directions_loses_nothing_when_its_reader_pauses(tmp
                 stderr=subprocess.PIPE,
             )
         try:
-            order = Prepare(
-                machine_id=0,
-                address="127.0.0.1",
-                server_ports={},
+            order = replace(
+                PREPARE,
                 shm_prefix=f"dgl_hybrid_socket_{os.getpid()}_0_",
-                python=sys.executable,
-                needs_plugin=True,
-                num_samplers=0,
                 command=["-c", f"for number in range({NUM_LINES}): print(number, 'of many')"],
                 workspace=str(tmp_path),
                 part_config=str(tmp_path / "graph.json"),
-                ip_config_text=None,
-                grace_s=5.0,
-                silence_timeout_s=None,
             )
             ours.sendall(encode(order))
             said = messages_of(ours)
@@ -104,3 +124,61 @@ def test_one_socket_for_both_directions_loses_nothing_when_its_reader_pauses(tmp
             agent.kill()
             _, complaints = agent.communicate()
         assert complaints == b""
+
+
+@pytest.mark.parametrize(
+    ("here", "problem"),
+    [
+        ("10.0.0.1 30050\n10.0.0.2\n", None),
+        ("10.0.0.1 30050\n10.0.0.2 30060\n", "says 10.0.0.2 30060 of machine 1 here, and 10.0.0.2 30050 where"),
+        ("10.0.0.1 30050\n", "names 1 machines, but the graph has 2 partitions"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_hosts_whose_ip_configs_differ_do_not_wait_for_each_other(
+    here: str | None, problem: str | None, tmp_path: Path
+) -> None:
+    """Its servers would listen where no trainer asks, until the job is given up."""
+    file = tmp_path / "ip_config.txt"
+    if here is not None:
+        file.write_text(here)
+    (tmp_path / "graph.json").write_text("{}")
+    there = "10.0.0.1 30050\n10.0.0.2 30050\n"
+    places = {"workspace": str(tmp_path), "part_config": str(tmp_path / "graph.json"), "ip_config": str(file)}
+    problems = find_problems(replace(PREPARE, ip_config_text=there, **places))
+    if problem is None:
+        assert problems == []
+    else:
+        assert len(problems) == 1
+        assert f"{file} {problem}" in problems[0]
+
+
+def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path) -> None:
+    """Those of other machines on the same host have not begun to."""
+    job = fake_job(tmp_path, parts=3, num_servers=2)
+    machines = find_machines(job)
+    control = Controller(job, machines, plan_parts(job, machines), lambda line: None)
+    orders = [control._preparation(SimpleNamespace(machine=machine, is_remote=False)) for machine in machines]  # type: ignore[arg-type]
+    ports = [set(order.server_ports.values()) for order in orders]
+    assert [set(order.foreign_ports) for order in orders] == [
+        ports[1] | ports[2],
+        ports[0] | ports[2],
+        ports[0] | ports[1],
+    ]
+    assert all(len(of_machine) == 2 for of_machine in ports)
+    assert all(order.shares_host for order in orders)
+
+
+def test_the_watch_holds_nothing_open_but_its_pipe(tmp_path: Path) -> None:
+    """Parts and the controller wait for the end of what the agent had open."""
+    with (tmp_path / "open").open("w"):
+        watch = Watch(f"dgl_hybrid_watch_{os.getpid()}_0_")
+        try:
+            deadline = time.monotonic() + 30.0
+            while (held := len(os.listdir(f"/proc/{watch.pid}/fd"))) != 4 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert held == 4, "stdin, stdout, stderr and the pipe"
+            assert str(tmp_path / "open") not in [file.path for file in psutil.Process(watch.pid).open_files()]
+        finally:
+            watch.clean(set())
+            os.waitpid(watch.pid, 0)

@@ -74,6 +74,19 @@ def test_parts_on_other_hosts_get_their_variables(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("all_remote")
+def test_a_relative_interpreter_is_that_of_the_launching_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On every host: logins begin in another folder than the job."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    run_cluster(fake_job(tmp_path, remote_shell=RELAY, python="bin/python"))
+
+
+@pytest.mark.usefixtures("all_remote")
 @pytest.mark.parametrize("target", ["trainer 1", "server 0", "agent"])
 def test_a_kill_on_another_host_ends_the_job(target: str, tmp_path: Path) -> None:
     forever = [["sampler", 600], ["litter", None], ["print", "ready"], FOREVER]

@@ -14,10 +14,14 @@ import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 import pytest
 import torch
 from dgl.distributed import role
+from torch import Tensor
 
 from dgl_hybrid.sampling import halo_store
 from dgl_hybrid.sampling.config import HaloConfig
+from dgl_hybrid.sampling.expected_reads import ExpectedReads
 from dgl_hybrid.sampling.halo_store import HaloStore
+from dgl_hybrid.sampling.list_sizes import ListSizes
+from dgl_hybrid.sampling.observed import ObservedReads
 
 TWO_MACHINES_ON_ONE_HOST = SimpleNamespace(
     machine_id=0, _server_namebook={0: (0, "10.0.0.1", 1, 1), 1: (1, "10.0.0.1", 2, 1)}
@@ -80,3 +84,55 @@ def test_a_share_is_one_of_the_node_fields_whether_they_may_be_held_or_not(is_gu
     )
     assert store._node_bytes() == 2 * 30 * 2 * 4
     assert bool(store._row_bytes()) is is_guarded
+
+
+class KnownLists:
+    """All of one length, which are fetched within the room that is given for them."""
+
+    LENGTH = 10
+
+    def __init__(self) -> None:
+        self.known = torch.empty(0, dtype=torch.int64)
+        self.asked: list[int] = []
+        self.fetched_bytes = 0
+
+    def is_known(self, ids: Tensor) -> Tensor:
+        return torch.isin(ids, self.known)
+
+    def fetch(self, ids: Tensor, *, room_bytes: float) -> int:
+        self.asked.append(len(ids))
+        count = min(len(ids), max(0, int(room_bytes // (24 + 16 * self.LENGTH))))
+        self.known = torch.cat([self.known, ids[:count]])
+        return count
+
+    def degrees(self, ids: Tensor) -> Tensor:
+        return torch.full((len(ids),), self.LENGTH)
+
+    def keep_held(self, held: Any) -> None:
+        self.known = self.known[:0] if held is None else held.tensors.ids
+
+
+def test_lists_that_could_not_be_held_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reviews of vertices that many batches draw from come again and again: each fetched up to 256 MiB for nothing."""
+    store: Any = object.__new__(HaloStore)
+    sizes = ListSizes(list_bytes=16, entry_bytes=8, source_bytes=8, end_bytes=4)
+    lists = KnownLists()
+    store._lists, store._list_sizes, store._budget_bytes = lists, sizes, 2000.0
+    store._is_unlimited = False
+    store._rows, store._narrow_reserve, store.halo_graph = SimpleNamespace(num_bytes=0), 0.0, None
+    store._expected, store._observed_seeds = ExpectedReads.none(), ObservedReads(2000)
+    monkeypatch.setattr(
+        store,
+        "_pack",
+        lambda ids: SimpleNamespace(
+            tensors=SimpleNamespace(ids=ids), num_bytes=int(sizes.alone(lists.degrees(ids)).sum())
+        ),
+        raising=False,
+    )
+    for _ in range(20):
+        store.note_remote_seeds(torch.arange(1500))
+    assert len(store.halo_graph.tensors.ids) == 11, "of 176 bytes each"
+    assert len(lists.asked) > 3
+    nothing_came_back, first, *later = lists.asked
+    assert (nothing_came_back, first) == (0, (2000 - 4) // 16)
+    assert max(later) < 5, "the rest of the room takes no list"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dgl_hybrid.sampling.halo_graph import pack_lists
 from dgl_hybrid.sampling.in_edge_lists import EdgeLists
-from dgl_hybrid.sampling.list_sizes import ListSizes, list_sizes
+from dgl_hybrid.sampling.list_sizes import ListSizes, fitting, list_sizes
 
 NUM_NODES = 100_000
 
@@ -65,3 +65,19 @@ def test_sources_count_with_each_entry_or_once() -> None:
     (alone, end), (once, aside) = sizes.ways(torch.full((10,), 100), num_sources=50)
     assert (alone.tolist(), end) == ([1616] * 10, 4)
     assert (once.tolist(), aside) == ([816] * 10, 404)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "room", "positions"),
+    [
+        ([3, 3, 3], 9.0, [0, 1, 2]),
+        ([3, 9, 3, 5, 1, 1], 8.0, [0, 2, 4, 5]),
+        ([9, 9], 8.0, []),
+        ([9, 1], math.inf, [0, 1]),
+        ([], 8.0, []),
+        ([1], -1.0, []),
+    ],
+)
+def test_what_no_longer_fits_is_passed_over(sizes: list[int], room: float, positions: list[int]) -> None:
+    """The list of one hub kept out thousands of short ones."""
+    assert fitting(torch.tensor(sizes, dtype=torch.int64), room).tolist() == positions

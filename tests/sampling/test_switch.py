@@ -13,6 +13,7 @@ import pytest
 
 from dgl_hybrid.sampling import switch
 from dgl_hybrid.sampling.config import ENABLE_VARIABLE, HaloConfig
+from tests.compat.processes import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +70,36 @@ def test_what_the_launcher_says_holds(
     (record,) = caplog.records
     assert "holds in place of what dgl_hybrid.enable() was asked for" in record.getMessage()
     assert "not depcache, 10%" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        "import dgl_hybrid; dgl_hybrid.enable()",
+        "import dgl_hybrid; dgl_hybrid.held_bytes()",
+        "import dgl_hybrid; dgl_hybrid.partition_graph",
+        "import dgl_hybrid; dgl_hybrid.FullGraphLoader",
+        "from dgl_hybrid.partition import partition_graph",
+    ],
+)
+def test_the_plugin_may_be_what_imports_dgl(first: str) -> None:
+    """In a process whose parent has it on; DGL's import then turns it on amid the import of what was asked for."""
+    ran = run_python(
+        f"{first}\nimport dgl_hybrid.sampling.switch as switch\nprint(switch._plugin is not None)",
+        DGL_HYBRID_ENABLE="1",
+    )
+    assert ran.stdout == "True\n", ran.stderr[-2000:]
+
+
+def test_servers_can_be_asked_before_anything_is_said_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a process that was connected while the plugin had never been on in it."""
+    done = list[str]()
+    monkeypatch.delenv(ENABLE_VARIABLE, raising=False)
+    monkeypatch.setattr(switch, "_silent", None)
+    monkeypatch.setattr(switch.written, "register_services", lambda: done.append("requests are known"))
+    monkeypatch.setattr(switch, "_silent_since_connecting", lambda: done.append("silence"))
+    dgl_hybrid.enable()
+    assert done == ["requests are known", "silence"]
 
 
 @pytest.mark.parametrize("value", ["1", "", None])

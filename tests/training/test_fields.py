@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
 from dgl_hybrid.planner import uniform_topology
+from dgl_hybrid.training.fields import StoredField
 from tests.helpers.exactness import Case, assert_close
 from tests.helpers.graphs import NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
@@ -171,3 +172,26 @@ def test_fields_are_not_learned(partitions: PartitionStore) -> None:
     """Gradients of the rows that other ranks had read were lost, silently, from the first plan on that caches any."""
     for said in run_ranks(2, learn_a_field, partitions.get("power_law", power_law(), 2)):
         assert all("must not require a gradient" in text and "nn.Embedding" in text for text in said), said
+
+
+class _KeptElsewhere(StoredField):
+    """As a field of servers is: what holds its rows has a name of its own, and counts its writes."""
+
+    key = ""  # type: ignore[assignment]
+
+
+def test_weighted_degrees_are_those_of_what_is_called_so_now(partitions: PartitionStore) -> None:
+    """Another tensor may take a field's name, of as many writes."""
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    ids = torch.arange(g.num_nodes())
+    edges = torch.arange(g.num_edges())
+    g.row_sets.register_edges(edges)
+    sums = []
+    for number in range(2):
+        weights = torch.full((g.num_edges(),), 1.0 + number)
+        field = _KeptElsewhere("w", weights, g.edges, g.row_sets, "edge")
+        field.key = f"edge~w{number}"  # type: ignore[assignment,misc]
+        g.edata = {"w": field}  # type: ignore[assignment]
+        sums.append(g.weighted_out_degrees(field[edges], ids))
+    assert torch.equal(sums[0], g.fetch_nodes(g.out_degrees, ids).to(torch.float32))
+    assert torch.equal(sums[1], 2 * sums[0])

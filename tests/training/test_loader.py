@@ -73,6 +73,32 @@ def train_without_model(rank: int, world_size: int, part_config: str, **options:
     return losses
 
 
+def train_beside_a_normed_one(rank: int, world_size: int, part_config: str, how: str) -> list[float]:
+    """Of two models that share a loader the one with batch norm, which planning has to know of; its losses."""
+    g, plain = open_graph(part_config)
+    normed = Case(kind="gcn_both", batch_norm=True).build(g.ndata["feat"].shape[1])
+    given = {"model": normed} if how == "given, second" else {}
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size), **given)
+    chosen = [_OtherHead(plain), plain, normed] if how == "third" else [plain, normed]
+    ddps = [nn.parallel.DistributedDataParallel(model) for model in chosen]
+    optimizer = torch.optim.SGD(ddps[-1].parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            for ddp in ddps:
+                with torch.autocast("cpu", enabled=how == "given, second" and ddp is ddps[0]):
+                    logits = ddp(blocks, g.ndata["feat"][input_nodes])
+                loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+        losses.append(loss.item() * loader.loss_weight / world_size)
+    outcome = loader.outcome
+    assert outcome is not None
+    assert outcome.dense_below == 2, "batch norm is over the rows of level 1"
+    return losses
+
+
 def reference_curve(**options: object) -> list[float]:
     graph = power_law()
     model = Case(kind="gcn_both", **options).build(graph.ndata["feat"].shape[1])
@@ -94,6 +120,15 @@ def test_plans_after_the_first_forward_when_not_given_a_model(batch_norm: bool, 
     by_rank = run_ranks(3, train_without_model, folder, batch_norm=batch_norm)
     total = [sum(losses) for losses in zip(*by_rank, strict=True)]
     assert total == pytest.approx(reference_curve(batch_norm=batch_norm), rel=1e-9)
+
+
+@pytest.mark.parametrize("how", ["second", "third", "given, second"])
+def test_batch_norm_of_any_model_on_a_loader_is_planned_for(how: str, partitions: PartitionStore) -> None:
+    """One without comes first in each epoch; from the second on vertices are left out that no model needs."""
+    folder = partitions.get("power_law", power_law(), 3)
+    by_rank = run_ranks(3, train_beside_a_normed_one, folder, how)
+    total = [sum(losses) for losses in zip(*by_rank, strict=True)]
+    assert total == pytest.approx(reference_curve(batch_norm=True), rel=1e-9)
 
 
 def train_and_validate(rank: int, world_size: int, part_config: str) -> tuple[list[float], Tensor, Tensor]:

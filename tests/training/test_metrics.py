@@ -142,6 +142,11 @@ def test_a_single_logit_is_a_binary_class(shape: tuple[int, ...]) -> None:
     logits = torch.tensor([2.0, -1.0, 0.5]).reshape(shape)
     assert global_accuracy(logits, torch.tensor([1, 0, 0])) == pytest.approx(2 / 3)
     assert global_roc_auc(logits, torch.tensor([1, 0, 0])) == 1.0
+    if logits.dim() == 2:
+        f1 = global_f1(logits, torch.tensor([1, 0, 0]))
+        assert (f1.micro, f1.macro) == (pytest.approx(2 / 3), pytest.approx(2 / 3))
+        only = global_f1(logits.abs(), torch.tensor([1, 1, 1]))
+        assert (only.micro, only.macro) == (1.0, 1.0)
 
 
 def test_nothing_to_count_is_nan() -> None:

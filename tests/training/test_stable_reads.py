@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from dgl.distributed import DistEmbedding
+from dgl.distributed import DistEmbedding, kvstore
 from torch import Tensor
 
 import dgl_hybrid
@@ -19,6 +19,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu import resting_rows
+from dgl_hybrid.sampling import hooks
 from dgl_hybrid.training import stable_reads
 from dgl_hybrid.training.fields import RowSets
 from dgl_hybrid.training.stable_reads import StableReads
@@ -41,6 +42,15 @@ class Client:
 
     def barrier(self) -> None:
         pass
+
+
+class UnconnectedClient(kvstore.KVClient):  # type: ignore[misc]
+    """Of DGL's own kind."""
+
+    asked: list[str]
+
+    def barrier(self) -> None:
+        self.asked.append("barrier")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="rows are left on disk on Linux alone")
@@ -116,6 +126,32 @@ def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:
     del reads, client
     gc.collect()
     assert DistEmbedding.__call__ is before
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 2, 0), (2, 1, 0)])
+def test_a_client_keeps_nothing_of_graphs_that_are_gone(order: tuple[int, ...]) -> None:
+    """It is the process's own, and outlives them; some end before those that came later."""
+    gc.collect()
+    num_answers = len(hooks._answers)
+    client = object.__new__(UnconnectedClient)
+    client._data_store, client.asked = {NAME: torch.rand(3, 2)}, []
+    before, asked = dict(vars(client)), client.asked
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    views = [StableReads(client, Communicator(None), RowSets(Communicator(None)), owned, owned) for _ in range(3)]
+    for number, view in enumerate(views):
+        view.agree = lambda number=number: asked.append(f"view {number}")  # type: ignore[method-assign,misc]
+    del view
+    alive = {0, 1, 2}
+    for number in order:
+        client.barrier()
+        assert asked == ["barrier", *(f"view {one}" for one in sorted(alive))]
+        asked.clear()
+        assert len(hooks._answers) == num_answers + len(alive)
+        views[number] = None  # type: ignore[call-overload]
+        gc.collect()
+        alive.remove(number)
+    assert vars(client) == before
+    assert len(hooks._answers) == num_answers
 
 
 def test_rows_of_a_written_field_are_told_from_those_that_stay() -> None:

@@ -45,7 +45,7 @@ from tests.helpers.exactness import (
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.thinning import each_value, pairwise
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 EPOCHS = 3
 KEPT_BY_ITSELF = {"gin", "gin_max", "gin_learned"}
@@ -149,6 +149,8 @@ def make_change(change: str, rank: int, g: PartitionedGraph, input_nodes: Tensor
         g.ndata["feat"][input_nodes].mul_(2.0)
     elif change == "writes weights in place":
         blocks[0].edata["w"].mul_(2.0)
+    elif change == "learns weights":
+        blocks[0].edata["w"].requires_grad_()
 
 
 def reference(case: Case, *, change: str = "", graph: dgl.DGLGraph | None = None) -> Run:
@@ -176,6 +178,17 @@ def assert_same(runs: list[Run], expected: Run) -> None:
         for name, grad in expected.grads[epoch].items():
             for run in runs:
                 assert_close(run.grads[epoch][name], grad, f"epoch {epoch}: gradient of {name}")
+
+
+def test_weights_that_were_changed_are_not_divided_by_the_degrees_of_others(partitions: PartitionStore) -> None:
+    """`EdgeWeightNorm("both")` knows the out-degrees of fields as they are, and of nothing that a script computes."""
+    case = Case(kind="edge_weight_norm", plan="depcomm")
+    folder = partitions.get("power_law", power_law(), 3)
+    assert_same(run_ranks(3, train, folder, case), reference(case))
+    for change in ("writes weights in place", "learns weights"):
+        errors = run_ranks_expect_errors(3, train, folder, case, change=change)
+        assert len(errors) == 3, change
+        assert all("as it came from the loader, not written to" in error.message for error in errors), change
 
 
 @pairwise(kind=sorted(LAYERS), plan=["depcomm", "planned:hybrid"], optimized=[False, True])

@@ -22,6 +22,7 @@ def main() -> int:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**kept, "ON_HOST": address},
+        cwd="/",  # where a login begins is not where the job was started
         start_new_session=True,  # on another host it would not be ended with this process either
     )
     assert process.stdin is not None

@@ -18,7 +18,7 @@ from .problem import PlanProblem
 from .topology import Topology
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True, eq=False)
 class DependencyPlan:
     """Which halo vertices' rows one rank computes itself, per level; everything else it needs it receives."""
 

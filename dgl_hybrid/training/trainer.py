@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -141,7 +142,8 @@ class TrainingRun:
             self._wrapped = nn.parallel.DistributedDataParallel(self.model)
         self._clock = EpochClock(communicator, job.model.num_layers, self.loader.device)
         self._times: EpochTimes | None = None
-        self._plans: list[DependencyPlan] = []
+        self._plans: list[weakref.ref[DependencyPlan]] = []
+        """That epochs have run by; those of before a drift, with the ids they cache, are gone."""
 
     @property
     def plan(self) -> DependencyPlan:
@@ -166,7 +168,7 @@ class TrainingRun:
         loss = _step(self.g, self.loader, self._wrapped, self._optimizer)
         self._times = self._clock.stop()
         if self.number_of(self.plan) is None:
-            self._plans.append(self.plan)
+            self._plans.append(weakref.ref(self.plan))
         return _epoch_report(self.g, loss, self._times, self.number_of(self.plan) or 0)
 
     def number_of(self, plan: DependencyPlan) -> int | None:
@@ -174,7 +176,7 @@ class TrainingRun:
 
         Ranks change plans together, so that it is the same on all of them; names of plans need not be.
         """
-        return next((number for number, known in enumerate(self._plans) if known is plan), None)
+        return next((number for number, known in enumerate(self._plans) if known() is plan), None)
 
 
 def save_plan_of(job: TrainJob, g: PartitionedGraph, plan: DependencyPlan, folder: str | Path) -> None:

@@ -345,8 +345,8 @@ def find_problems(order: Prepare) -> list[str]:
         return [f"the workspace {workspace} does not exist. Give the folder in which the script runs on every host."]
     if shutil.which(order.python) is None:
         problems.append(f"the interpreter {order.python} does not exist or cannot be run")
-    elif (order.needs_plugin or order.shares_host) and not _loads_plugin(order.python, workspace):
-        if order.shares_host:
+    elif (order.needs_plugin or order.needs_fixes) and not _loads_plugin(order.python, workspace):
+        if order.needs_fixes:
             consequence, remedy = "machines of this job on one host would overwrite each other's graphs (fix 0011)", ""
         else:
             consequence, remedy = "parts would run without the plugin", "; --strategy off needs none"

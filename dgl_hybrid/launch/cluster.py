@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -84,6 +85,13 @@ class ClusterJob:
     def interpreter(self) -> str:
         """`python`, a path as an absolute one. Not resolved: a virtual environment is known by its link."""
         return os.path.abspath(self.python) if os.sep in self.python else self.python
+
+    @property
+    def runs_own_module(self) -> bool:
+        """Whether the command is a module of this package, which mends DGL without the start-up hook."""
+        after_options = itertools.dropwhile(lambda word: word.startswith("-") and word != "-m", self.command)
+        option, name = [*after_options, "", ""][:2]
+        return option == "-m" and name.startswith("dgl_hybrid.")
 
     @property
     def folder(self) -> Path:

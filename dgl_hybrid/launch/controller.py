@@ -246,7 +246,7 @@ class Controller:
             shm_prefix=self._shm_prefix(machine),
             python=job.interpreter,
             needs_plugin=job.environment.get(ENABLE_VARIABLE, "") not in ("", *OFF_WORDS),
-            shares_host=self._shares_host(machine),
+            needs_fixes=self._shares_host(machine) and not job.runs_own_module,
             num_samplers=job.num_samplers,
             command=list(job.command),
             workspace=str(job.folder),

@@ -25,8 +25,9 @@ class Prepare:
     python: str
     needs_plugin: bool
     """Whether scripts are to run with the plugin, so that the interpreter must load it."""
-    shares_host: bool
-    """Whether another machine of the job is on this host: DGL needs the plugin's fix 0011 then."""
+    needs_fixes: bool
+    """Whether the interpreter must load what mends DGL, as another machine of the job is on this host (fix 0011), and
+    the script is not known to do so."""
     num_samplers: int
     command: list[str]
     workspace: str

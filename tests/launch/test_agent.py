@@ -48,7 +48,7 @@ PREPARE = Prepare(
     shm_prefix="dgl_hybrid_agent_0_",
     python=sys.executable,
     needs_plugin=True,
-    shares_host=False,
+    needs_fixes=False,
     num_samplers=0,
     command=["-c", "pass"],
     workspace="/",
@@ -166,7 +166,11 @@ def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path) -> Non
         ports[0] | ports[1],
     ]
     assert all(len(of_machine) == 2 for of_machine in ports)
-    assert all(order.shares_host for order in orders)
+    assert all(order.needs_fixes for order in orders)
+    assert not replace(job, command=("script.py", "-m", "dgl_hybrid.launch.distdgl_part")).runs_own_module
+    own = replace(job, command=("-P", "-m", "dgl_hybrid.launch.distdgl_part", "folder"))
+    control = Controller(own, machines, plan_parts(own, machines), lambda line: None)
+    assert not control._preparation(SimpleNamespace(machine=machines[0], is_remote=False)).needs_fixes, "it mends DGL"  # type: ignore[arg-type]
 
 
 def test_the_watch_holds_nothing_open_but_its_pipe(tmp_path: Path) -> None:

@@ -264,7 +264,8 @@ class LayerBlock:
                 f"EdgeWeightNorm(norm='both') needs the weights of all out-edges of a node, most of which are not in "
                 f"this block ({self._where}). Pass the static edge field as it came from the loader, not written to: "
                 f"`block.edata[name]` with prefetch_edge_feats=[name], or `g.edata[name][block.edata[dgl.EID]]`; for "
-                f"learned or computed weights use norm='right' or 'none'."
+                f"learned or computed weights use norm='right' or 'none'. Blocks that a script moves to a device hold "
+                f"copies: give FullGraphLoader(device=...) that device."
             )
         return sums
 
@@ -361,6 +362,8 @@ class LayerBlock:
         if target.type == current.type and target.index in (None, current.index):
             return self
         copy = self._rebuilt(move_graph(self._block, target, **kwargs), self._idtype)
+        if copy._edge_ids is not None:  # known by identity, so not what moving has copied
+            copy._block.edata.pop(dgl.EID, None)
         for name, value in self._source.items():
             if name != dgl.NID:
                 copy.srcdata[name] = value.to(target)

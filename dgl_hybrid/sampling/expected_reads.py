@@ -46,7 +46,10 @@ class LoaderAccess:
     @property
     def is_layer_wise(self) -> bool:
         """One layer with all neighbours: what inference uses, layer by layer, reading each input once a pass."""
-        return self.fanouts == (-1,)
+        if len(self.fanouts) != 1:
+            return False
+        (fanout,) = self.fanouts
+        return set(fanout if isinstance(fanout, tuple) else (fanout,)) == {-1}
 
     @property
     def key(self) -> tuple[object, ...]:

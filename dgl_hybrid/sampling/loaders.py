@@ -36,7 +36,10 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
         dataset, batch_size, drop_last, collate_fn: As `DistDataLoader` gets them.
     """
     owner = getattr(collate_fn, "__self__", collate_fn)
-    num_batches = len(dataset) // batch_size if drop_last else math.ceil(len(dataset) / batch_size)
+
+    def count_batches(num_seeds: int) -> int:
+        return num_seeds // batch_size if drop_last else math.ceil(num_seeds / batch_size)
+
     if isinstance(owner, (NodeCollator, EdgeCollator)):
         sampler = getattr(owner, "graph_sampler", None)
         fanouts = _read_fanouts(g, getattr(sampler, "fanouts", None), first_drawn_last=True)
@@ -51,7 +54,8 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
         return LoaderAccess(
             seeds=seeds,
             occurrences=occurrences,
-            num_batches=num_batches,
+            # Of what is drawn from: scripts' own loaders may hand over another form of it, by type say.
+            num_batches=count_batches(sum(map(len, wanted.values())) if isinstance(wanted, Mapping) else len(wanted)),
             fanouts=fanouts,
             replace=replace,
             by_structure=getattr(sampler, "prob", None) is None,  # which has masks, too
@@ -63,7 +67,7 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= g.num_nodes()):
         return None  # not node ids
     seeds, occurrences = _count(ids)
-    return LoaderAccess(seeds=seeds, occurrences=occurrences, num_batches=num_batches, fanouts=fanouts)
+    return LoaderAccess(seeds=seeds, occurrences=occurrences, num_batches=count_batches(len(dataset)), fanouts=fanouts)
 
 
 def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fanout, ...] | None:

@@ -20,18 +20,23 @@ from dgl_hybrid.compat.hook_set import Hook, HookSet
 class Bystander(Protocol):
     """Whoever answers reads of a KVStore client."""
 
-    def stand_by(self, hand_out: Callable[[], Tensor]) -> Tensor:
-        """Returns what `hand_out` does, a `DistEmbedding`'s rows, which it calls once."""
+    def stand_by(self, hand_out: Callable[[], Tensor], name: str, ids: Tensor) -> Tensor:
+        """Returns what `hand_out` does, a `DistEmbedding`'s rows, which it calls once.
+
+        Args:
+            name: What the KVStore calls the embedding.
+            ids: Of the rows that are asked for.
+        """
 
 
 _bystanders: weakref.WeakSet[Bystander] = weakref.WeakSet()
 _at_its_end: weakref.WeakKeyDictionary[Bystander, weakref.finalize[..., Bystander]] = weakref.WeakKeyDictionary()
 
 
-def _call(original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    hand_out = functools.partial(original, *args, **kwargs)
+def _call(original: Callable[..., Tensor], embedding: Any, idx: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    hand_out = functools.partial(original, embedding, idx, *args, **kwargs)
     for bystander in list(_bystanders):
-        hand_out = functools.partial(bystander.stand_by, hand_out)
+        hand_out = functools.partial(bystander.stand_by, hand_out, embedding._tensor.kvstore_key, idx)
     return hand_out()
 
 

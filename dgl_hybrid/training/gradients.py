@@ -21,8 +21,12 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
     """
     communicator = loader.communicator
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    present = communicator.gather_ints([int(parameter.grad is not None) for parameter in parameters])
-    used = [parameter for k, parameter in enumerate(parameters) if any(row[k] for row in present)]
+    present = communicator.gather_ints([_kind_of_gradient(parameter) for parameter in parameters])
+    kinds = [max(row[k] for row in present) for k in range(len(parameters))]
+    used = [parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind]
+    rows_of = {
+        parameter: _used_rows(parameter) for parameter, kind in zip(parameters, kinds, strict=True) if kind == _SPARSE
+    }
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in used:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -31,6 +35,34 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
         total /= communicator.world_size
         for parameter, grad in zip(alike, total.split([parameter.numel() for parameter in alike]), strict=True):
             parameter.grad = grad.view_as(parameter).clone()
+    # By rows, where it was on any rank: `torch.optim.SparseAdam` takes no other, and steps the rows that any rank used.
+    for parameter in (parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind == _SPARSE):
+        assert parameter.grad is not None
+        rows = torch.nonzero(communicator.sum_(rows_of[parameter])).flatten()
+        parameter.grad = torch.sparse_coo_tensor(
+            rows[None], parameter.grad[rows], parameter.grad.shape, is_coalesced=True, check_invariants=False
+        )
+
+
+_NONE, _DENSE, _SPARSE = range(3)
+
+
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    if parameter.grad is None:
+        return _NONE
+    return _SPARSE if parameter.grad.is_sparse else _DENSE
+
+
+def _used_rows(parameter: nn.Parameter) -> Tensor:
+    """Returns (n,) how often each row is among those of a gradient: all of a dense one."""
+    grad = parameter.grad
+    counts = torch.zeros(len(parameter), dtype=torch.float32, device=parameter.device)
+    if grad is None:
+        return counts
+    if not grad.is_sparse:
+        return counts + 1
+    rows = grad.coalesce().indices()[0]
+    return counts.index_fill_(0, rows, 1.0)
 
 
 def _flat_gradient(parameter: nn.Parameter) -> Tensor:

@@ -552,6 +552,7 @@ class FullGraphLoader:
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
         is_first, self._is_new = self._is_new, False
         session.follow(step, self.blocks)
+        self.graph.follow(step)
         self._step = step
         start_ns = self._now_ns()
         try:

@@ -27,6 +27,7 @@ from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
 from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, find_stored_writes, spread_stored_writes
 from dgl_hybrid.training.stable_reads import StableReads
+from dgl_hybrid.training.step import Step
 
 
 class PartitionedGraph:
@@ -229,6 +230,11 @@ class PartitionedGraph:
     def hands_out_still(self, rows: Tensor) -> bool:
         """Whether the next such read returns `rows`, too; alike on every rank after `spread_writes`."""
         return any(field.is_current(rows) for fields in (self.ndata, self.edata) for field in fields.values())
+
+    def follow(self, step: Step) -> None:
+        """Takes note of an epoch of a loader that begins."""
+        if self._reads is not None:
+            self._reads.follow(step)
 
     def note_forward(self) -> None:
         """Prepares the backward of rows that an embedding of the servers handed out in the forward just run."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import dgl
@@ -23,6 +24,13 @@ class Prefetch:
     def from_sampler(sampler: Any) -> Prefetch:
         def names(attribute: str) -> list[str]:
             value = getattr(sampler, attribute, None) or []
+            if isinstance(value, Mapping):
+                if len(value) > 1:
+                    raise ValueError(
+                        f"{attribute} names fields of {len(value)} types ({', '.join(map(str, value))}): full-graph "
+                        f"training is for graphs of one type of nodes and edges"
+                    )
+                (value,) = value.values()
             return [value] if isinstance(value, str) else [str(name) for name in value]
 
         return Prefetch(names("prefetch_node_feats"), names("prefetch_labels"), names("prefetch_edge_feats"))

@@ -337,6 +337,11 @@ def paused() -> Iterator[None]:
         _session.is_paused = before
 
 
+def is_paused() -> bool:
+    """Tells whether a model is being run on blocks that are not a loader's."""
+    return _session.is_paused
+
+
 def stop() -> None:
     """Removes the hooks from PyTorch."""
     while _session.installed:

@@ -25,10 +25,12 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
 from dgl_hybrid.sampling.hooks import until_disabled
+from dgl_hybrid.training import session
 from dgl_hybrid.training.client_hooks import ClientHooks
 from dgl_hybrid.training.embeddings import stand_aside, stand_by_embeddings
 from dgl_hybrid.training.fields import RowSets, was_changed
 from dgl_hybrid.training.learned_rows import settle_gradient
+from dgl_hybrid.training.step import Step
 
 _NODE_PREFIX = "node~"
 
@@ -84,6 +86,7 @@ class StableReads:
         self._learned: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._handed_out: list[tuple[str, _Read]] | None = None
         """Answered reads with their fields, while a `DistEmbedding` hands out rows."""
+        self._steps: list[weakref.ref[Step]] = []
         self._is_pulling = False
         self._pushed: set[str] = set()
         self._agreed: dict[str, _Stamp] = {}
@@ -149,7 +152,7 @@ class StableReads:
             if read is None:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
             else:
-                self._settle_if_learned(name, read, read.rows)
+                self._settle_if_learned(name, read.ids_global, read.rows)
             rows = self._pull(name, ids_global, id_tensor.device)
             read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
         if self._handed_out is not None:
@@ -195,16 +198,45 @@ class StableReads:
 
     # ---------------------------------------------------------------- embeddings
 
-    def stand_by(self, hand_out: Callable[[], Tensor]) -> Tensor:
-        """Lets a `DistEmbedding` hand out rows, on any device, and takes care of their gradient."""
+    def stand_by(self, hand_out: Callable[[], Tensor], name: str, ids: Tensor) -> Tensor:
+        """Lets a `DistEmbedding` hand out rows, on any device, and takes care of their gradient.
+
+        Scripts may ask for some of a loader's ids, or for copies of them (`embedding(input_nodes[mask])`): within its
+        epoch these are rows that ranks share, too.
+
+        Raises:
+            HybridError: They ask for a row twice in one call.
+        """
         self._handed_out = []
         try:
             rows = hand_out()
-            for name, read in self._handed_out:
-                self._settle_if_learned(name, read, rows)
+            known = [(field, read.ids_global) for field, read in self._handed_out]
         finally:
             self._handed_out = None
+        if not known and rows.requires_grad and self._has_open_step and not session.is_paused():
+            known.append((name, self._distinct(ids)))
+        for field, ids_global in known:
+            self._settle_if_learned(field, ids_global, rows)
         return rows
+
+    def _distinct(self, ids: Tensor) -> Tensor:
+        ids_global = ids.detach().to("cpu", torch.int64)
+        if self._communicator.world_size > 1 and len(torch.unique(ids_global)) < len(ids_global):
+            raise HybridError(
+                f"a DistEmbedding was asked for {len(ids_global)} rows, some of them twice, within an epoch of a "
+                f"FullGraphLoader: ranks share them, and their gradients are summed by row. Ask for each once, best by "
+                f"the ids that the loader yields, and index what comes: embedding(input_nodes)[positions]."
+            )
+        return ids_global
+
+    def follow(self, step: Step) -> None:
+        """Takes note of an epoch that begins: until it is over, what is learned is of the whole graph."""
+        self._steps = [ref for ref in self._steps if ref() is not None] + [weakref.ref(step)]
+
+    @property
+    def _has_open_step(self) -> bool:
+        steps = (ref() for ref in self._steps)
+        return any(step is not None and not step.is_over and not step.is_replaced for step in steps)
 
     def note_forward(self) -> None:
         """Takes care of the gradients of all rows that the script has made leaves itself; before their backward.
@@ -219,13 +251,13 @@ class StableReads:
                 "epochs, on all ranks, and take the batch anew, or compute under torch.no_grad()."
             )
         for (name, _), read in list(self._reads.items()):
-            self._settle_if_learned(name, read, read.rows)
+            self._settle_if_learned(name, read.ids_global, read.rows)
 
-    def _settle_if_learned(self, name: str, read: _Read, rows: Tensor) -> None:
+    def _settle_if_learned(self, name: str, ids_global: Tensor, rows: Tensor) -> None:
         if not (rows.requires_grad and rows.is_leaf) or rows in self._learned or self._communicator.world_size == 1:
             return
         self._learned[rows] = None
-        ownership, communicator, ids_global = self._ownership[_kind_of(name)], self._communicator, read.ids_global
+        ownership, communicator = self._ownership[_kind_of(name)], self._communicator
         rows.register_hook(lambda grad: settle_gradient(grad, ids_global, ownership, communicator))
 
     # ---------------------------------------------------------------- writes

@@ -57,7 +57,7 @@ class EmbeddingRows:
     def __init__(self) -> None:
         self.data_store = {EMBEDDING: torch.arange(24.0).view(6, 4)}
         self.kvstore = self
-        self._name = self.name = EMBEDDING
+        self._name = self.name = self.kvstore_key = EMBEDDING
 
     def pull(self, name: str, id_tensor: Tensor) -> Tensor:
         return self.data_store[name][id_tensor.cpu()]
@@ -171,11 +171,13 @@ def test_planning_for_a_script_that_moves_its_blocks(
     assert [len(told.advice) for told in results] == [1, 0]
 
 
-def exchanges_for_edge_data(rank: int, world_size: int, part_config: str) -> list[int]:
+def exchanges_for_edge_data(rank: int, world_size: int, part_config: str, prefetches: bool) -> list[int]:
     """Of each epoch, by reads with the edge ids of blocks that the script has moved."""
     g = PartitionedGraph.open(part_config)
     nothing = torch.empty(0, dtype=torch.int64)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[nothing, nothing], seed=1)
+    names = ["w"] if prefetches else []  # then blocks have their edge ids before they are moved
+    sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_edge_feats=names)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), sampler, plan=[nothing, nothing], seed=1)
     counts = []
     for _ in range(3):
         for _, _, blocks in loader:
@@ -187,9 +189,12 @@ def exchanges_for_edge_data(rank: int, world_size: int, part_config: str) -> lis
     return counts
 
 
-def test_edge_data_of_moved_blocks_is_fetched_once(gpus: PretendedGpus, partitions: PartitionStore) -> None:
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_edge_data_of_moved_blocks_is_fetched_once(
+    prefetches: bool, gpus: PretendedGpus, partitions: PartitionStore
+) -> None:
     """Edge ids were new tensors in every epoch, so what they name was fetched from its owners every time."""
-    for counts in gpus.run(2, exchanges_for_edge_data, partitions.get("power_law", power_law(), 2)):
+    for counts in gpus.run(2, exchanges_for_edge_data, partitions.get("power_law", power_law(), 2), prefetches):
         assert counts[0] > 0
         assert counts[1:] == [0, 0]
 

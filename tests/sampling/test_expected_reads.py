@@ -236,3 +236,5 @@ def test_layer_wise_inference_is_recognised() -> None:
     assert access([1], (-1,)).is_layer_wise
     assert not access([1], (-1, -1)).is_layer_wise
     assert not access([1], (3,)).is_layer_wise
+    assert access([1], ((-1, -1),)).is_layer_wise, "of edges of two types"
+    assert not access([1], ((-1, 3),)).is_layer_wise

@@ -120,6 +120,18 @@ def test_a_collator_with_an_init_of_its_own_may_lack_what_dgls_have(base: Any) -
     assert read_loader(G, [1], 1, False, Collator().collate) is None
 
 
+def test_batches_are_of_what_is_drawn_from() -> None:
+    """GraphStorm's loaders hand over ids by type: batches were one for each type, however many ids there were."""
+
+    class Collator(NodeCollator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.g, self.graph_sampler, self.nids = G, dgl.dataloading.NeighborSampler([2]), torch.arange(10)
+
+    access = read_loader(G, {"_N": torch.arange(10)}, 2, False, Collator().collate)  # type: ignore[arg-type]
+    assert access is not None
+    assert access.num_batches == 5
+
+
 @pytest.mark.parametrize("collate_fn", [None, len, lambda items: items, OldStyleSampler([1])])
 def test_no_distributed_graph_in_sight(collate_fn: Any) -> None:
     assert graph_of_loader(collate_fn) is None

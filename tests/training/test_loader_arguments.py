@@ -11,6 +11,7 @@ from dgl.distributed.dist_dataloader import DistDataLoader
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.training.loader_arguments import IGNORED
+from dgl_hybrid.training.prefetch import Prefetch
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
@@ -42,3 +43,15 @@ def test_one_sampler_is_wanted(samplers: dict[str, int], message: str) -> None:
 def test_all_arguments_of_dgls_loader_are_known() -> None:
     taken = set(inspect.signature(DistDataLoader.__init__).parameters) - {"self", "dataset"}
     assert taken <= IGNORED
+
+
+@pytest.mark.parametrize("names", [["w"], {("_N", "_E", "_N"): ["w"]}])
+def test_prefetched_fields_may_be_given_by_type(names: object) -> None:
+    sampler = dgl.dataloading.NeighborSampler([2], prefetch_edge_feats=names)
+    assert Prefetch.from_sampler(sampler).edge_fields == ["w"]
+
+
+def test_prefetched_fields_of_several_types_are_refused() -> None:
+    sampler = dgl.dataloading.NeighborSampler([2], prefetch_node_feats={"paper": ["x"], "author": ["x"]})
+    with pytest.raises(ValueError, match=r"prefetch_node_feats names fields of 2 types \(paper, author\)"):
+        Prefetch.from_sampler(sampler)

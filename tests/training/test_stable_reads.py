@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -78,13 +79,16 @@ def test_rows_of_servers_rest_though_an_evaluation_reads_them_first(
 class Rows(Client):
     """Also the `DistTensor` of an embedding."""
 
+    kvstore_key = NAME
+
     def __getitem__(self, ids: Tensor) -> Tensor:
         return self.pull(name=NAME, id_tensor=ids)
 
 
 @pytest.mark.parametrize("is_known", [True, False])
+@pytest.mark.parametrize("is_in_epoch", [True, False])
 @pytest.mark.parametrize("asked_for", ["cpu", "meta"])
-def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_known: bool) -> None:
+def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_in_epoch: bool, is_known: bool) -> None:
     """`DistEmbedding(ids, device)` hands out a copy if that is not where the rows were read to. What was watched was
     the tensor that it is a copy of: gradients were those of one rank, without a word."""
     communicator = Communicator(None)
@@ -98,6 +102,9 @@ def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_kno
     embedding = DistEmbedding.__new__(DistEmbedding)
     embedding._tensor, embedding._trace = client, []
     settled: list[str] = []
+    step: Any = UnfinishedStep()
+    if is_in_epoch:
+        reads.follow(step)
 
     def settle(grad: Tensor, ids_global: Tensor, *_: object) -> Tensor:
         assert torch.equal(ids_global, torch.arange(6))
@@ -112,7 +119,17 @@ def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_kno
         with torch.no_grad():
             assert not embedding(ids, torch.device(asked_for)).requires_grad
     assert [leaf.device.type for _, leaf in embedding._trace] == [asked_for] * 2
-    assert settled == [asked_for] * 2 * is_known
+    # Ids of a script's own are those of sampled training, but within an epoch of the full graph.
+    assert settled == [asked_for] * 2 * (is_known or is_in_epoch)
+    if is_in_epoch and not is_known:
+        with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
+            embedding(torch.tensor([4, 4]))
+        step.is_over = True
+        (embedding(torch.tensor([4, 4])) * 2).sum().backward()
+
+
+class UnfinishedStep:
+    is_over = is_replaced = False
 
 
 def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:

@@ -15,11 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 import dgl_hybrid
+from dgl_hybrid.launch import agent
 from dgl_hybrid.launch.agent import find_problems
 from dgl_hybrid.launch.cluster import find_machines, plan_parts
 from dgl_hybrid.launch.controller import Controller
@@ -153,8 +155,18 @@ def test_hosts_whose_ip_configs_differ_do_not_wait_for_each_other(
         assert f"{file} {problem}" in problems[0]
 
 
-def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path) -> None:
+def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other machines on the same host have not begun to."""
+    said: list[Message] = []
+    one: Any = object.__new__(agent.Agent)
+    one._say = said.append
+    monkeypatch.setattr(agent, "find_problems", lambda order: [])
+    monkeypatch.setattr(agent, "temporary_folder", lambda prefix: tmp_path / "files")
+    monkeypatch.setattr(agent, "Watch", lambda prefix: None)
+    monkeypatch.setattr(agent, "find_free_ports", lambda address, *, avoid: len(avoid))
+    one._prepare(replace(PREPARE, server_ports={"server 0": 30050}, foreign_ports=[30050, 30060, 30061]))
+    assert isinstance(said[0], Ready)
+    assert said[0].free_port == 3, "all of them were avoided"
     job = fake_job(tmp_path, parts=3, num_servers=2)
     machines = find_machines(job)
     control = Controller(job, machines, plan_parts(job, machines), lambda line: None)

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 
 from dgl_hybrid.training.loader import FullGraphLoader
 
+_NONE, _DENSE, _SPARSE = range(3)
+"""Kinds of gradients; that of all ranks together is the greatest."""
+
 
 def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
     """Replaces every gradient by its mean over the ranks of `loader`, as DDP does. Collective.
@@ -22,11 +25,9 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
     communicator = loader.communicator
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     present = communicator.gather_ints([_kind_of_gradient(parameter) for parameter in parameters])
-    kinds = [max(row[k] for row in present) for k in range(len(parameters))]
-    used = [parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind]
-    rows_of = {
-        parameter: _used_rows(parameter) for parameter, kind in zip(parameters, kinds, strict=True) if kind == _SPARSE
-    }
+    kind_of = {parameter: max(row[k] for row in present) for k, parameter in enumerate(parameters)}
+    used = [parameter for parameter, kind in kind_of.items() if kind != _NONE]
+    rows_of = {parameter: _used_rows(parameter) for parameter, kind in kind_of.items() if kind == _SPARSE}
     by_kind: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for parameter in used:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -36,15 +37,12 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
         for parameter, grad in zip(alike, total.split([parameter.numel() for parameter in alike]), strict=True):
             parameter.grad = grad.view_as(parameter).clone()
     # By rows, where it was on any rank: `torch.optim.SparseAdam` takes no other, and steps the rows that any rank used.
-    for parameter in (parameter for parameter, kind in zip(parameters, kinds, strict=True) if kind == _SPARSE):
+    for parameter, counts in rows_of.items():
         assert parameter.grad is not None
-        rows = torch.nonzero(communicator.sum_(rows_of[parameter])).flatten()
+        rows = torch.nonzero(communicator.sum_(counts)).flatten()
         parameter.grad = torch.sparse_coo_tensor(
-            rows[None], parameter.grad[rows], parameter.grad.shape, is_coalesced=True, check_invariants=False
+            rows[None], parameter.grad[rows], parameter.grad.shape, is_coalesced=True
         )
-
-
-_NONE, _DENSE, _SPARSE = range(3)
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:

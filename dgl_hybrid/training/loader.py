@@ -559,6 +559,7 @@ class FullGraphLoader:
             yield self.input_nodes, self.seeds, list(self.blocks)
         except GeneratorExit:
             # A script that leaves its loop, or takes the batch by `next`, has ended its epoch, too.
+            step.is_left = True
             self._note_epoch(step, start_ns)
             raise
         step.is_over = True  # its blocks may be held for longer

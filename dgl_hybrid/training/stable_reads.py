@@ -235,8 +235,9 @@ class StableReads:
 
     @property
     def _has_open_step(self) -> bool:
-        steps = (ref() for ref in self._steps)
-        return any(step is not None and not step.is_over and not step.is_replaced for step in steps)
+        steps = [step for ref in self._steps if (step := ref()) is not None]
+        # Of a batch that the script has taken out of its loop only what comes before the model has run.
+        return any(not (step.is_over or step.is_replaced or (step.is_left and step.was_trained)) for step in steps)
 
     def note_forward(self) -> None:
         """Takes care of the gradients of all rows that the script has made leaves itself; before their backward.

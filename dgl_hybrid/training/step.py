@@ -93,6 +93,8 @@ class Step:
     """It was yielded where gradients are taken."""
     is_over: bool = False
     """The loader's epoch has ended."""
+    is_left: bool = False
+    """The script has left the loader before its epoch ended (`next(iter(loader))`), and may use the blocks yet."""
     is_replaced: bool = False
     """The loader has yielded another step since."""
     dense_below: int = 0

@@ -124,12 +124,17 @@ def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_in_
     if is_in_epoch and not is_known:
         with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
             embedding(torch.tensor([4, 4]))
-        step.is_over = True
+        step.is_left = True
+        with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
+            embedding(torch.tensor([4, 4]))
+        step.was_trained = True  # what is learnt from now on is of batches of the script's own
+        (embedding(torch.tensor([4, 4])) * 2).sum().backward()
+        step.is_left, step.is_over = False, True
         (embedding(torch.tensor([4, 4])) * 2).sum().backward()
 
 
 class UnfinishedStep:
-    is_over = is_replaced = False
+    is_over = is_replaced = is_left = was_trained = False
 
 
 def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:

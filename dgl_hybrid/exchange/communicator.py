@@ -263,22 +263,27 @@ class Communicator:
         """Raises on every rank, or on none: all see the same headers."""
         row_bytes = send.element_size() * int(torch.Size(send.shape[1:]).numel())
         kind = int(send.is_floating_point())
-        headers = self.gather_ints([layer, int(backward), row_bytes, kind, *send_counts, *recv_counts])
-        for rank, header in enumerate(headers):
-            if header[:4] != headers[0][:4]:
-                raise ExchangeError(
-                    f"ranks disagree about exchange {self.num_calls}: rank 0 of {self.world_size} exchanges "
-                    f"{_describe(headers[0])}, rank {rank} exchanges {_describe(header)}. Every rank must run the same "
-                    f"layers on the same fields, with gradients or without, in the same order; features that only some "
-                    f"ranks copy are other fields: copy them on all ranks, or give the loader keep_static=False."
-                )
-            for peer, other in enumerate(headers):
-                sent, expected = other[4 + rank], header[4 + self.world_size + peer]
-                if sent != expected:
-                    raise ExchangeError(
-                        f"recv_counts do not match: rank {rank} of {self.world_size} expects {expected} rows from peer "
-                        f"{peer} for layer {layer}, which sends {sent}. Rebuild both plans from one partition."
-                    )
+        header = self._tensor([layer, int(backward), row_bytes, kind, *send_counts, *recv_counts])
+        # Compared as tensors: ranks times ranks of them, at every exchange of a first step.
+        headers = torch.stack(self._gather(header)).cpu()
+        kinds, sent, expected = headers.split([4, self.world_size, self.world_size], dim=1)
+        others = (kinds != kinds[0]).any(dim=1).nonzero().flatten().tolist()
+        if others:
+            raise ExchangeError(
+                f"ranks disagree about exchange {self.num_calls}: rank 0 of {self.world_size} exchanges "
+                f"{_describe(kinds[0].tolist())}, rank {others[0]} exchanges {_describe(kinds[others[0]].tolist())}. "
+                f"Every rank must run the same layers on the same fields, with gradients or without, in the same "
+                f"order; features that only some ranks copy are other fields: copy them on all ranks, or give the "
+                f"loader keep_static=False."
+            )
+        mismatched = (sent.t() != expected).nonzero().tolist()
+        if mismatched:
+            rank, peer = mismatched[0]
+            raise ExchangeError(
+                f"recv_counts do not match: rank {rank} of {self.world_size} expects {int(expected[rank, peer])} rows "
+                f"from peer {peer} for layer {layer}, which sends {int(sent[peer, rank])}. Rebuild both plans from one "
+                f"partition."
+            )
 
     def exchange_counts(self, send_counts: Sequence[int]) -> list[int]:
         """Tells every peer how many rows it will get from this rank. Collective."""
@@ -335,7 +340,7 @@ class Communicator:
         padded = torch.zeros(width, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._gather(padded.to(self._tensor([0]).device))
-        return [json.loads(bytes(row[:n].tolist()).decode()) for row, n in zip(rows, lengths, strict=True)]
+        return [json.loads(row[:n].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
     def gather_rows(self, rows_NF: Tensor) -> Tensor:
         """Puts the rows of all ranks one below the other, by rank. Collective: two gathers; not differentiable.

@@ -17,6 +17,9 @@ from dgl_hybrid.partition import EdgeLists
 NewRows = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """(shape, dtype) to an uninitialised CPU tensor."""
 
+_BLOCK_BYTES = 16 * 2**20
+"""Of rows that are on their way from where they came to where they were asked for."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Ownership:
@@ -111,22 +114,32 @@ def fetch_rows(
     Returns:
         (n, ...) rows in the order asked.
     """
-    distinct = unique(ids_global, ownership.total)
-    mine = ownership.is_owned(distinct)
-    routing = request_ids(communicator, ownership, distinct[~mine])
+    is_foreign = ~ownership.is_owned(ids_global)
+    foreign = ids_global[is_foreign]
+    distinct = unique(foreign, ownership.total)
+    routing = request_ids(communicator, ownership, distinct)
     received = communicator.exchange(
         rows.index_select(0, routing.send_local.to(rows.device)), routing.send_counts, routing.recv_counts
     )
     out: Tensor | None = None
     if new_rows is not None and rows.device.type == "cpu" and not rows.requires_grad:
         out = new_rows((len(ids_global), *rows.shape[1:]), rows.dtype)
-    if bool(mine.all()):
+    if len(foreign) == 0:
         return torch.index_select(rows, 0, (ids_global - ownership.start).to(rows.device), out=out)
-    table = rows.new_empty((len(distinct), *rows.shape[1:]))
-    table[mine] = rows.index_select(0, (distinct[mine] - ownership.start).to(rows.device))
-    table[~mine] = received
-    _, position = find_sorted(distinct, ids_global, ownership.total)
-    return torch.index_select(table, 0, position.to(rows.device), out=out)
+    if out is None and torch.equal(distinct, ids_global):
+        return received
+    if out is None:
+        out = rows.new_empty((len(ids_global), *rows.shape[1:]))
+    source = ids_global - ownership.start
+    source[is_foreign] = find_sorted(distinct, foreign, ownership.total)[1]
+    row_bytes = rows.element_size() * rows.shape[1:].numel()
+    num_rows = max(1, _BLOCK_BYTES // max(1, row_bytes))
+    for begin in range(0, len(out), num_rows):
+        block = slice(begin, begin + num_rows)
+        for of_these, table in ((is_foreign[block], received), (~is_foreign[block], rows)):
+            there, here = of_these.nonzero().squeeze(1), source[block][of_these]
+            out[block].index_copy_(0, there.to(rows.device), table.index_select(0, here.to(rows.device)))
+    return out
 
 
 def fetch_lists(

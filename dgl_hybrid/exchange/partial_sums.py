@@ -165,39 +165,36 @@ def count_least_rows(structure: LayerStructure) -> list[int]:
 
     Finds the maximum matching alone: by König's theorem it is as large as the cover.
     """
-    plan, offsets = structure.exchange, structure.exchange.recv_offsets
-    dst, received = _reads(structure)
     counts = []
-    for owner in range(plan.world_size):
-        chosen = (received >= offsets[owner]) & (received < offsets[owner + 1])
-        edges = _bipartite(
-            dst[chosen].numpy(),
-            (received[chosen] - offsets[owner]).numpy(),
-            plan.recv_counts[owner],
-            structure.num_dst,
-        )
+    for (dst, source), num_sources in zip(_reads_by_owner(structure), structure.exchange.recv_counts, strict=True):
+        of_edge = torch.unique_consecutive(dst, return_inverse=True)[1]
+        edges = _bipartite(of_edge.numpy(), source.numpy(), num_sources, int(of_edge[-1]) + 1 if len(dst) else 0)
         counts.append(int((maximum_bipartite_matching(edges, perm_type="row") >= 0).sum()) if edges.nnz else 0)
     return counts
 
 
-def _reads(structure: LayerStructure) -> tuple[Tensor, Tensor]:
-    """Returns the ends of edges from received rows, (e,) int64 each: destinations, ascending, and what they read."""
+def _reads_by_owner(structure: LayerStructure) -> list[tuple[Tensor, Tensor]]:
+    """Finds the edges from received rows, by owner of these, in one pass over all.
+
+    Returns:
+        Of each rank `(dst, source)`, (e,) int64 each: destinations, ascending, and which of its rows they read.
+    """
+    offsets = torch.tensor(structure.exchange.recv_offsets, dtype=torch.int64)
     positions = torch.nonzero(structure.indices >= structure.num_held).squeeze(1)
     received = structure.indices[positions].to(torch.int64) - structure.num_held
-    return torch.searchsorted(structure.indptr, positions, right=True) - 1, received
+    dst = torch.searchsorted(structure.indptr, positions, right=True) - 1
+    owner, by_owner = torch.sort(torch.searchsorted(offsets, received, right=True) - 1, stable=True)
+    counts = torch.bincount(owner, minlength=len(offsets) - 1).tolist()
+    source = received[by_owner] - offsets[owner]
+    return list(zip(dst[by_owner].split(counts), source.split(counts), strict=True))
 
 
 def cover_reads(structure: LayerStructure) -> CoveredReads:
     """Covers, for each owner, the edges over which this rank reads its rows; pure, without communication."""
-    plan, offsets = structure.exchange, structure.exchange.recv_offsets
-    dst, received = _reads(structure)
     orders, all_dst, all_wire = [], [], []
     num_wire_rows = 0
-    for owner in range(plan.world_size):
-        chosen = (received >= offsets[owner]) & (received < offsets[owner + 1])
-        order, reader_dst, wire = _cover_pair(
-            dst[chosen], received[chosen] - offsets[owner], plan.recv_counts[owner], structure.num_dst
-        )
+    for (dst, source), num_sources in zip(_reads_by_owner(structure), structure.exchange.recv_counts, strict=True):
+        order, reader_dst, wire = _cover_pair(dst, source, num_sources)
         orders.append(order)
         all_dst.append(reader_dst)
         all_wire.append(wire + num_wire_rows)
@@ -213,7 +210,7 @@ def cover_reads(structure: LayerStructure) -> CoveredReads:
     )
 
 
-def _cover_pair(dst: Tensor, source: Tensor, num_sources: int, num_dst: int) -> tuple[Order, Tensor, Tensor]:
+def _cover_pair(dst: Tensor, source: Tensor, num_sources: int) -> tuple[Order, Tensor, Tensor]:
     """Covers the edges from one owner.
 
     Args:
@@ -222,7 +219,8 @@ def _cover_pair(dst: Tensor, source: Tensor, num_sources: int, num_dst: int) -> 
     Returns:
         `(order, dst, wire)`: what travels, and the edges from it, (e,) destinations and positions in the message.
     """
-    is_row, is_sum = minimum_vertex_cover(dst.numpy(), source.numpy(), num_sources, num_dst)
+    readers, of_edge = torch.unique_consecutive(dst, return_inverse=True)
+    is_row, is_sum = minimum_vertex_cover(of_edge.numpy(), source.numpy(), num_sources, len(readers))
     row_of_source = torch.from_numpy(np.cumsum(is_row) - 1)
     by_row = torch.from_numpy(is_row)[source]
     # All other edges end in the cover: each of them belongs to the sum of its destination.

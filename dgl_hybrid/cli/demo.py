@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
     partition = PartitionConfig(ranks=config.ranks, workspace=str(out / "partitions"))
     model = ModelConfig(model=config.model, num_layers=config.num_layers, hidden=config.hidden, dropout=0.0)
     training = TrainConfig(epochs=config.epochs, eval_every=0, seed=config.seed)
-    console.print(f"partitioning {config.data} in {config.ranks} (METIS) ...")
+    console.print(f"partitioning {config.data} in {config.ranks} (METIS); graph: {data.changes()} ...")
     prepared = prepare_partition(data, partition)
     job = make_job(prepared, model, StrategyConfig(), training)
     cores = threads_per_rank(1)
@@ -196,7 +196,6 @@ def run(args: argparse.Namespace) -> int:
         f"{time.monotonic() - start_s:.0f} s; pictures: {', '.join(str(path) for path in pictures)}; measurements: "
         f"{out / 'results.jsonl'}",
         soft_wrap=True,
-        markup=False,
     )
     if args.json:
         print(json.dumps({"runs": records, "pictures": [str(path) for path in pictures]}))
@@ -272,7 +271,7 @@ def print_rows(rows: Sequence[DemoRow], cores: int, distdgl: DistDGLRow | None =
             name_digits(row.digits) if index else "-",
             format_seconds(row.epoch_time_s),
             f"{rows[0].epoch_time_s / row.epoch_time_s:.2f}x",
-            format_bytes(report.epochs[-1].bytes_sent) if index else "-",
+            format_bytes(report.steady_bytes_sent) if index else "-",
             format_bytes(added_memory(report)),
             " ".join(f"{layer.cached:,}" for layer in report.layers) if index else "-",
             " ".join(f"{layer.communicated:,}" for layer in report.layers) if index else "-",
@@ -289,11 +288,10 @@ def print_rows(rows: Sequence[DemoRow], cores: int, distdgl: DistDGLRow | None =
         "the same cores over loopback, where sending costs little: a real network favours caching more. Memory: peak\n"
         "of the largest rank above interpreter and libraries. Layer 1 reads raw features: its rows travel in the\n"
         "first epoch, what is made of them is kept.",
-        markup=False,
     )
     if distdgl is not None:
         # What an error says stays one line, however long.
-        console.print(describe_distdgl(distdgl, hybrid_s), markup=False, soft_wrap=distdgl.report is None)
+        console.print(describe_distdgl(distdgl, hybrid_s), soft_wrap=distdgl.report is None)
 
 
 def distdgl_cells(row: DistDGLRow, plain_s: float) -> tuple[str, ...]:

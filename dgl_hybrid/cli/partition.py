@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
         f"{summary.num_parts} parts; vertices {', '.join(f'{n:,}' for n in sizes)}; in-edges "
         f"{', '.join(f'{n:,}' for n in edges)}",
         soft_wrap=True,
-        markup=False,
     )
     if args.json:
         record = {"part_config": str(summary.part_config), "num_parts": summary.num_parts, "num_nodes": sizes}

@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
     )
     print_plan(result)
-    make_console().print(f"saved in {out}; train with --plan {shlex.quote(str(out))}", soft_wrap=True, markup=False)
+    make_console().print(f"saved in {out}; train with --plan {shlex.quote(str(out))}", soft_wrap=True)
     if args.json:
         print(json.dumps({**result, "out": str(out)}))
     return 0

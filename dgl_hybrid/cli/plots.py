@@ -41,7 +41,7 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
     axes[0].set_ylabel("time per epoch (ms)\nmedian, bars 20 to 80 %")
 
     ours = [(run, colour) for run, colour in zip(runs, colours, strict=True) if _is_ours(run)]
-    sent = [run["epochs"][-1]["bytes_sent"] / 1e6 for run, _ in ours]
+    sent = [run["steady_bytes_sent"] / 1e6 for run, _ in ours]
     axes[1].bar([run["strategy"] for run, _ in ours], sent, color=[colour for _, colour in ours])
     _label(axes[1], sent, [f"{value:.3g} MB" for value in sent])
     axes[1].set_title("How much do the ranks exchange?")

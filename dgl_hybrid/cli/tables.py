@@ -18,8 +18,11 @@ PLAIN_WIDTH = 140
 
 
 def make_console() -> Console:
-    """A console on stdout; plain text where that is not a terminal."""
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    """A console on stdout; plain text where that is not a terminal. Names of graphs and files are printed as they are,
+    brackets and colons included.
+    """
+    width = None if sys.stdout.isatty() else PLAIN_WIDTH
+    return Console(file=sys.stdout, width=width, highlight=False, markup=False, emoji=False)
 
 
 def print_training(report: TrainReport, changes: str = "") -> None:
@@ -101,7 +104,7 @@ def print_plan(result: dict[str, Any]) -> None:
         )
     console.print(table)
     for text in result["explanations"]:
-        console.print(text, markup=False)
+        console.print(text)
 
 
 def format_bytes(value: float) -> str:

@@ -58,10 +58,13 @@ def run(args: argparse.Namespace) -> int:
         )
         report = TrainReport.from_json(reports[0])
     result: dict[str, Any] = report.to_json()
-    print_training(report, "" if partition.partition else data.for_model(model.model).changes())
-    if args.json:
-        print(json.dumps(result), flush=True)
-    write_results(options.out, configs, result)  # last: a disk that is full by now costs the files alone
+    try:
+        print_training(report, "" if partition.partition else data.for_model(model.model).changes())
+        if args.json:
+            print(json.dumps(result), flush=True)
+    finally:
+        # Last, and in any case: a disk that is full by now costs the files alone, a closed stdout what is printed.
+        write_results(options.out, configs, result)
     return 0
 
 

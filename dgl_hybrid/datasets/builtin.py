@@ -52,7 +52,7 @@ def load_dgl(name: str, *, seed: int = 0, split: int | None = None) -> GraphData
     Args:
         name: Key of `DGL_CLASSES`.
         seed: For a random split (20 train and 30 validation vertices per class) where DGL has none.
-        split: Column of the masks where DGL has several; 0 if None.
+        split: Column of the masks where DGL has several; 0 if None. Where it has none, the split follows from `seed`.
     Raises:
         DatasetError: unknown name (lists the known), or DGL cannot fetch or read it.
     """
@@ -170,6 +170,8 @@ def _dgl_masks(
         # wiki-cs has twenty train and validation splits, and one test mask for all of them.
         masks = {key: mask[:, column] if mask.ndim == 2 else mask for key, mask in masks.items()}
         return masks, f"DGL's own, column {column}" if columns > 1 else "DGL's own"
+    if split is not None:
+        raise DatasetError(f"{origin}: DGL has no splits of it to choose from (got split={split}); seed= draws another")
     rng = np.random.default_rng(seed)
     order = rng.permutation(label.numel())
     masks = {key: torch.zeros(label.numel(), dtype=torch.bool) for key in MASKS}

@@ -34,9 +34,9 @@ def load_dataset(
         spec: "powerlaw", "powerlaw:nodes=20000,degree=16,features=64,classes=16,train=0.3" (see `PowerLawConfig`), the
             path of an `.npz` file, "dgl:cora", "ogb:ogbn-arxiv". Options follow a colon as key=value, e.g.
             "cora.npz:self_loops=true,split=3"; `symmetric`, `self_loops`, `normalize_features` and `seed`
-            are known to all.
+            are known to all, and decide over the arguments below.
         seed: Of generated graphs and of random splits.
-        symmetric: Add the reverse of every arc (directed graphs stay directed otherwise).
+        symmetric: Add the reverse of every arc, keep one of parallel arcs (directed graphs stay directed otherwise).
         self_loops: Give every vertex exactly one self-loop.
         normalize_features: Divide each row of features by its sum of absolute values.
     Returns:
@@ -56,9 +56,9 @@ def load_dataset(
     dataset, options = _load(parsed, seed)
     return transform_dataset(
         dataset,
-        symmetric=symmetric or bool(options.get("symmetric", False)),
-        self_loops=self_loops or bool(options.get("self_loops", False)),
-        normalize_features=normalize_features or bool(options.get("normalize_features", False)),
+        symmetric=bool(options.get("symmetric", symmetric)),
+        self_loops=bool(options.get("self_loops", self_loops)),
+        normalize_features=bool(options.get("normalize_features", normalize_features)),
     )
 
 

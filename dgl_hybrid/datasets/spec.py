@@ -11,12 +11,8 @@ from typing import Literal
 from dgl_hybrid.errors import DatasetError
 
 Kind = Literal["powerlaw", "npz", "dgl", "ogb"]
-COMMON_OPTIONS: Mapping[str, type] = {
-    "symmetric": bool,
-    "self_loops": bool,
-    "normalize_features": bool,
-    "seed": int,
-}
+TRANSFORMS = ("symmetric", "self_loops", "normalize_features")
+COMMON_OPTIONS: Mapping[str, type] = {**dict.fromkeys(TRANSFORMS, bool), "seed": int}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +60,31 @@ def convert_options(spec: DatasetSpec, known: Mapping[str, type]) -> dict[str, i
     """
     types = {**known, **COMMON_OPTIONS}
     values: dict[str, int | float | bool] = {}
-    for key, raw in spec.options.items():
+    for key in spec.options:
         if key not in types:
             raise DatasetError(f"dataset {spec.text!r}: unknown option {key!r}; known are {', '.join(sorted(types))}")
-        kind = types[key]
-        try:
-            values[key] = _BOOLEANS[raw.lower()] if kind is bool else kind(raw)
-        except (KeyError, ValueError) as error:
-            raise DatasetError(f"dataset {spec.text!r}: {key} must be {_WORDS[kind]} (got {raw!r})") from error
+        values[key] = _convert(spec, key, types[key])
     return values
+
+
+def named_transforms(text: str) -> dict[str, bool]:
+    """Returns which of `TRANSFORMS` a spec asks for, or asks not to be made; those that it does not name are absent.
+
+    Raises:
+        DatasetError: an option is not `key=value`, occurs twice, or is neither true nor false.
+    """
+    spec = parse_spec(text)
+    names = [] if spec is None else [name for name in TRANSFORMS if name in spec.options]
+    return {name: bool(_convert(spec, name, bool)) for name in names if spec is not None}
+
+
+def _convert(spec: DatasetSpec, key: str, kind: type) -> int | float | bool:
+    raw = spec.options[key]
+    try:
+        converted: int | float | bool = _BOOLEANS[raw.lower()] if kind is bool else kind(raw)
+    except (KeyError, ValueError) as error:
+        raise DatasetError(f"dataset {spec.text!r}: {key} must be {_WORDS[kind]} (got {raw!r})") from error
+    return converted
 
 
 _BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}

@@ -63,13 +63,22 @@ class Approximation:
         return cls(name=name, codec=make_codec(codec), is_stale=STALE in parts)
 
     def __str__(self) -> str:
-        parts = [] if self.codec is None else [f"{self.codec.name} rows"]
-        return f"approximate ({', '.join(parts + ['rows one epoch old'] * self.is_stale)})"
+        return describe_approximation(self.name)
+
+
+def join_approximations(*names: str | None) -> str | None:
+    """Returns what a run is called that was trained by one after the other, "bf16+int8" for example; None: exactly."""
+    parts = {part for name in names if name is not None for part in name.split("+")}
+    return "+".join(sorted(parts, key=lambda part: (part != STALE, part))) or None
 
 
 def describe_approximation(name: str | None) -> str:
-    """Returns what results are called: "exact", "approximate (int8 rows)", …"""
-    return "exact" if name is None else str(Approximation.of(name))
+    """Returns what results are called: "exact", "approximate (int8 rows)", …; `name` may be joined of several."""
+    if name is None:
+        return "exact"
+    parts = name.split("+")
+    words = [f"{part} rows" for part in parts if part != STALE] + ["rows one epoch old"] * (STALE in parts)
+    return f"approximate ({', '.join(words)})"
 
 
 def agree_on_approximation(name: object, communicator: Communicator) -> Approximation | None:

@@ -73,5 +73,8 @@ class RankError:
 def write_json(path: Path, value: Any) -> None:
     """Writes aside and renames: whoever finds the file finds all of it."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(json.dumps(value), encoding="utf-8")
-    aside.rename(path)
+    try:
+        aside.write_text(json.dumps(value), encoding="utf-8")
+        aside.rename(path)
+    finally:
+        aside.unlink(missing_ok=True)  # as on a disk that is full

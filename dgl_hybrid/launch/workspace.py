@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dgl_hybrid.datasets import GraphDataset, load_dataset
-from dgl_hybrid.datasets.spec import parse_spec
+from dgl_hybrid.datasets.spec import named_transforms, parse_spec
 from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.ops.compiled_code import user_cache_folder
@@ -39,30 +39,59 @@ class DataConfig:
     data: str = "powerlaw"
     """Name of a graph (powerlaw, powerlaw:nodes=50000,degree=20, dgl:cora, ogb:ogbn-arxiv), or path of an .npz file."""
     symmetric: bool | None = None
-    """Add the reverse of every arc; by default for the model gcn, which is defined on undirected graphs."""
+    """Add the reverse of every arc and keep one of parallel arcs; by default for the model gcn, which is defined on
+    undirected graphs."""
     self_loops: bool | None = None
     """Give every vertex one self-loop; by default for the models gcn, gat and gatv2, which are defined with them."""
     normalize_features: bool | None = None
     """Divide each row of features by its sum; by default where all features are 0 or 1 (bags of words)."""
 
     def for_model(self, model: str) -> DataConfig:
-        """Returns the config with the model's defaults filled in."""
+        """Returns the config with what the graph's name says (`g.npz:symmetric=false`) and the model's defaults filled
+        in.
+
+        Raises:
+            DatasetError, ValueError: See `with_options_of_name`.
+        """
+        given = self.with_options_of_name()
         return replace(
-            self,
-            symmetric=model == "gcn" if self.symmetric is None else self.symmetric,
-            self_loops=model in _WITH_SELF_LOOPS if self.self_loops is None else self.self_loops,
+            given,
+            symmetric=model == "gcn" if given.symmetric is None else given.symmetric,
+            self_loops=model in _WITH_SELF_LOOPS if given.self_loops is None else given.self_loops,
         )
+
+    def with_options_of_name(self) -> DataConfig:
+        """Returns the config with what the graph's name says filled in.
+
+        Raises:
+            DatasetError: The name has options that are none.
+            ValueError: It says other than this config does.
+        """
+        named = named_transforms(self.data)
+        for name, value in named.items():
+            if getattr(self, name) not in (None, value):
+                flag = ("--no-" if value else "--") + name.replace("_", "-")
+                raise ValueError(
+                    f"--data {self.data} says {name}={str(value).lower()}, and {flag} is given: leave out one of them"
+                )
+        return DataConfig(**{**asdict(self), **named})
 
     def load(self) -> GraphDataset:
         """Loads the graph.
 
         Raises:
             DatasetError: Unknown, malformed, NaN features, ….
+            ValueError: The graph's name says other than this config does.
         """
-        dataset = load_dataset(self.data, symmetric=bool(self.symmetric), self_loops=bool(self.self_loops))
+        given = self.with_options_of_name()
+        dataset = load_dataset(
+            self.data,
+            symmetric=bool(given.symmetric),
+            self_loops=bool(given.self_loops),
+            normalize_features=bool(given.normalize_features),
+        )
         feat = dataset.graph.ndata["feat"]
-        is_binary = bool(((feat == 0) | (feat == 1)).all())
-        if is_binary if self.normalize_features is None else self.normalize_features:
+        if given.normalize_features is None and bool(((feat == 0) | (feat == 1)).all()):
             dataset.graph.ndata["feat"] = normalize_rows(feat)
         return dataset
 
@@ -70,7 +99,7 @@ class DataConfig:
         """Says in words what is done to the graph."""
         words = []
         if self.symmetric:
-            words.append("reverse arcs added")
+            words.append("reverse arcs added, one of parallel arcs kept")
         if self.self_loops:
             words.append("self-loops added")
         if self.normalize_features or self.normalize_features is None:
@@ -219,7 +248,7 @@ def _existing(location: str, ranks: int | None) -> PreparedGraph:
     summary = read_partition_summary(part_config)
     if ranks is not None and ranks != summary.num_parts:
         raise PartitionError(
-            f"{part_config} has {summary.num_parts} parts, but --ranks is {ranks}. Start {summary.num_parts} ranks, or "
+            f"{part_config} has {summary.num_parts} parts (asked for: {ranks}). Start {summary.num_parts} ranks, or "
             f"partition the graph into {ranks} parts."
         )
     dataset, num_classes = _read_description(part_config) or (summary.graph_name, None)
@@ -318,8 +347,11 @@ def write_partition(
         "made_from": description,
     }
     aside = folder / f".{_DATASET_FILE}.writing"
-    aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    aside.rename(folder / _DATASET_FILE)
+    try:
+        aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        aside.rename(folder / _DATASET_FILE)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _check_ours(path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals that end a process at once, as exceptions: what it has started is ended on the way out."""
+"""Signals that end a process: as exceptions, so that what it has started is ended on the way out, or later."""
 
 from __future__ import annotations
 
@@ -32,3 +32,25 @@ def ending_signals_raise() -> Iterator[None]:
     finally:
         for number in ours:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ending_signals_wait() -> Iterator[None]:
+    """Has Ctrl-C, SIGTERM and SIGHUP wait for the end of what is done here, and then do what they would have done.
+
+    Not those that are ignored; nor in another thread than the main one.
+    """
+    came: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    ours = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    for number in ours:
+        signal.signal(number, lambda came_now, frame: came.append(came_now))
+    try:
+        yield
+    finally:
+        for number, handler in ours.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])

@@ -33,7 +33,7 @@ from dgl_hybrid.partition.manifest import (
 )
 from dgl_hybrid.partition.quiet import captured_output
 from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
-from dgl_hybrid.partition.signals import ending_signals_raise
+from dgl_hybrid.partition.signals import ending_signals_raise, ending_signals_wait
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
 
 _logger = logging.getLogger(__name__)
@@ -448,6 +448,11 @@ def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
         staging.rename(target)
         sync_path(target.parent)
         return
+    with ending_signals_wait():  # in the middle of it, neither the old partition is there nor the new one
+        _replace_files(staging, target, graph_name)
+
+
+def _replace_files(staging: Path, target: Path, graph_name: str) -> None:
     former = _part_folders(target / f"{graph_name}.json")
     # The old JSON goes first: from here until the last rename the folder does not load, so no mixture is ever read.
     (target / f"{graph_name}.json").unlink(missing_ok=True)

@@ -4,9 +4,20 @@
 from __future__ import annotations
 
 import errno
+import glob
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+
+def remove_unfinished(directory: Path, names: Iterable[str]) -> None:
+    """Removes what processes that were killed had written aside of files of these names, large as it may be.
+
+    Nobody else may be writing them.
+    """
+    for name in names:
+        for aside in directory.glob(f".{glob.escape(name)}.*.tmp"):
+            aside.unlink(missing_ok=True)
 
 
 def write_durably(directory: Path, files: Mapping[str, bytes]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Mapping
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 
 from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.planner.durable import write_durably
+from dgl_hybrid.planner.durable import remove_unfinished, write_durably
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.models import GraphStack, build_model
 from dgl_hybrid.training.report import Accuracy
+
+_logger = logging.getLogger(__name__)
 
 BEST_NAME, LAST_NAME = "best.safetensors", "last.safetensors"
 FORMAT_VERSION = 1
@@ -80,19 +83,26 @@ class Progress:
     """Of the run so far."""
     loader: Mapping[str, int]
     """`FullGraphLoader.state_dict`: which dropout masks come next."""
+    approximate: str | None = None
+    """What was exchanged approximately by then; None: nothing, or nobody knows, of files of before."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns a dictionary that `json.dumps` takes, NaN as null."""
         best, accuracy = (
             {k: None if math.isnan(v) else v for k, v in asdict(a).items()} for a in (self.best, self.accuracy)
         )
-        return {"accuracy": accuracy, "best": best, "loader": dict(self.loader)}
+        return {
+            "accuracy": accuracy,
+            "best": best,
+            "loader": dict(self.loader),
+            "approximate": self.approximate,
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Progress:
         """Reads what `to_json` wrote."""
         accuracy, best = (Accuracy(**_with_nan(data[name])) for name in ("accuracy", "best"))
-        return cls(accuracy=accuracy, best=best, loader=data["loader"])
+        return cls(accuracy=accuracy, best=best, loader=data["loader"], approximate=data.get("approximate"))
 
 
 def _with_nan(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +121,7 @@ class Checkpoints:
         dataset: Its name, for who reads the file.
         graph: What the graph is told by, however it is partitioned; a checkpoint of another one is refused.
         seed: Of the run; a checkpoint of another one is refused.
+        may_change: Options by name that a resumed run may have others of; a warning tells of those that it has.
     """
 
     def __init__(
@@ -124,11 +135,12 @@ class Checkpoints:
         *,
         graph: Mapping[str, int | str],
         seed: int,
+        may_change: Mapping[str, float],
     ) -> None:
         self._folder = Path(folder)
         self._communicator = communicator
         self._model, self._optimizer, self._facts, self._dataset = model, optimizer, facts, dataset
-        self._graph, self._seed = dict(graph), seed
+        self._graph, self._seed, self._may_change = dict(graph), seed, dict(may_change)
 
     def make_folder(self) -> None:
         """Makes the folder, and sure that it can be written into: before training, and not after it.
@@ -142,6 +154,7 @@ class Checkpoints:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     with tempfile.TemporaryFile(dir=self._folder):
                         pass
+                    remove_unfinished(self._folder, (BEST_NAME, LAST_NAME))
                 except OSError as error:
                     raise CheckpointError(
                         f"--checkpoint {self._folder} must be a folder that can be written into: {error.strerror}"
@@ -227,6 +240,7 @@ class Checkpoints:
             "dataset": self._dataset,
             "graph": self._graph,
             "seed": self._seed,
+            "options": self._may_change,
             "model": asdict(self._facts),
             "progress": progress.to_json(),
         }
@@ -234,7 +248,7 @@ class Checkpoints:
         return save_tensors(tensors, {_KEY: json.dumps(record)})
 
     def _check(self, path: Path, record: Mapping[str, Any]) -> None:
-        of_graph = record.get("graph", self._graph)  # neither was in files of before
+        of_graph = self._graph | record.get("graph", {})  # files of before have not all of these
         of_run = {"seed": record.get("seed", self._seed)}
         for what, saved, given in (
             ("a model", record["model"], asdict(self._facts)),
@@ -247,6 +261,10 @@ class Checkpoints:
                         f"{path} is of {what} with {name} {saved[name]} (expected {expected}). Resume with the options "
                         "it was trained with, or train anew in another folder"
                     )
+        for name, saved in record.get("options", {}).items():
+            given_now = self._may_change.get(name, saved)
+            if given_now != saved:
+                _logger.warning("%s was trained with %s %s, and goes on with %s", path, name, saved, given_now)
 
     def _share(self, tensors: dict[str, Tensor], shapes: Mapping[str, tuple[str, list[int]]]) -> dict[str, Tensor]:
         """Returns rank 0's tensors on every rank. Collective; float64 holds every value of the others' dtypes."""

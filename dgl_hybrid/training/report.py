@@ -80,6 +80,8 @@ class TrainReport:
     dtype: str
     epochs: tuple[EpochReport, ...]
     layers: tuple[LayerReport, ...]
+    """By the plan that stayed, as of its last epoch; but for one that has run once alone, not of the first after a
+    change to it."""
     best: Accuracy
     """At the least validation loss, the earliest of equals."""
     final: Accuracy
@@ -130,6 +132,11 @@ class TrainReport:
         settled = [number for number in steady if number >= self.trial_epochs]
         return [self.epochs[number] for number in (settled if len(settled) >= FEW else steady)] or self.epochs[-1:]
 
+    @property
+    def steady_bytes_sent(self) -> int:
+        """By the last of them."""
+        return self.steady_epochs()[-1].bytes_sent
+
     def to_json(self) -> dict[str, Any]:
         """Returns the object that `--json` prints."""
         return {
@@ -140,6 +147,7 @@ class TrainReport:
             "dtype": self.dtype,
             "epochs": [asdict(epoch) | {"loss": _or_none(epoch.loss)} for epoch in self.epochs],
             "epoch_time_s": self.epoch_time_s,
+            "steady_bytes_sent": self.steady_bytes_sent,
             "train_accuracy": _or_none(self.best.train),
             "val_accuracy": _or_none(self.best.val),
             "test_accuracy": _or_none(self.best.test),

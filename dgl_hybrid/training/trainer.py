@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid.datasets import check_features
 from dgl_hybrid.errors import CheckpointError, DatasetError, PlanError
+from dgl_hybrid.exchange.approximate import join_approximations
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan, save_plan
@@ -36,6 +37,7 @@ from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, Train
 _logger = logging.getLogger(__name__)
 
 SPLITS = ("train_mask", "val_mask", "test_mask")
+_DIGEST_ENTRIES = 2**20
 
 OnEpoch = Callable[[int, EpochReport, Accuracy | None], None]
 """Called on every rank after each epoch: epochs done, its report, and the accuracy if it was just measured."""
@@ -45,7 +47,8 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
     """Trains on the graph of a partition folder. Collective: every rank calls it with the same job.
 
     Initial weights depend on the seed and the model alone, so that runs of any strategy and number of ranks compare.
-    A run that is resumed goes on as it would have without the break, dropout masks included; plans are made anew.
+    A run that is resumed with the same options goes on as it would have without the break, dropout masks included;
+    plans are made anew. Another learning rate or weight decay is taken, and a warning says so.
 
     Args:
         job: What to train.
@@ -77,7 +80,14 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
             accuracy = evaluator.measure(run.model, epoch)
             measured.append(accuracy)
             if run.checkpoints is not None:
-                run.checkpoints.save(Progress(accuracy=accuracy, best=_best(measured), loader=loader.state_dict()))
+                run.checkpoints.save(
+                    Progress(
+                        accuracy=accuracy,
+                        best=_best(measured),
+                        loader=loader.state_dict(),
+                        approximate=run.approximate,
+                    )
+                )
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
     plan = loader.best_plan or run.plan
@@ -92,7 +102,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
         dataset=job.dataset,
         dtype=config.dtype,
         epochs=tuple(epochs),
-        layers=_layer_reports(loader, run.times),
+        layers=run.layers_by(run.number_of(plan)),
         best=_best(measured),
         final=measured[-1],
         peak_rss_bytes=tuple(row[0] for row in by_rank),
@@ -104,7 +114,7 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
         trial_epochs=trial_epochs,
         first_epoch=first_epoch,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
-        approximate=config.approximate,
+        approximate=run.approximate,
     )
 
 
@@ -115,6 +125,7 @@ class TrainingRun:
         g: This rank's part of the graph.
         model: It trains; on one rank and several.
         progress: Where a run that is resumed goes on; None: from the beginning.
+        approximate: What training steps exchange approximately, or did before the run was resumed.
         base_rss_bytes: What the process held before the graph was opened.
     """
 
@@ -128,6 +139,8 @@ class TrainingRun:
         self._optimizer = torch.optim.Adam(self.model.parameters(), lr=config.lr, weight_decay=config.weight_decay)
         self.checkpoints = _open_checkpoints(self.job, self.g, self.model, self._optimizer)
         self.progress = _resume(self.checkpoints, config) if self.checkpoints is not None else None
+        before = None if self.progress is None else self.progress.approximate
+        self.approximate = join_approximations(before, config.approximate)
         self.loader, self._first_plan = make_loader(self.job, self.g, self.model)
         if self.progress is not None:
             self.loader.load_state_dict(self.progress.loader)
@@ -141,7 +154,10 @@ class TrainingRun:
         if communicator.transport is not None:
             self._wrapped = nn.parallel.DistributedDataParallel(self.model)
         self._clock = EpochClock(communicator, job.model.num_layers, self.loader.device)
-        self._times: EpochTimes | None = None
+        self._counts: dict[int, Sequence[tuple[int, int]]] = {}
+        self._times: dict[int, EpochTimes] = {}
+        """Both by number of the plan."""
+        self._last_plan: int | None = None
         self._plans: list[weakref.ref[DependencyPlan]] = []
         """That epochs have run by; those of before a drift, with the ids they cache, are gone."""
 
@@ -150,26 +166,35 @@ class TrainingRun:
         """This rank's plan, by which the last epoch ran; before the first, by which that will."""
         return self._first_plan if self.loader.outcome is None else self.loader.outcome.plan
 
-    @property
-    def times(self) -> EpochTimes:
-        """Of the last epoch.
-
-        Raises:
-            RuntimeError: There was none.
-        """
-        if self._times is None:
-            raise RuntimeError("no epoch has been trained")
-        return self._times
-
     def run_epoch(self) -> EpochReport:
         """Trains one epoch and returns what it took, the same on every rank. Collective."""
         self._wrapped.train()
         self._clock.start()
         loss = _step(self.g, self.loader, self._wrapped, self._optimizer)
-        self._times = self._clock.stop()
-        if self.number_of(self.plan) is None:
+        times = self._clock.stop()
+        number = self.number_of(self.plan)
+        if number is None:
+            number = len(self._plans)
             self._plans.append(weakref.ref(self.plan))
-        return _epoch_report(self.g, loss, self._times, self.number_of(self.plan) or 0)
+            self._counts[number] = count_dependencies(self.loader)
+        if self._last_plan == number or number not in self._times:  # the first after a change also fetches features
+            self._times[number] = times
+        self._last_plan = number
+        return _epoch_report(self.g, loss, times, number)
+
+    def layers_by(self, plan: int | None) -> tuple[LayerReport, ...]:
+        """Returns what a plan's epochs cache, receive and send, layer by layer, the same on every rank.
+
+        Args:
+            plan: Its number; None, or of none that has run: the last epoch's.
+
+        Raises:
+            RuntimeError: There was no epoch.
+        """
+        if self._last_plan is None:
+            raise RuntimeError("no epoch has been trained")
+        number = self._last_plan if plan is None else plan
+        return _layer_reports(self._counts[number], self._times[number])
 
     def number_of(self, plan: DependencyPlan) -> int | None:
         """Returns which of the plans that epochs have run by this is, from 0; None: of none.
@@ -203,7 +228,8 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
 
     Raises:
         PartitionError: Missing or damaged folder, or a number of ranks other than its parts.
-        DatasetError: On every rank: fields missing, NaN features, labels out of range, or nothing to train on.
+        DatasetError: On every rank: fields missing or of another shape or kind, NaN features, labels out of range, or
+            nothing to train on.
     """
     g = PartitionedGraph.open(job.part_config, timeout_s=job.training.exchange_timeout_s)
     dtype = getattr(torch, job.training.dtype)
@@ -214,9 +240,18 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
                 f"{job.part_config} has no node field {', '.join(missing)} (got {sorted(g.ndata)}); training needs "
                 f"feat, label, {', '.join(SPLITS)}"
             )
-        check_features(f"feat of part {g.rank()} of {Path(job.part_config).name}", g.ndata["feat"].local)
-        label = g.ndata["label"].local
+        part = f"part {g.rank()} of {Path(job.part_config).name}"
+        feat, label = g.ndata["feat"].local, _class_ids(g.ndata["label"].local, part)
+        if feat.dim() != 2 or feat.is_complex():
+            raise DatasetError(f"feat of {part} must be numbers of shape (N, F) (got {feat.dtype} {tuple(feat.shape)})")
+        check_features(f"feat of {part}", feat)
         for split in SPLITS:
+            mask = g.ndata[split].local
+            if mask.dim() != 1:
+                raise DatasetError(
+                    f"{split} of {part} must have shape ({len(mask)},) (got {tuple(mask.shape)}): choose one of its "
+                    "splits before the graph is partitioned"
+                )
             chosen = label[g.ndata[split].local.bool()]
             if len(chosen) and int(chosen.min()) < 0:
                 raise DatasetError(f"{split} of part {g.rank()} selects vertices without a label")
@@ -224,8 +259,22 @@ def open_graph(job: TrainJob) -> PartitionedGraph:
                 raise DatasetError(f"labels must be below num_classes={job.num_classes} (got {int(chosen.max())})")
     if not any(count for (count,) in g.communicator.gather_ints([int(g.ndata["train_mask"].local.bool().sum())])):
         raise DatasetError(f"train_mask of {job.part_config} selects no vertex, so there is nothing to train on")
-    g.ndata["feat"] = g.ndata["feat"].local.to(dtype)
+    g.ndata["feat"], g.ndata["label"] = feat.to(dtype), label
     return g
+
+
+def _class_ids(label: Tensor, part: str) -> Tensor:
+    """Returns labels as (N,) int64, -1 or what else is below 0 for none; OGB's are (N, 1).
+
+    Raises:
+        DatasetError: They are no class ids.
+    """
+    if label.is_floating_point() or label.is_complex() or label.numel() != len(label) or label.dim() > 2:
+        raise DatasetError(
+            f"label of {part} must be integers of shape ({len(label)},) (got {label.dtype} {tuple(label.shape)}); "
+            "multi-label and regression targets are for a script of your own, with FullGraphLoader"
+        )
+    return label.reshape(-1).to(torch.int64)
 
 
 def count_classes(job: TrainJob, g: PartitionedGraph) -> int:
@@ -286,20 +335,43 @@ def _open_checkpoints(
     if folder is None:
         return None
     facts = ModelFacts.of(job, int(g.ndata["feat"].shape[1]))
-    graph, seed = _facts_of_graph(g, facts.num_classes), job.training.seed
-    return Checkpoints(folder, g.communicator, model, optimizer, facts, job.dataset, graph=graph, seed=seed)
+    return Checkpoints(
+        folder,
+        g.communicator,
+        model,
+        optimizer,
+        facts,
+        job.dataset,
+        graph=_facts_of_graph(g, facts.num_classes),
+        seed=job.training.seed,
+        may_change={"lr": job.training.lr, "weight_decay": job.training.weight_decay},
+    )
 
 
 def _facts_of_graph(g: PartitionedGraph, num_classes: int) -> dict[str, int | str]:
-    """Returns what tells graphs apart, however they are partitioned: sizes, and how many vertices of each split have
-    which label. Collective.
+    """Returns what tells graphs apart, however they are partitioned: sizes, how many vertices of each split have which
+    label, and a sum over the rows of features. Collective.
     """
     label = g.ndata["label"].local
     of_splits = [label[g.ndata[split].local.bool()] for split in SPLITS]
     counts = [torch.bincount(labels, minlength=num_classes) for labels in of_splits]
     sums = g.communicator.sum_(torch.cat(counts).double()).long().tolist()
     digest = hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
-    return {"vertices": g.num_nodes(), "edges": g.num_edges(), "labels": digest}
+    features = sum(row[0] for row in g.communicator.gather_ints([_sum_of_bits(g.ndata["feat"].local)])) % 2**64
+    return {"vertices": g.num_nodes(), "edges": g.num_edges(), "labels": digest, "features": f"{features:016x}"}
+
+
+def _sum_of_bits(rows: Tensor) -> int:
+    """Adds up the bit patterns of (N, F) rows, each column's times an odd number of its own, modulo 2^64.
+
+    Exact, so that it is the same however rows are ordered and shared among ranks.
+    """
+    bits = rows.contiguous().view(torch.int32 if rows.element_size() == 4 else torch.int64)
+    factors = 2 * torch.arange(rows.shape[1]) + 1
+    total = torch.zeros((), dtype=torch.int64)
+    for block in bits.split(max(1, _DIGEST_ENTRIES // max(1, rows.shape[1]))):
+        total += (block.sum(dim=0, dtype=torch.int64) * factors).sum()
+    return int(total)
 
 
 def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
@@ -488,17 +560,18 @@ def _epoch_report(g: PartitionedGraph, loss: Tensor, times: EpochTimes, plan: in
     )
 
 
-def _layer_reports(loader: FullGraphLoader, times: EpochTimes) -> tuple[LayerReport, ...]:
-    counts = count_dependencies(loader)
+def _layer_reports(counts: Sequence[tuple[int, int]], times: EpochTimes) -> tuple[LayerReport, ...]:
     return tuple(
         LayerReport(
-            layer=layer + 1,
-            cached=counts[layer][0],
-            communicated=counts[layer][1],
-            forward_bytes=times.forward_bytes[layer],
-            backward_bytes=times.backward_bytes[layer],
+            layer=layer,
+            cached=cached,
+            communicated=communicated,
+            forward_bytes=forward_bytes,
+            backward_bytes=backward_bytes,
         )
-        for layer in range(loader.num_layers)
+        for layer, ((cached, communicated), forward_bytes, backward_bytes) in enumerate(
+            zip(counts, times.forward_bytes, times.backward_bytes, strict=True), start=1
+        )
     )
 
 

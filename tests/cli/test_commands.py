@@ -110,6 +110,22 @@ def test_results_that_cannot_be_kept_are_no_end_of_training(partition: Path, fol
     fails(done, f"--out {out} must be a folder that can be written into: ")
 
 
+def test_results_are_kept_where_nobody_reads_what_is_printed(partition: Path, folder: Path) -> None:
+    """`| head -1`, or a pager that was quit: a finished run ended without a file."""
+    out = folder / "unread"
+    process = subprocess.Popen(
+        command("train", "--partition", partition, *TRAIN, "--out", out),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment(),
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    assert process.wait(timeout=TIMEOUT_S) != 0
+    assert len(json.loads((out / "result.json").read_text(encoding="utf-8"))["epochs"]) == 3
+    assert json.loads((out / "config.json").read_text(encoding="utf-8"))["epochs"] == 3
+
+
 def test_results_that_cannot_be_kept_end_all_ranks_of_torchrun(partition: Path, folder: Path) -> None:
     """Rank 0 found it out by itself, and ranks on other hosts waited for it in `init_process_group`."""
     out = folder / "a_file"

@@ -173,6 +173,31 @@ def test_training_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in printed
 
 
+def test_names_of_graphs_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """Brackets were read as styles, and left out or an error."""
+    for name in ("runs[v2]", "a[/old]b", ":key:"):
+        print_training(replace(report("hybrid"), dataset=name))
+        print_rows([replace(row, measured=replace(row.measured, dataset=name)) for row in rows()], 2)
+        printed = capsys.readouterr().out
+        assert f"gcn on {name}, 2 ranks" in printed
+        assert f"2 layers, on {name}" in printed
+
+
+def test_what_is_sent_is_of_the_plan_that_stayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A candidate's turn may be the last epoch: what that sends stood beside times of another plan."""
+    (epoch, *_) = report("hybrid").epochs
+    sent = [(9_000_000, 0), (4_000_000, 0), (5_000_000, 0), (77_000_000, 1)]
+    epochs = tuple(replace(epoch, bytes_sent=size, plan=plan) for size, plan in sent)
+    ours = replace(rows()[-1], measured=replace(report("hybrid"), epochs=epochs, stayed_plan=0))
+    assert ours.to_json()["steady_bytes_sent"] == 5_000_000
+    lines = tmp_path / "results.jsonl"
+    lines.write_text("\n".join(json.dumps(row.to_json()) for row in [*rows()[:-1], ours]) + "\n")
+    figures: list[Any] = []
+    monkeypatch.setattr(plots, "_save", lambda figure, folder, name: figures.append(figure))
+    draw_results(lines, tmp_path)
+    assert figures[0].axes[1].texts[-1].get_text() == "5 MB"
+
+
 def test_pictures_are_drawn_from_lines_alone(tmp_path: Path) -> None:
     lines = tmp_path / "results.jsonl"
     lines.write_text("\n".join(json.dumps(row.to_json()) for row in rows()) + "\n")
@@ -216,6 +241,7 @@ def test_a_bar_far_longer_than_the_others_is_cut(tmp_path: Path, monkeypatch: py
     assert [text.get_text() for text in times.texts] == ["30 ms", "1,000 ms", "10 ms", "20 ms", "11 ms"]
     assert times.get_ylim()[1] < 1.3 * longest
     assert len(sent.patches) == 3
+    assert [text.get_text() for text in sent.texts] == ["1.23 MB"] * 3
     assert [text.get_text() for text in memory.texts] == ["200 MB", "500 MB", "200 MB", "200 MB", "200 MB"]
     times, *_ = draw(plain, distdgl_row(times_s=(0.1,) * 5).to_json(), *ours)
     assert times.patches[1].get_height() == pytest.approx(100), "it is not that much longer"

@@ -78,6 +78,8 @@ def test_dgl_masks_by_column_or_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(first.graph.ndata["train_mask"], again.graph.ndata["train_mask"])
     assert not torch.equal(first.graph.ndata["train_mask"], other.graph.ndata["train_mask"])
     assert first.meta["split"] == "random, seed 0: 20 train and 30 validation vertices per class"
+    with pytest.raises(DatasetError, match=r"DGL has no splits of it to choose from \(got split=3\); seed= draws"):
+        load_dataset("dgl:amazon-photo:split=3")
 
 
 def test_multi_label_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import dgl_hybrid
 from dgl_hybrid.cli import main
@@ -144,9 +145,42 @@ def test_binary_features_are_normalised_unless_told_otherwise(tmp_path: Path) ->
 def test_the_graph_follows_the_model_unless_told_otherwise() -> None:
     gcn, sage = DataConfig().for_model("gcn"), DataConfig().for_model("sage")
     assert (gcn.symmetric, gcn.self_loops, sage.symmetric, sage.self_loops) == (True, True, False, False)
-    assert gcn.changes() == "reverse arcs added, self-loops added, feature rows normalised if binary"
+    assert gcn.changes() == (
+        "reverse arcs added, one of parallel arcs kept, self-loops added, feature rows normalised if binary"
+    )
     told = DataConfig(symmetric=False, self_loops=False, normalize_features=False).for_model("gcn")
     assert told.changes() == "as it is"
+
+
+def test_the_name_of_a_graph_says_what_is_done_to_it(tmp_path: Path) -> None:
+    """`=false` had no effect, and what the name asked for was not told."""
+    file = write_npz(tmp_path / "a.npz", feat=np.array([[1, 1], [0, 1], [1, 0], [0, 0]], np.float32))
+    as_it_is = DataConfig(data=f"{file}:symmetric=false,self_loops=no,normalize_features=0").for_model("gcn")
+    plain = DataConfig(data=file, symmetric=False, self_loops=False, normalize_features=False).load().graph
+    assert as_it_is.changes() == "as it is"
+    assert as_it_is.load().graph.num_edges() == plain.num_edges()
+    assert torch.equal(as_it_is.load().graph.ndata["feat"], plain.ndata["feat"])
+    looped = DataConfig(data=f"{file}:self_loops=true,normalize_features=true").for_model("sage")
+    assert looped.changes() == "self-loops added, feature rows normalised"
+    assert looped.load().graph.num_edges() == plain.num_edges() + 4
+    assert looped.load().graph.ndata["feat"].sum(1).tolist() == [1.0, 1.0, 1.0, 0.0]
+    assert DataConfig(data=f"{file}:self_loops=true", self_loops=True).for_model("gcn").self_loops
+    for data, message in (
+        (DataConfig(data=f"{file}:self_loops=true", self_loops=False), "self_loops=true, and --no-self-loops is given"),
+        (DataConfig(data=f"{file}:symmetric=false", symmetric=True), "symmetric=false, and --symmetric is given"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            data.for_model("gcn")
+        with pytest.raises(ValueError, match=message):
+            data.load()
+    with pytest.raises(DatasetError, match=r"symmetric must be true or false \(got 'perhaps'\)"):
+        DataConfig(data=f"{file}:symmetric=perhaps").for_model("gcn")
+
+
+def test_one_of_parallel_arcs_is_kept_where_reverse_arcs_are_added(tmp_path: Path) -> None:
+    file = write_npz(tmp_path / "a.npz", src=np.array([0, 0, 1]), dst=np.array([1, 1, 0]))
+    assert DataConfig(data=file).load().graph.num_edges() == 3
+    assert DataConfig(data=file, symmetric=True).load().graph.num_edges() == 2
 
 
 def test_nan_features_are_refused_before_anything_is_written(tmp_path: Path) -> None:
@@ -161,7 +195,7 @@ def test_existing_partition(tmp_path: Path) -> None:
     for location in (part_config, part_config.parent):
         prepared = prepare_partition(DataConfig(), PartitionConfig(partition=str(location)))
         assert (prepared.part_config, prepared.num_parts, prepared.num_classes) == (part_config, 2, 3)
-    with pytest.raises(PartitionError, match=r"has 2 parts, but --ranks is 3. Start 2 ranks, or partition"):
+    with pytest.raises(PartitionError, match=r"has 2 parts \(asked for: 3\). Start 2 ranks, or partition"):
         prepare_partition(DataConfig(), PartitionConfig(partition=str(part_config), ranks=3))
 
 

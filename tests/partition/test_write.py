@@ -477,6 +477,35 @@ partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="cont
         load_partition(tmp_path / "p" / "g.json", 0)
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
+def test_ended_while_replacing_ends_when_the_new_one_is_there(name: str, code: int, tmp_path: Path) -> None:
+    """The old partition had been removed, and what was not renamed yet of the new one was."""
+    write(power_law(), tmp_path / "p", 2)
+    script = f"""
+import os, shutil, signal
+import dgl_hybrid
+from dgl_hybrid.partition import partition_graph
+from tests.helpers.graphs import hand_drawn
+remove = shutil.rmtree
+def ended(path, *args, **options):
+    shutil.rmtree = remove
+    os.kill(os.getpid(), signal.{name})
+    remove(path, *args, **options)
+shutil.rmtree = ended
+partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="contiguous")
+print("went on")
+"""
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", script], env=environment, timeout=600, check=False, stdout=subprocess.PIPE
+    )
+    assert (ended.returncode, ended.stdout) == (code, b"")
+    load_partition(tmp_path / "p" / "g.json", 0)
+    assert read_partition_summary(tmp_path / "p" / "g.json").num_nodes == hand_drawn().num_nodes()
+    assert sorted(path.name for path in tmp_path.glob("**/.*")) == []
+
+
 def test_graphbolt_is_refused_in_one_line_where_it_has_no_library(tmp_path: Path) -> None:
     try:
         partition_graph(hand_drawn(), "g", 2, tmp_path / "p", use_graphbolt=True)

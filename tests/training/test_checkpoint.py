@@ -14,6 +14,7 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
 from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.planner import durable
+from dgl_hybrid.training import checkpoint
 from dgl_hybrid.training.checkpoint import BEST_NAME, LAST_NAME, load_model
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
@@ -159,7 +161,17 @@ def test_another_graph_is_refused(folder: Path, tmp_path: Path, dataset: GraphDa
     other = generate_powerlaw(PowerLawConfig(nodes=301, degree=6.0, features=12, classes=4)).graph
     relabelled = dataset.graph.clone()
     relabelled.ndata["label"] = relabelled.ndata["label"].flip(0)
-    for name, graph, message in (("other", other, "a graph with vertices 300"), ("flip", relabelled, "with labels ")):
+    rescaled = dataset.graph.clone()
+    rescaled.ndata["feat"] = rescaled.ndata["feat"].clone()
+    rescaled.ndata["feat"][7, 3] *= 2
+    swapped = dataset.graph.clone()
+    swapped.ndata["feat"] = swapped.ndata["feat"][:, torch.arange(12).roll(1)]
+    for name, graph, message in (
+        ("other", other, "a graph with vertices 300"),
+        ("flip", relabelled, "with labels "),
+        ("rescaled", rescaled, "a graph with features "),
+        ("swapped", swapped, "a graph with features "),
+    ):
         dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / name / "2")
         fails(make_job(tmp_path / name, 2, tmp_path / "saved", resume=True), 2, message)
 
@@ -175,6 +187,60 @@ def test_resumed_approximate_runs_say_that_they_differ(
             train(job)
             told = "approximate rows (stale) begin anew with --resume" in caplog.text
             assert told == (is_told and epochs == 2)
+
+
+def test_a_run_that_was_approximate_once_does_not_become_exact(folder: Path, tmp_path: Path) -> None:
+    """Resumed without the option it called itself exact, weights of approximate epochs and all."""
+    run(make_job(folder, 2, tmp_path, epochs=1, approximate="stale+bf16"), 2)
+    for epochs, approximate, exactness in (
+        (2, None, "approximate (bf16 rows, rows one epoch old)"),
+        (3, "int8", "approximate (bf16 rows, int8 rows, rows one epoch old)"),
+        (4, None, "approximate (bf16 rows, int8 rows, rows one epoch old)"),
+    ):
+        job = make_job(folder, 2, tmp_path, epochs=epochs, eval_every=1, resume=True, approximate=approximate)
+        assert run(job, 2).exactness == exactness
+
+
+def test_another_learning_rate_is_taken_and_told(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(make_job(folder, 1, tmp_path, epochs=1, lr=0.02))
+    train(make_job(folder, 1, tmp_path, epochs=2, lr=0.02, resume=True))
+    assert "was trained with" not in caplog.text
+    train(make_job(folder, 1, tmp_path, epochs=3, lr=0.001, weight_decay=0.0, resume=True))
+    assert f"{LAST_NAME} was trained with lr 0.02, and goes on with 0.001" in caplog.text
+    assert f"{LAST_NAME} was trained with weight_decay 0.0005, and goes on with 0.0" in caplog.text
+
+
+def test_files_of_before_are_resumed(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They tell neither of features nor of the learning rate, nor whether rows were approximate."""
+
+    def as_before(record: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+        record.pop("options", None)
+        record["graph"].pop("features", None)
+        record["progress"].pop("approximate", None)
+        return digest(record, tensors)
+
+    digest = checkpoint._digest
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_digest", as_before)
+        train(make_job(folder, 1, tmp_path, epochs=2))
+    assert json.loads(metadata(tmp_path / LAST_NAME)).keys().isdisjoint({"options"})
+    assert train(make_job(folder, 1, tmp_path, epochs=4, resume=True)).exactness == "exact"
+
+
+def metadata(path: Path) -> str:
+    with safe_open(path, framework="pt") as file:
+        return str(file.metadata()["dgl_hybrid"])
+
+
+def test_what_killed_runs_were_writing_is_removed(folder: Path, tmp_path: Path) -> None:
+    left, other = tmp_path / f".{LAST_NAME}.12345.tmp", tmp_path / ".mine.12345.tmp"
+    for path in (left, other):
+        path.touch()
+    train(make_job(folder, 1, tmp_path, epochs=2))
+    assert not left.exists()
+    assert other.exists()
 
 
 def test_what_is_left_of_a_first_save_is_not_to_be_resumed(folder: Path, tmp_path: Path) -> None:

@@ -21,8 +21,9 @@ from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
 from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import DependencyPlan
-from dgl_hybrid.training import trainer
+from dgl_hybrid.training import loader, plan_trials, trainer
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
+from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, TrainReport
 from dgl_hybrid.training.trainer import Evaluator, train
@@ -232,6 +233,82 @@ def test_one_class(tmp_path: Path, dataset: GraphDataset) -> None:
     dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / "2")
     report = run(replace(make_job(tmp_path, 2), num_classes=1), 2)
     assert (report.final.train, report.final.val, report.final.test) == (1.0, 1.0, 1.0)
+
+
+def with_fields(dataset: GraphDataset, folder: Path, **fields: torch.Tensor) -> Path:
+    """Partitions the graph in two with other fields."""
+    graph = dataset.graph.clone()
+    for name, field in fields.items():
+        graph.ndata[name] = field
+    dgl_hybrid.partition_graph(graph, "g", 2, folder / "2")
+    return folder
+
+
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_labels_may_be_narrow_integers_or_one_column(
+    shape: tuple[int, ...], folder: Path, dataset: GraphDataset
+) -> None:
+    label = dataset.graph.ndata["label"].to(torch.int32).reshape(shape)
+    other = with_fields(dataset, folder / f"labels{len(shape)}", label=label)
+    assert [epoch.loss for epoch in run(make_job(other, 2), 2).epochs] == [
+        epoch.loss for epoch in run(make_job(folder, 2), 2).epochs
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ("float_label", r"label of part \d of g.json must be integers of shape \(\d+,\) \(got torch.float32"),
+        ("two_labels", r"label of part \d of g.json must be integers of shape \(\d+,\) .* multi-label"),
+        ("flat_feat", r"feat of part \d of g.json must be numbers of shape \(N, F\) \(got torch.float32"),
+        ("two_splits", r"val_mask of part \d of g.json must have shape \(\d+,\) .* choose one of its splits"),
+    ],
+)
+def test_fields_of_another_kind_are_told_before_training(
+    field: str, message: str, tmp_path: Path, dataset: GraphDataset
+) -> None:
+    data = dataset.graph.ndata
+    fields = {
+        "float_label": {"label": data["label"].float()},
+        "two_labels": {"label": data["label"][:, None].expand(-1, 2).clone()},
+        "flat_feat": {"feat": data["feat"][:, 0].clone()},
+        "two_splits": {"val_mask": data["val_mask"][:, None].expand(-1, 2).clone()},
+    }[field]
+    job = replace(make_job(with_fields(dataset, tmp_path, **fields), 2), num_classes=None)
+    expect_everywhere(run_ranks_expect_errors(2, run_job, job.to_json()), "DatasetError", message)
+
+
+def run_ending_in_a_turn(rank: int, world_size: int, record: dict[str, Any]) -> dict[str, Any]:
+    """Trains with trials one after the other, of which the run's end is in the midst."""
+    made: list[tuple[FullGraphLoader, DependencyPlan]] = []
+
+    def make_loader(*args: Any) -> tuple[FullGraphLoader, DependencyPlan]:
+        made.append(trainer_make_loader(*args))
+        return made[0]
+
+    trainer_make_loader = trainer.make_loader
+    with (
+        assumed_rates(world_size),
+        mock.patch.object(trainer, "make_loader", make_loader),
+        mock.patch.object(FullGraphLoader, "best_plan", property(lambda loader: made[0][1])),
+        mock.patch.object(loader, "SHARE", math.inf),
+        mock.patch.object(plan_trials, "MAX_TIMED_EPOCHS", plan_trials.TIMED_EPOCHS),
+    ):
+        return train(TrainJob.from_json(record)).to_json()
+
+
+def test_the_report_is_of_the_plan_that_stayed(folder: Path) -> None:
+    """Rows and bytes by layer were those of the last epoch, under the name of another plan."""
+    job = make_job(folder, 3, model="gat")
+    job = replace(job, training=replace(job.training, epochs=plan_trials.WARM_UP_EPOCHS + plan_trials.TIMED_EPOCHS + 2))
+    records = run_ranks(3, run_ending_in_a_turn, job.to_json())
+    report = TrainReport.from_json(records[0])
+    assert all(record["plan"] == records[0]["plan"] for record in records)
+    stayed = [epoch.bytes_sent for epoch in report.epochs if epoch.plan == report.stayed_plan]
+    assert report.stayed_plan == 0
+    assert report.epochs[-1].plan != 0
+    assert report.epochs[-1].bytes_sent != stayed[-1]
+    assert sum(layer.forward_bytes + layer.backward_bytes for layer in report.layers) == stayed[-1]
 
 
 def test_missing_fields(tmp_path: Path, dataset: GraphDataset) -> None:

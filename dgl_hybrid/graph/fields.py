@@ -47,6 +47,9 @@ class SourceFields(MutableMapping[str, Tensor]):
         self._extended: dict[str, _Extended] = {}
         self._complete: set[str] = set()
         self._set_in_scope: list[str] = []
+        self._call = 0
+        self._set_in_call: dict[str, int] = {}
+        """In which call of a model."""
         self._scopes: list[tuple[dict[str, Tensor], dict[str, _Extended], list[str]]] = []
 
     def __getitem__(self, key: str) -> Tensor:
@@ -61,7 +64,7 @@ class SourceFields(MutableMapping[str, Tensor]):
                 f"shape {tuple(value.shape)}) on {self._where}. Use the tensors that belong to this block: the output "
                 f"of the layer before it, or `srcdata` of this block."
             )
-        self._held[key] = value
+        self._held[key], self._set_in_call[key] = value, self._call
         self._extended.pop(key, None)
         if self._scopes and key not in self._set_in_scope:
             self._set_in_scope.append(key)
@@ -95,8 +98,14 @@ class SourceFields(MutableMapping[str, Tensor]):
             if self._held.get(name) is not tensor or not keeps_received:
                 self[name] = tensor
 
+    def begin_call(self) -> None:
+        """A model is called, on all ranks."""
+        self._call += 1
+
     def complete(self, names: Sequence[str], extend: ExtendFields) -> dict[str, Tensor]:
-        """Exchanges those of the named fields that lack received rows, in one call of `extend`.
+        """Exchanges those of the named fields that lack received rows, in one call of `extend`, and in another those
+        that a model has set which was called before. Of these a function of one's own may get some that it does not
+        read, and a backward through rows that travelled along would come to that model's graph, which may be freed.
 
         Returns:
             Every named field as (C + R, ...).
@@ -113,8 +122,13 @@ class SourceFields(MutableMapping[str, Tensor]):
         if pending:
             pending += [name for name in self._set_in_scope if self._is_due(name) and name not in pending]
             is_exact = not (self._is_approximate and torch.is_grad_enabled())
-            for name, tensor in zip(pending, extend([self._held[name] for name in pending]), strict=True):
-                self._extended[name] = _Extended(tensor, version_of(self._held[name]), is_exact)
+            now, before = (
+                [name for name in pending if (self._set_in_call.get(name, self._call) == self._call) is is_of_this_call]
+                for is_of_this_call in (True, False)
+            )
+            for group in filter(None, (now, before)):
+                for name, tensor in zip(group, extend([self._held[name] for name in group]), strict=True):
+                    self._extended[name] = _Extended(tensor, version_of(self._held[name]), is_exact)
         return {name: self._extended[name].rows for name in names}
 
     def would_travel(self, name: str) -> list[str]:
@@ -148,6 +162,7 @@ class SourceFields(MutableMapping[str, Tensor]):
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""
         self._held, self._extended, self._complete = dict(other._held), dict(other._extended), set(other._complete)
+        self._call, self._set_in_call = other._call, dict(other._set_in_call)
 
     @property
     def is_in_scope(self) -> bool:

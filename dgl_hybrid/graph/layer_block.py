@@ -126,7 +126,7 @@ class LayerBlock:
         self.observer: BlockObserver | None = None
         self.on_use: Callable[[LayerBlock, Sequence[Tensor]], None] | None = None
         """Told of each use, with what is read besides fields of this block."""
-        self.on_edge_result: Callable[[Tensor], None] | None = None
+        self.on_edge_result: Callable[[Tensor, int], None] | None = None
         self.on_edge_dropout: Callable[[LayerBlock, float], EdgeDropout | None] | None = None
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
         self.is_normalising = False
@@ -286,6 +286,11 @@ class LayerBlock:
         """Returns the (C + R,) global ids of all sources, received ones last."""
         return torch.cat([self._rows_global[: self.structure.num_held], self.structure.exchange.recv_global])
 
+    def rename_sources(self, held_ids: Tensor) -> None:
+        """Has these be the ids of the sources held here; received ones keep theirs. For blocks that are made up."""
+        received = self.structure.exchange.recv_global.to(held_ids.device)
+        self._source.set_complete(dgl.NID, held_ids, torch.cat([held_ids, received]))
+
     @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
         """Forgets, at its end, fields set inside; as `DGLGraph.local_scope`."""
@@ -304,14 +309,18 @@ class LayerBlock:
 
         Args:
             source, destination, edge: Fields that are there from the beginning. Rows received for the same tensor
-                before stay, unless exchanges are approximated, which are counted from the beginning.
+                before stay, unless nothing is kept or exchanges are approximated, which are counted from the beginning.
         """
-        self._source.reset(source, keeps_received=self.approximation is None)
+        self._source.reset(source, keeps_received=self.approximation is None and self.static_results.keeps)
         _reset_frame(self._block.srcdata, {}, None)
         _reset_frame(self._block.dstdata, destination, dgl.NID)
         _reset_frame(self._block.edata, edge, dgl.EID)
         if self.approximation is not None:
             self.approximation.begin_epoch()
+
+    def begin_call(self) -> None:
+        """A model is called: fields that are in the block by now are of calls before, whose backward may be done."""
+        self._source.begin_call()
 
     def retire(self) -> None:
         """Lets go of everything, whoever still holds this block; using it raises an error from now on."""
@@ -692,7 +701,7 @@ class LayerBlock:
 
     def _note_edge_result(self, result: Tensor) -> None:
         if self.on_edge_result is not None:
-            self.on_edge_result(result)
+            self.on_edge_result(result, self.layer)
 
     def _observe(self, func: Any) -> None:
         if self.observer is not None:

@@ -61,9 +61,9 @@ def compare_rows_apart(
 ) -> list[tuple[Tensor, Tensor]]:
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
 
-    Row 0 of what the model is given, of the fields it finds in the blocks, and of what it first exchanges, which may
-    come from a table of its own. Once so that it has the least number of all rows in every column there, and once the
-    greatest: a model that mixes rows by one of both does not see the other.
+    Row 0 of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which it
+    may read a table of its own, and of what it first exchanges. Once so that it has the least number of all rows in
+    every column there, and once the greatest: a model that mixes rows by one of both does not see the other.
 
     A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
     has a copy and generators in the same state.
@@ -93,11 +93,13 @@ def compare_rows_apart(
     given = [{name: rows for name, rows in frame.items() if name != dgl.NID} for frame in frames]
 
     where = blocks[0].device
+    ids = blocks[0].srcdata[dgl.NID]
 
-    def run(change: Callable[[Any], Any], observer: BlockObserver | None) -> list[Tensor]:
+    def run(change: Callable[[Any], Any], observer: BlockObserver | None, *, changes_ids: bool = False) -> list[Tensor]:
         for frame, fields in zip(frames, given, strict=True):
             for name, rows in fields.items():
                 frame[name] = change(rows)
+        blocks[0].rename_sources(change(ids) if changes_ids else ids)
         blocks[0].observer = observer
         model = make_model()
         try:
@@ -106,6 +108,7 @@ def compare_rows_apart(
                 return float_tensors_in(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
         finally:
             blocks[0].observer = None
+            blocks[0].rename_sources(ids)
 
     with torch.no_grad(), QuietMode(record, sizes):
         plain, again = run(copied, None), run(copied, None)
@@ -119,9 +122,12 @@ def compare_rows_apart(
         for sign in (-1.0, 1.0):
             change = functools.partial(disturb, sign)
             try:
-                disturbed = run(change, _Disturber(sign))
-            except (IndexError, RuntimeError):  # of a table with one row
-                disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(sign))  # noqa: B023
+                disturbed = run(change, _Disturber(sign), changes_ids=True)
+            except Exception:  # of a table with one row, or of ids that are known by identity
+                try:
+                    disturbed = run(change, _Disturber(sign))
+                except (IndexError, RuntimeError):
+                    disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(sign))  # noqa: B023
             for at, (before, after) in enumerate(zip(plain, disturbed, strict=True)):
                 if before.dim() and len(before) in sizes and not _are_close(before[1:], after[1:]):
                     raise BlockError(

@@ -6,8 +6,8 @@ recognised by identity: every operand must be a tensor that a loader handed out 
 script that copies, drops or transforms its features first gives another tensor, and everything is computed as ever.
 Rows that are mostly zeros are kept by their other entries (`SparseRows`), for the products that layers make of them.
 
-PyTorch counts what is written into a tensor, but not through `.data`, NumPy or DLPack: a sample of each operand is
-compared before each epoch, which finds a field that was scaled or shuffled in that way, not one changed row.
+PyTorch counts what is written into a tensor, but not through `.data`, NumPy or DLPack: a sample of each operand and of
+each result is compared before each epoch, which finds rows that were scaled or shuffled in that way, not one of them.
 
 Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
 every rank, unless a script copies its features on some only; that, and whether somebody wrote into one, is agreed on
@@ -87,6 +87,12 @@ class _Kept:
     result: Rows | None
     """None: the first operand itself is best."""
     result_version: int
+    result_sample: Tensor | None
+
+    @staticmethod
+    def of(operands: tuple[Tensor, ...], result: Rows | None) -> _Kept:
+        sample = _sample(result) if isinstance(result, Tensor) else None
+        return _Kept(tuple(map(_Operand.of, operands)), result, _version_of(result), sample)
 
     @property
     def has_ended(self) -> bool:
@@ -105,7 +111,13 @@ class _Kept:
 
     @property
     def was_changed(self) -> bool:
-        return self.is_written or any(operand.was_changed for operand in self.operands)
+        return self.is_written or self._is_sampled_otherwise or any(operand.was_changed for operand in self.operands)
+
+    @property
+    def _is_sampled_otherwise(self) -> bool:
+        """A layer's own sum, which a script may divide through `.data`, in every epoch once more."""
+        known = self.result_sample
+        return known is not None and isinstance(self.result, Tensor) and not torch.equal(_sample(self.result), known)
 
 
 def _version_of(result: Rows | None) -> int:
@@ -140,6 +152,11 @@ class StaticResults:
         self.are_not_all = False
         """Whether the block, or a copy of it, was also read by an operation whose result cannot be kept, and which
         needs the in-edges of every vertex held here."""
+
+    @property
+    def keeps(self) -> bool:
+        """Whether anything is kept here at all; alike on every rank."""
+        return self._is_static is not nothing_is_static
 
     def are_static(self, operands: tuple[Tensor, ...]) -> bool:
         """Whether a result of these operands may be kept. Alike on every rank, as it follows from the program."""
@@ -202,8 +219,7 @@ class StaticResults:
             finally:
                 self._is_making = False
             self._kept = {other: result for other, result in self._kept.items() if not result.has_ended}
-            kept = _Kept(tuple(_Operand.of(x) for x in operands), result, _version_of(result))
-            self._kept[key] = kept
+            kept = self._kept[key] = _Kept.of(operands, result)
         return cast("KeptT", kept.result)
 
     @property

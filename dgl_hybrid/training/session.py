@@ -208,6 +208,7 @@ class _Session:
         if may_be_repeated and call.mode is not None and call.step is not None:
             self._note_part(module, call.step, is_ours=call.mode.is_ours)
         call.depth += 1
+        _check_batch_norm(module, call)
 
     def _note_part(self, module: nn.Module, step: Step, *, is_ours: bool) -> None:
         part = self.parts.get(module)
@@ -250,7 +251,11 @@ class _Session:
             step.called_without_grad.add(module)
         if step.on_call is not None:
             step.on_call(module, args, kwargs)
-        return self._weighted(output, step)
+        weighted = self._weighted(output, step)
+        if torch.is_grad_enabled():
+            # What a reentrant checkpoint in it repeats was weighted here, whoever has looked at a part of it before.
+            step.called_without_grad -= set(module.modules())
+        return weighted
 
     def _note_weighted(self, step: Step) -> None:
         """Of a step, and of those of other loaders whose last block the call has used, where ranks weigh alike."""
@@ -291,6 +296,21 @@ class _Session:
                 f"namespaces."
             )
         return weighted
+
+
+def _check_batch_norm(module: nn.Module, call: _Call) -> None:
+    """Raises where PyTorch would make statistics global by itself.
+
+    Raises:
+        BlockError: On all ranks.
+    """
+    if not isinstance(module, nn.SyncBatchNorm) or not module.training:
+        return
+    if call.mode is not None and call.mode.given_blocks and call.mode.step.communicator.world_size > 1:
+        raise BlockError(
+            "SyncBatchNorm counts vertices that several ranks hold several times. Leave out convert_sync_batchnorm: "
+            "statistics of nn.BatchNorm1d are those of all ranks' vertices here."
+        )
 
 
 _session = _Session()

@@ -131,7 +131,8 @@ class Step:
     called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Outermost modules whose output could not be weighted since it needed no gradient."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
-    _edge_results: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
+    _edge_results: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
+    """By `id`, with the layer whose edges their rows are."""
     _keys_on: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
     _counts: RowCounts | None = None
     _blocks: list[weakref.ref[LayerBlock]] = field(init=False)
@@ -188,6 +189,9 @@ class Step:
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
         self.set_uses((False, False, set(), False, False))
+        for block in (ref() for ref in self._blocks):
+            if block is not None:
+                block.begin_call()
 
     def uses(self) -> Uses:
         """Returns what the outermost module call has done so far, for `set_uses` once another one has ended."""
@@ -201,8 +205,8 @@ class Step:
         """Whether the outermost module call has used the block of every layer."""
         return len(self.layers_used) == len(self._blocks)
 
-    def note_edge_result(self, result: Tensor) -> None:
-        self._edge_results[id(result)] = weakref.ref(result)
+    def note_edge_result(self, result: Tensor, layer: int) -> None:
+        self._edge_results[id(result)] = weakref.ref(result), layer
 
     def next_random_call(self) -> int:
         """Returns the index of this random call within the step; a recomputation gets the index of the original.
@@ -226,18 +230,18 @@ class Step:
             seed=self.seed,
             step=self.number,
             call_index=self.next_random_call(),
-            edge_keys=self._edge_keys_of(block),
+            edge_keys=self._edge_keys_of(block, block.device),
         )
 
     def ask_for_edge_keys(self, *, wanted: bool) -> None:
         """Comes before every random call, on all ranks. Collective where the keys of edges are not known yet."""
         self.edge_keys.ask(wanted, agreed=not self.is_first_draw)
 
-    def _edge_keys_of(self, block: LayerBlock) -> Tensor:
+    def _edge_keys_of(self, block: LayerBlock, device: torch.device) -> Tensor:
         of_layer = self.edge_keys.of_layer(block.layer)
-        keys = self._keys_on.get((block.device, id(of_layer)))
+        keys = self._keys_on.get((device, id(of_layer)))
         if keys is None:  # on a GPU a copy, so once an epoch
-            keys = self._keys_on[block.device, id(of_layer)] = of_layer.wide().to(block.device)
+            keys = self._keys_on[device, id(of_layer)] = of_layer.wide().to(device)
         return keys[: block.structure.num_edges]
 
     def _node_keys_of(self, rows: Tensor) -> Tensor:
@@ -301,26 +305,28 @@ class Step:
         """
         block = self._block_of_edges(x, what)
         self.ask_for_edge_keys(wanted=block is not None)
-        return self._edge_keys_of(block) if block is not None else self._node_keys_of(x)
+        return self._edge_keys_of(block, x.device) if block is not None else self._node_keys_of(x)
 
     def _block_with_edges(self, count: int) -> LayerBlock | None:
         """Returns the block in use, or the one after it if so many edges are that one's: fields of edges go through
-        modules before their layer reads them, which is the first use of its block.
+        modules before their layer reads them, which is the first use of its block. Else one that has so many: a forward
+        may encode the edges of all layers first, be the second of its epoch, or be repeated in backward, last layer
+        first. Layers of as many edges have the same ones, as the destinations of each are the first of the one below.
         """
         block = self.current_block
         if block is not None and block.structure.num_edges == count:
             return block
         following = 0 if block is None else block.layer
-        after = self._blocks[following]() if following < len(self._blocks) else None
-        return after if after is not None and after.structure.num_edges == count else block
+        others = (ref() for ref in (*self._blocks[following:], *self._blocks[:following]))
+        return next((x for x in others if x is not None and x.structure.num_edges == count), block)
 
     def _block_of_edges(self, x: Tensor, what: str) -> LayerBlock | None:
         """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""
         num_rows = len(x) if x.dim() else 0
-        block = self.current_block
-        is_edge_result = self._edge_results.get(id(x), lambda: None)() is x
-        if block is not None and is_edge_result:
-            return block
+        result, layer = self._edge_results.get(id(x), (None, 0))
+        of_layer = self._blocks[layer - 1]() if result is not None and result() is x else None
+        if of_layer is not None:
+            return of_layer
         block = self._block_with_edges(num_rows)
         matches_edges = block is not None and block.structure.num_edges == num_rows
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.

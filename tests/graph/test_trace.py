@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
+import dgl
 import dgl.function as fn
 import dgl.nn as dglnn
 import numpy as np
@@ -396,11 +397,13 @@ def test_rows_that_are_not_those_of_the_seeds_are_warned_of(
 class OwnInput(nn.Module):
     """Two layers that do not get their input as rows of numbers, normalised before the layer that is named, if any.
 
-    From "feat" of the first block, from a table by ids, or one learned row for every vertex alike.
+    From "feat" of the first block, from a table by ids that it is given or finds there, or one learned row for every
+    vertex alike.
     """
 
-    def __init__(self, source: str, *, mixes_before: int | None = None, num_rows: int = 7) -> None:
+    def __init__(self, source: str, *, mixes_before: int | None = None, num_rows: int | None = None) -> None:
         super().__init__()
+        num_rows = num_rows or (400 if source == "ids of the block" else 7)  # those of an argument are made up as 0
         self.source, self.mixes_before = source, mixes_before
         self.table = nn.Embedding(num_rows, IN)
         # Wider rows are sent as they are given, neither multiplied nor scaled.
@@ -412,6 +415,8 @@ class OwnInput(nn.Module):
             x = blocks[0].srcdata["feat"]
         elif self.source == "table":
             x = self.table(ids)
+        elif self.source == "ids of the block":
+            x = self.table(blocks[0].srcdata[dgl.NID])
         else:
             x = self.table.weight[:1].expand(len(ids), -1)
         h = self.first(blocks[0], x - x.mean(0) if self.mixes_before == 1 else x)
@@ -427,14 +432,14 @@ def trace_with_ids(model: nn.Module) -> TraceResult:
 
 
 @pytest.mark.parametrize("mixes_before", [1, 2])
-@pytest.mark.parametrize("source", ["block", "table"])
+@pytest.mark.parametrize("source", ["block", "table", "ids of the block"])
 def test_rows_are_not_mixed_unseen_behind_fields_and_tables(source: str, mixes_before: int) -> None:
     """No argument of such a model has numbers whose change could be followed: it seemed to keep rows apart."""
     with pytest.raises(BlockError, match="mixes rows of different vertices"):
         trace_with_ids(OwnInput(source, mixes_before=mixes_before))
 
 
-@pytest.mark.parametrize("source", ["block", "table", "one row"])
+@pytest.mark.parametrize("source", ["block", "table", "ids of the block", "one row"])
 def test_fields_and_tables_alone_mix_nothing(source: str) -> None:
     """One row that is repeated shares its memory: to change it for one vertex in place is to change it for all."""
     model = OwnInput(source)

@@ -495,7 +495,9 @@ class SetsFields(nn.Module):
         return x
 
 
-def train_with_leftovers(rank: int, world_size: int, part_config: str) -> tuple[list[list[Tensor]], list[list[str]]]:
+def train_with_leftovers(
+    rank: int, world_size: int, part_config: str, forwards: int = 1
+) -> tuple[list[list[Tensor]], list[list[str]]]:
     """Gradients of each epoch, and the fields that are in the blocks at its beginning."""
     g, plan = open_graph(part_config)
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
@@ -508,10 +510,11 @@ def train_with_leftovers(rank: int, world_size: int, part_config: str) -> tuple[
     for _ in range(EPOCHS):
         for _, seeds, blocks in loader:
             names.append([f"{f} {sorted(getattr(b, f))}" for b in blocks for f in ("srcdata", "dstdata", "edata")])
-            optimizer.zero_grad()
-            F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), g.ndata["label"][seeds]).backward()
-            grads.append(average_gradients(model))
-            optimizer.step()
+            for _ in range(forwards):
+                optimizer.zero_grad()
+                F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), g.ndata["label"][seeds]).backward()
+                grads.append(average_gradients(model))
+                optimizer.step()
     return grads, names
 
 
@@ -528,6 +531,123 @@ def test_fields_left_in_blocks_are_gone_in_the_next_epoch(world_size: int, parti
             *("srcdata ['_ID', 'feat']", "dstdata ['_ID']", "edata ['_ID', 'w']"),
             *("srcdata ['_ID']", "dstdata ['_ID', 'label']", "edata ['_ID', 'w']"),
         ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fields_of_a_forward_do_not_travel_for_the_next_of_the_epoch(
+    world_size: int, partitions: PartitionStore
+) -> None:
+    """What the first forward had left was exchanged along with what the second had set, and its backward ran again."""
+    _, expected = plain_gradients(plain_loss, SetsFields().double(), 2 * EPOCHS)
+    part_config = partitions.get("power_law", power_law(), world_size)
+    for grads, _ in run_ranks(world_size, train_with_leftovers, part_config, 2):
+        assert_same_gradients(grads, expected, "two forwards an epoch")
+
+
+class Repeats(nn.Module):
+    """Repeats what it wraps in its backward; a script has looked at that by itself before."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Any:
+        return checkpoint(self.inner, blocks, x, use_reentrant=True)
+
+
+def train_after_a_look(rank: int, world_size: int, part_config: str, looks: bool) -> tuple[list[list[Tensor]], float]:
+    g, plan = open_graph(part_config)
+    model = TwoLayers().double()
+    wrapped = Repeats(model)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=plan, seed=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads = []
+    for _ in range(EPOCHS):
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes].clone().requires_grad_()
+            if looks:
+                with torch.no_grad():
+                    model(blocks, x)
+            optimizer.zero_grad()
+            F.cross_entropy(wrapped(blocks, x), g.ndata["label"][seeds]).backward()
+            grads.append(average_gradients(model))
+            optimizer.step()
+    return grads, loader.loss_weight
+
+
+def test_what_a_script_looked_at_before_is_weighted_once(folder: str, folder_of_one: str) -> None:
+    """Called without gradients, then repeated in the backward of what was weighted as a whole."""
+    expected, _ = run_ranks(1, train_after_a_look, folder_of_one, False)[0]
+    results = run_ranks(RANKS, train_after_a_look, folder, True)
+    assert len({weight for _, weight in results}) > 1
+    for grads, _ in results:
+        assert_same_gradients(grads, expected, "after a look")
+
+
+class Synchronised(nn.SyncBatchNorm):
+    """On the CPU, where PyTorch's own refuses to run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, self.weight, self.bias, training=True)
+
+
+def train_synchronised(rank: int, world_size: int, part_config: str) -> str:
+    g, plan = open_graph(part_config)
+    model = TwoLayers().double()
+    model.norm = Synchronised(NUM_FEATURES).double()
+    forward = model.forward
+    model.forward = lambda blocks, x: forward(blocks, model.norm(x))
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=plan, seed=7)
+    for input_nodes, _, blocks in loader:
+        x = g.ndata["feat"][input_nodes]
+        try:
+            model(blocks, x)
+        except BlockError as error:
+            model.eval()
+            assert model(blocks, x).shape[1] == NUM_CLASSES, "the next call is as any other"
+            return str(error)
+    return ""
+
+
+def test_statistics_that_pytorch_would_make_global_are_refused(folder: str) -> None:
+    """They count a vertex once for each rank that holds it."""
+    for told in run_ranks(RANKS, train_synchronised, folder):
+        assert "SyncBatchNorm counts vertices that several ranks hold several times. Leave out convert_sync" in told
+
+
+def divide_kept_sums(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[Tensor]]:
+    """What a layer of one's own makes of the raw features in each epoch, which divides its sum where nobody counts."""
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)])
+
+    class Mean(nn.Module):
+        def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+            with blocks[0].local_scope():
+                blocks[0].srcdata["h"] = x
+                blocks[0].update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
+                h = blocks[0].dstdata["h"]
+                h.data.div_(blocks[0].in_degrees().clamp(min=1)[:, None])
+                return h.clone()
+
+    assert g.partition.orig_node_ids is not None
+    found = []
+    for _ in range(EPOCHS):
+        for input_nodes, _, blocks in loader:
+            found.append(Mean()(blocks, g.ndata["feat"][input_nodes]))
+    return g.fetch_nodes(g.partition.orig_node_ids, loader.seeds), found
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_kept_sums_that_a_layer_divides_are_made_anew(world_size: int, partitions: PartitionStore) -> None:
+    """In the second epoch they were divided twice, in the third three times."""
+    graph = power_law()
+    with graph.local_scope():
+        graph.update_all(fn.copy_u("feat", "m"), fn.mean("m", "h"))
+        expected = graph.ndata["h"]
+    part_config = partitions.get("power_law", graph, world_size)
+    for ids, found in run_ranks(world_size, divide_kept_sums, part_config):
+        for epoch, means in enumerate(found):
+            assert_close(means, expected[ids], f"means of epoch {epoch}")
 
 
 def read_by_other_ids(rank: int, world_size: int, part_config: str) -> dict[str, str]:

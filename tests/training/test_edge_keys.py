@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.exchange.connect import create_communicator
@@ -152,15 +153,54 @@ class EncodesEdges(nn.Module):
         self.layers = nn.ModuleList([dglnn.GraphConv(*pair, allow_zero_in_degree=True) for pair in widths])
 
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
-        for block, encoder, layer in zip(blocks, self.encoders, self.layers, strict=True):
-            x = layer(block, x, edge_weight=encoder(block.edata["w"].unsqueeze(1)))
+        for number, block in enumerate(blocks):
+            x = self.encode_and_convolve(number, block, x)
+        return x
+
+    def encode_and_convolve(self, number: int, block: Any, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        if weight is None:
+            weight = self.encode(number, block)
+        convolved: Tensor = self.layers[number](block, x, edge_weight=weight)
+        return convolved
+
+    def encode(self, number: int, block: Any) -> Tensor:
+        encoded: Tensor = self.encoders[number](block.edata["w"].unsqueeze(1))
+        return encoded
+
+
+class EncodesEdgesFirst(EncodesEdges):
+    """Those of all layers before the first of them."""
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        weights = [self.encode(number, block) for number, block in enumerate(blocks)]
+        for number, (block, weight) in enumerate(zip(blocks, weights, strict=True)):
+            x = self.encode_and_convolve(number, block, x, weight)
         return x
 
 
-def encode_edges(rank: int, world_size: int, part_config: str, strategy: str) -> list[dict[str, Tensor]]:
+class EncodesEdgesAgain(EncodesEdges):
+    """Repeats each layer in backward, the last one first."""
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        for number, block in enumerate(blocks):
+            x = checkpoint(self.encode_and_convolve, number, block, x, use_reentrant=False)
+        return x
+
+
+class EncodesEdgesTwice(EncodesEdges):
+    """Runs twice in an epoch."""
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        return super().forward(blocks, x) + super().forward(blocks, x)
+
+
+ENCODERS = {kind.__name__: kind for kind in (EncodesEdges, EncodesEdgesFirst, EncodesEdgesAgain, EncodesEdgesTwice)}
+
+
+def encode_edges(rank: int, world_size: int, part_config: str, strategy: str, kind: str) -> list[dict[str, Tensor]]:
     """Gradients of each epoch, averaged as DDP does."""
     g = PartitionedGraph.open(part_config)
-    model = EncodesEdges().double()
+    model = ENCODERS[kind]().double()
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_edge_feats=["w"])
     loader = FullGraphLoader(
         g, g.owned_nodes("train_mask"), sampler, strategy=strategy, topology=uniform_topology(world_size), seed=3
@@ -179,14 +219,23 @@ def encode_edges(rank: int, world_size: int, part_config: str, strategy: str) ->
     return found
 
 
-@pytest.mark.parametrize("strategy", ["depcomm", "depcache"])
-def test_an_encoder_of_edges_before_its_layer_drops_by_edges(strategy: str, partitions: PartitionStore) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "kind", "world_sizes"),
+    [
+        *(("depcomm", "EncodesEdges", (2, 3, 4)), ("depcache", "EncodesEdges", (2, 3, 4))),
+        *(("depcache", kind, (3,)) for kind in ENCODERS if kind != "EncodesEdges"),
+    ],
+)
+def test_an_encoder_of_edges_before_its_layer_drops_by_edges(
+    strategy: str, kind: str, world_sizes: Sequence[int], partitions: PartitionStore
+) -> None:
     """The block that was used last is then another layer's, or none's."""
     graph = power_law()
-    (alone,) = run_ranks(1, encode_edges, partitions.get("power_law", graph, 1), strategy)
+    (alone,) = run_ranks(1, encode_edges, partitions.get("power_law", graph, 1), strategy, kind)
     assert not torch.allclose(*(of_epoch["encoders.0.0.weight"] for of_epoch in alone[:2])), "other masks"
-    for world_size in (2, 3, 4):
-        for found in run_ranks(world_size, encode_edges, partitions.get("power_law", graph, world_size), strategy):
+    for world_size in world_sizes:
+        part_config = partitions.get("power_law", graph, world_size)
+        for found in run_ranks(world_size, encode_edges, part_config, strategy, kind):
             for epoch, (of_epoch, expected) in enumerate(zip(found, alone, strict=True)):
                 for name, grad in of_epoch.items():
                     assert_close(grad, expected[name], f"{name}, epoch {epoch}, {world_size} ranks")

@@ -731,6 +731,11 @@ def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
     assert results.get("sum", (known,), make) is first
     results.get("weighted sum", (known, weight), make)
     assert calls == [0, 1, 2]
+    assert not results.was_changed
+    first.data.div_(2.0)  # as a layer does that makes a mean of its sum
+    assert results.was_changed
+    first.data.mul_(2.0)
+    assert not results.was_changed
     first.add_(1.0)
     assert results.get("sum", (known,), make) is not first
     assert not results.are_static((known.requires_grad_(),))

@@ -356,7 +356,8 @@ class Communicator:
         if self.transport is None:
             return rows_NF
         sizes = [row[0] for row in self.gather_ints([len(rows_NF)])]
-        padded = rows_NF.new_zeros((max(sizes), rows_NF.shape[1]), device=self._tensor([0]).device)
+        shape = (max(sizes), rows_NF.shape[1])
+        padded = torch.zeros(shape, dtype=rows_NF.dtype, device=self._tensor([0]).device)
         padded[: len(rows_NF)] = rows_NF.detach()
         parts = self._gather(padded)  # gloo's takes one size only
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(rows_NF.device)
@@ -428,7 +429,7 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
+            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error) or _is_of_gpu(error):
                 raise  # no peer's fault, and scripts catch it
             self._explain(what, error)
         except Exception:
@@ -549,6 +550,13 @@ def _describe(header: list[int]) -> str:
     layer, backward, row_bytes, is_floating = header[:4]
     kind = "floating-point" if is_floating else "integer"
     return f"{kind} rows of {row_bytes} bytes for layer {layer} in {'backward' if backward else 'forward'}"
+
+
+def _is_of_gpu(error: RuntimeError) -> bool:
+    """Whether this rank's own GPU has failed, or has no pinned memory left: also at work of before, which is found out
+    where a copy waits for it (a label out of range, say).
+    """
+    return isinstance(error, getattr(torch, "AcceleratorError", ())) or str(error).startswith("CUDA error")
 
 
 def _as_moved(rows: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.shared_memory_transport import connect_through_memory
-from dgl_hybrid.exchange.transport import CollectiveTransport
+from dgl_hybrid.exchange.transport import CollectiveTransport, bound_gpu
 
 DEFAULT_TIMEOUT_S = 600.0
 RankTransport = Literal["auto", "collective", "shared_memory"]
@@ -31,8 +31,8 @@ def create_communicator(
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others. The same on
             all ranks. None takes what `init_process_group(timeout=)` was given; ten minutes if it was not.
-        backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the current device of
-            every rank is a GPU that no other rank has.
+        backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the device that every
+            rank's group is bound to, or else its current one, is a GPU that no other rank has.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host
             that all ranks run on. "auto" does the latter between ranks of one host, wherever there are two, and the
             former between hosts; not with NCCL, which does so itself, and ranks that were put into several network
@@ -132,7 +132,8 @@ def _current_gpu() -> str | None:
     """Returns a name that no other GPU of any host has; None where there is none."""
     if not torch.cuda.is_available():
         return None
-    number = torch.cuda.current_device()
+    bound = bound_gpu(dist.distributed_c10d._get_default_group())
+    number = torch.cuda.current_device() if bound is None or bound.index is None else bound.index
     # Not by number: ranks that are shown one GPU each, another one, all call it 0.
     uuid = getattr(torch.cuda.get_device_properties(number), "uuid", None)
     return f"{socket.gethostname()} {number}" if uuid is None else str(uuid)

@@ -33,6 +33,9 @@ SMALLEST_WIDTH = 4
 _CHUNK_ELEMENTS = 1 << 17
 """Rows are encoded so many elements at a time: every temporary stays in a core's cache."""
 
+_GPU_CHUNK_ELEMENTS = 1 << 24
+"""On a GPU: each chunk takes some thirty launches, and temporaries of 12 bytes for an element."""
+
 _NUM_STEPS = 254.5
 """A little below 255: the largest element plus a random number below 1 stays below 256 however it is rounded."""
 
@@ -122,7 +125,7 @@ class Int8Codec:
         wire = _new_wire(self, rows) if out is None else out
         num_rows, width = rows.shape
         generator = _generator(key, rows.device)
-        chunk_rows = max(1, _CHUNK_ELEMENTS // width)
+        chunk_rows = max(1, _chunk_elements(rows.device) // width)
         size = min(num_rows, chunk_rows)
         scaled = rows.new_empty((size, width), dtype=torch.float32)
         codes = rows.new_empty((size, width), dtype=torch.int32)
@@ -145,7 +148,7 @@ class Int8Codec:
         header = wire[:, width:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
         header = header.to(torch.promote_types(dtype, torch.float32))
         least, step = header[:, :1], header[:, 1:]
-        chunk_rows = max(1, _CHUNK_ELEMENTS // max(1, width))
+        chunk_rows = max(1, _chunk_elements(wire.device) // max(1, width))
         for begin in range(0, len(wire), chunk_rows):
             here = slice(begin, begin + chunk_rows)
             if rows.dtype == header.dtype:
@@ -157,6 +160,10 @@ class Int8Codec:
 
 
 CODECS: dict[str, RowCodec] = {codec.name: codec for codec in (Bf16Codec(), Int8Codec())}
+
+
+def _chunk_elements(device: torch.device) -> int:
+    return _GPU_CHUNK_ELEMENTS if device.type == "cuda" else _CHUNK_ELEMENTS
 
 
 def _holds_bf16(wire: Tensor) -> bool:

@@ -125,6 +125,14 @@ class Transport(ABC):
         """
 
 
+def bound_gpu(group: dist.ProcessGroup) -> torch.device | None:
+    """The GPU that a script has given its process group, by `init_process_group(device_id=)`: PyTorch leaves the
+    current device alone then, and NCCL takes no tensors of another one. Groups made from it have it, too.
+    """
+    device = getattr(group, "bound_device_id", None)
+    return device if isinstance(device, torch.device) and device.type == "cuda" else None
+
+
 class _Running:
     """A process group with the number of its operations that have begun but not ended well.
 
@@ -162,12 +170,15 @@ class CollectiveTransport(Transport):
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.backend = str(dist.get_backend(group))
+        self._gpu = bound_gpu(group)
         if self.backend == "gloo":
             weakref.finalize(self, _Running.end, self._running)
 
     @property
     def device(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+        if self.backend != "nccl":
+            return torch.device("cpu")
+        return self._gpu or torch.device("cuda", torch.cuda.current_device())
 
     def start_all_to_all(
         self,

@@ -153,6 +153,9 @@ def _find_edges(
         # Fused, these modules do not run.
         if type(part) is not expected or is_watched(part):
             return f"{expected.__name__} replaced or hooked"
+    is_drawn = layer.attn_drop.training and layer.attn_drop.p > 0.0
+    if is_drawn and inputs[0].is_cuda and torch.cuda.is_current_stream_capturing():
+        return "dropout in a CUDA graph"  # its keys come from the host: each replay would drop the same edges
     index = graph.real_index if isinstance(graph, LayerBlock) else graph._graph
     edges = sparse_graph_of(index, inputs[0].device)
     if edges is None:

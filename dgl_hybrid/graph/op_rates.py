@@ -10,6 +10,7 @@ by the kernels that layers run, whichever those are, and on the device that trai
 from __future__ import annotations
 
 import functools
+import logging
 import statistics
 import time
 from collections.abc import Callable
@@ -24,9 +25,13 @@ from dgl_hybrid.ops import EdgeDropout, gat, gatv2
 from dgl_hybrid.ops.dgl_index import sparse_graph_of
 from dgl_hybrid.planner.probe import wait_for_device
 
+_logger = logging.getLogger(__name__)
+
 _CPU = torch.device("cpu")
 _NUM_NODES, _GPU_NODES, _DEGREE = 1 << 12, 1 << 17, 16
 """On a GPU, enough that launches take little of the time."""
+_NODE_BYTES = 512
+"""That a node takes for each column, at most: attention by the reference's operations, float64 for each edge."""
 _ROUNDS = 5
 
 
@@ -39,11 +44,14 @@ def weighted_slowdown(num_heads: int, head_width: int, device: torch.device = _C
         head_width: Elements that share a weight.
         device: Where.
     """
-    block = _sample_block(device)
-    x = _random_rows(block.num_src_nodes(), num_heads, head_width, device=device)
-    weight = _random_rows(block.num_edges(), num_heads, 1, device=device)
-    copying = _copying(num_heads * head_width, device)
-    return _slowdown(lambda: dgl.ops.u_mul_e_sum(block, x, weight), copying, device)
+
+    def measure(block: LayerBlock) -> float:
+        x = _random_rows(block.num_src_nodes(), num_heads, head_width, device=device)
+        weight = _random_rows(block.num_edges(), num_heads, 1, device=device)
+        copying = _copying(block, num_heads * head_width, device)
+        return _slowdown(lambda: dgl.ops.u_mul_e_sum(block, x, weight), copying, device)
+
+    return _measured(measure, num_heads * head_width, device)
 
 
 @functools.cache
@@ -59,17 +67,20 @@ def attention_slowdown(
         device: Where.
         has_dropout: Whether it drops attention weights.
     """
-    block = _sample_block(device)
-    edges, num_nodes = sparse_graph_of(block.real_index, device), block.num_src_nodes()
-    assert edges is not None
-    x, el, er = (_random_rows(num_nodes, num_heads, width, device=device) for width in (head_width, 1, 1))
-    dropout = EdgeDropout.from_call(0.5, seed=0, step=0, call_index=0) if has_dropout else None
-    copying = _copying(num_heads * head_width, device)
-    if op == "gat":
-        return _slowdown(lambda: gat(edges, x, el, er, dropout=dropout), copying, device)
-    x_dst = _random_rows(num_nodes, num_heads, head_width, device=device)
-    attention = _random_rows(num_heads, head_width, device=device)
-    return _slowdown(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout), copying, device)
+
+    def measure(block: LayerBlock) -> float:
+        edges, num_nodes = sparse_graph_of(block.real_index, device), block.num_src_nodes()
+        assert edges is not None
+        x, el, er = (_random_rows(num_nodes, num_heads, width, device=device) for width in (head_width, 1, 1))
+        dropout = EdgeDropout.from_call(0.5, seed=0, step=0, call_index=0) if has_dropout else None
+        copying = _copying(block, num_heads * head_width, device)
+        if op == "gat":
+            return _slowdown(lambda: gat(edges, x, el, er, dropout=dropout), copying, device)
+        x_dst = _random_rows(num_nodes, num_heads, head_width, device=device)
+        attention = _random_rows(num_heads, head_width, device=device)
+        return _slowdown(lambda: gatv2(edges, x, x_dst, attention, dropout=dropout), copying, device)
+
+    return _measured(measure, num_heads * head_width, device)
 
 
 class InEdgeSum:
@@ -102,16 +113,30 @@ def _num_nodes(device: torch.device) -> int:
     return _GPU_NODES if device.type == "cuda" else _NUM_NODES
 
 
-@functools.cache
-def _sample_block(device: torch.device) -> LayerBlock:
+def _measured(measure: Callable[[LayerBlock], float], num_columns: int, device: torch.device) -> float:
+    """Returns what `measure` finds on as large a block as there is room for; 1 where there is none for any. It is a
+    price, for the lack of which no model is to be left without a plan.
+    """
     num_nodes = _num_nodes(device)
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        while num_nodes > _NUM_NODES and num_nodes * _NODE_BYTES * num_columns > free_bytes:
+            num_nodes //= 2
+    try:
+        return measure(_sample_block(device, num_nodes))
+    except torch.OutOfMemoryError as error:
+        _logger.warning("an operation is priced as a plain sum, as there is no memory to time it: %s", error)
+        return 1.0
+
+
+@functools.cache
+def _sample_block(device: torch.device, num_nodes: int) -> LayerBlock:
     indptr = _DEGREE * torch.arange(num_nodes + 1)
     sources = torch.randint(num_nodes, (num_nodes * _DEGREE,), generator=torch.Generator().manual_seed(0))
     return build_block_of(indptr, sources).to(device)
 
 
-def _copying(width: int, device: torch.device) -> Callable[[], Tensor]:
-    block = _sample_block(device)
+def _copying(block: LayerBlock, width: int, device: torch.device) -> Callable[[], Tensor]:
     x = _random_rows(block.num_src_nodes(), width, device=device)
     return lambda: dgl.ops.copy_u_sum(block, x)
 

@@ -15,6 +15,9 @@ from dgl_hybrid.ops.devices import device_of
 
 _INT32_LIMIT = 2**31
 
+_MOST_SORTED = 2**31 - 1
+"""Elements that PyTorch sorts on a GPU."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adjacency:
@@ -274,6 +277,11 @@ def _by_counting(in_edges: Adjacency, carried: Tensor, num_src: int) -> tuple[Te
 
 
 def _by_sorting(in_edges: Adjacency, carried: Tensor, num_src: int) -> tuple[Tensor, Tensor, Tensor]:
+    device = carried.device
+    if device.type != "cpu" and len(carried) > _MOST_SORTED:
+        on_host = Adjacency(in_edges.indptr.cpu(), in_edges.indices.cpu(), None)
+        starts, rows, carried = _by_counting(on_host, carried.cpu(), num_src)
+        return starts.to(device), rows.to(device), carried.to(device)
     order = torch.argsort(in_edges.indices, stable=True)
     starts, rows = _row_starts(in_edges.indices, num_src), entry_rows(in_edges)[order]
     return starts.to(in_edges.indptr.dtype), rows.to(in_edges.indptr.dtype), carried[order]

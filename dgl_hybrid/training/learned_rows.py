@@ -35,7 +35,10 @@ def settle_gradient(grad_CF: Tensor, ids_global: Tensor, ownership: Ownership, c
     unique, position = torch.unique(held, return_inverse=True)
     position = position.to(grad_CF.device)
     total = grad_CF.new_zeros(len(unique), *grad_CF.shape[1:])
-    total.index_add_(0, position, torch.cat([grad_CF[own_rows], arrived]))
+    # One rank's after the other's, each of which has a row once: a GPU adds what meets in one row in any order.
+    counts = [len(own_rows), *routing.send_counts]
+    for rows, at in zip((grad_CF[own_rows], *arrived.split(counts[1:])), position.split(counts), strict=True):
+        total.index_add_(0, at, rows)
     total = (total / communicator.world_size)[position]
     settled = torch.empty_like(grad_CF)
     settled[own_rows] = total[: len(own_rows)]

@@ -124,6 +124,7 @@ def global_roc_auc(
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
     packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)
     packed = packed if communicator is None else communicator.gather_rows(packed)
+    packed = packed.cpu()  # where ranks add up in one order: a GPU would in any
     scores_NC, labels_NC, weight_NC = packed.chunk(3, dim=1)
     if bool((scores_NC.isnan() & (weight_NC > 0)).any()):
         raise ValueError("ROC AUC needs comparable scores (got NaN)")

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.transport import NO_TAG, CollectiveTransport, ExchangeTag
@@ -129,15 +130,19 @@ def choose_backend(rank: int, world_size: int, folder: str, backend: str | None)
     return communicator.backend, received.tolist()
 
 
-def choose_with_gpus(rank: int, world_size: int, gpus: list[str | None]) -> str:
+def choose_with_gpus(rank: int, world_size: int, gpus: list[str | None], bound_to: int | None = None) -> str:
     """With GPUs of these names and a group that names no backend, as far as ranks are told; makes none of NCCL."""
     name = gpus[rank]
     functions = {
         "is_available": lambda: name is not None,
         "current_device": lambda: 0,
-        "get_device_properties": lambda number: SimpleNamespace(uuid=name),
+        "get_device_properties": lambda number: SimpleNamespace(uuid=f"{name} {number}"),
     }
     with contextlib.ExitStack() as stack:
+        if bound_to is not None:
+            stack.enter_context(
+                mock.patch.object(connect, "bound_gpu", return_value=torch.device("cuda", bound_to + rank))
+            )
         for function, answer in functions.items():
             stack.enter_context(mock.patch.object(torch.cuda, function, answer))
         stack.enter_context(mock.patch.object(dist, "is_nccl_available", return_value=True))
@@ -154,6 +159,22 @@ def choose_with_gpus(rank: int, world_size: int, gpus: list[str | None]) -> str:
 def test_nccl_is_for_ranks_with_a_gpu_each(gpus: list[str | None], expected: str) -> None:
     """Ranks that merely see a GPU, and may share it or train on CPUs, got NCCL, too, which refuses that."""
     assert run_ranks(2, choose_with_gpus, gpus) == [expected, expected]
+
+
+def test_the_gpu_of_a_rank_is_the_one_that_its_group_is_bound_to() -> None:
+    """`init_process_group(device_id=)` leaves the current device alone: all ranks seemed to have the first one."""
+    assert run_ranks(2, choose_with_gpus, ["of one host", "of one host"], 1) == ["nccl", "nccl"]
+
+
+@pytest.mark.parametrize(("bound_to", "expected"), [(torch.device("cuda", 3), 3), (None, 5), (torch.device("cpu"), 5)])
+def test_nccl_moves_tensors_of_the_gpu_that_its_group_is_bound_to(
+    bound_to: torch.device | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, answer in (("get_rank", 0), ("get_world_size", 2), ("get_backend", "nccl")):
+        monkeypatch.setattr(dist, name, lambda group, answer=answer: answer)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    group: Any = SimpleNamespace(bound_device_id=bound_to)
+    assert CollectiveTransport(group).device == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(

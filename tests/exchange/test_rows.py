@@ -197,6 +197,8 @@ def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
     for error in (
         torch.OutOfMemoryError("CUDA out of memory"),
         RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        RuntimeError("CUDA error: out of memory"),  # of pinned memory
+        RuntimeError("CUDA error: device-side assert triggered"),  # of a kernel before the copy that waits for it
     ):
         with pytest.raises(RuntimeError) as caught, communicator._named("exchange 1"):
             raise error
@@ -204,5 +206,5 @@ def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
     return "", time.perf_counter() - start_s
 
 
-def test_too_little_memory_is_no_peers_fault() -> None:
+def test_what_fails_on_this_rank_is_no_peers_fault() -> None:
     assert all(passed_s < 0.5 for _, passed_s in run_ranks(2, run_out_of_memory))

@@ -38,7 +38,7 @@ FREE_BYTES, TOTAL_BYTES = 1 << 30, 8 << 30
 
 _PROPERTIES = SimpleNamespace(name="pretended GPU", uuid="GPU-pretended", major=9, minor=0, total_memory=TOTAL_BYTES)
 
-_COPIES = ("aten::copy_", "aten::_to_copy")
+_COPIES = ("aten::copy_", "aten::_to_copy", "aten::to")
 _INDEXING = ("aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_")
 
 
@@ -144,7 +144,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse_mixed_index(func, *args)
     elif name not in _COPIES:
         _refuse_mixed(func, args, kwargs)
-    goes_to_cpu = name == "aten::_to_copy" and kwargs.get("device") is not None and not _is_gpu(kwargs["device"])
+    # A copy, or a new tensor like one of the GPU (`new_zeros`).
+    goes_to_cpu = kwargs.get("device") is not None and not _is_gpu(kwargs["device"])
     goes_to_cpu |= name in _INDEXING and not isinstance(args[0], GpuTensor)
     inner_args = [_map(_on_cpu, value) for value in args]
     inner_kwargs = {key: _map(_on_cpu, value) for key, value in kwargs.items()}
@@ -154,6 +155,8 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out
     if name == "aten::copy_" and not isinstance(args[0], GpuTensor):
         return args[0]
+    if name == "aten::to":  # inside of a registered op; its schema says that it may return what it is given
+        return _map(_on_gpu, out)
     return return_and_correct_aliasing(func, args, kwargs, _map(_on_gpu, out))
 
 

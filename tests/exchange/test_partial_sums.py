@@ -18,6 +18,7 @@ from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.partial_sums import (
     Order,
     PartialSums,
+    _reads_by_owner,
     build_partial_sums,
     count_least_rows,
     cover_reads,
@@ -221,6 +222,23 @@ def test_the_same_linear_map_and_its_adjoint(case: str) -> None:
 def test_the_least_rows_are_counted_without_their_cover(case: str) -> None:
     for structure in CASES[case]().structures:
         assert count_least_rows(structure) == [order.num_wire_rows for order in cover_reads(structure).orders]
+
+
+def test_edges_of_each_owner_are_found_among_those_of_all() -> None:
+    """Edge by edge; a reader's edges come from several owners in turns, which one owner's are picked out of."""
+    num_turns = 0
+    for structure in random_world(4, 3).structures:
+        offsets, expected = structure.exchange.recv_offsets, [list[tuple[int, int]]() for _ in range(4)]
+        for dst in range(structure.num_dst):
+            owners = []
+            for index in structure.indices[structure.indptr[dst] : structure.indptr[dst + 1]].tolist():
+                if (row := index - structure.num_held) >= 0:
+                    owners.append(next(peer for peer in range(4) if offsets[peer] <= row < offsets[peer + 1]))
+                    expected[owners[-1]].append((dst, row - offsets[owners[-1]]))
+            num_turns += owners != sorted(owners)
+        found = [list(zip(dst.tolist(), row.tolist(), strict=True)) for dst, row in _reads_by_owner(structure)]
+        assert found == expected
+    assert num_turns > 4
 
 
 def test_multiple_edges_count_in_sums_and_in_rows() -> None:

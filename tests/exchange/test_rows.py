@@ -3,18 +3,24 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange import ids as ids_module
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
-from dgl_hybrid.exchange.ids import Ownership, request_ids
+from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.helpers.world import run_ranks
@@ -188,6 +194,67 @@ def test_ids_that_a_rank_does_not_own_are_refused() -> None:
     """They were taken for positions of other rows, or from the end."""
     _, said = run_ranks(2, ask_beyond)
     assert said.startswith("rank 1 of 2 owns ids [5, 10), but was asked for 11 and 0 more outside: peers know another")
+
+
+SHAPES = [(3,), (), (0,), (2, 2)]
+"""Of one row."""
+BLOCK_ROWS = 4
+
+
+def ids_to_fetch(kind: str, rank: int, offsets: Sequence[int]) -> Tensor:
+    """Other ids on each rank."""
+    generator = torch.Generator().manual_seed(rank)
+    every = torch.arange(offsets[-1])
+    is_own = (every >= offsets[rank]) & (every < offsets[rank + 1])
+    return {
+        # Some are there several times, and own and foreign ones have no order.
+        "mixed": torch.randint(offsets[-1], (45,), generator=generator),
+        "foreign, each once, ascending": every[~is_own],
+        "foreign, each once, descending": every[~is_own].flip(0),
+        "foreign, each twice": every[~is_own].repeat(2)[torch.randperm(2 * int((~is_own).sum()), generator=generator)],
+        "own": every[is_own].flip(0),
+        "none on one rank": every[: 0 if rank == 1 else None].flip(0),
+    }[kind]
+
+
+def run_fetch(rank: int, world_size: int, kind: str, offsets: Sequence[int]) -> list[str]:
+    """Returns which fetched rows are not those of the whole table."""
+    communicator = create_communicator()
+    ownership = Ownership(offsets=torch.tensor(offsets), rank=rank)
+    wanted, differing = ids_to_fetch(kind, rank, offsets), list[str]()
+    for shape, is_placed in itertools.product(SHAPES, (False, True)):
+        table = torch.randn(offsets[-1], *shape, generator=torch.Generator().manual_seed(7))
+        made = list[Tensor]()
+
+        def new_rows(size: tuple[int, ...], dtype: torch.dtype, made: list[Tensor] = made) -> Tensor:
+            made.append(torch.full(size, float("nan"), dtype=dtype))
+            return made[-1]
+
+        with mock.patch.object(ids_module, "_BLOCK_BYTES", BLOCK_ROWS * 4 * math.prod(shape)):
+            found = fetch_rows(
+                communicator,
+                ownership,
+                table[ownership.start : ownership.stop],
+                wanted,
+                new_rows=new_rows if is_placed else None,
+            )
+        is_right = found.dtype == table.dtype and torch.equal(found, table[wanted])
+        if not is_right or [one.data_ptr() for one in made] != [found.data_ptr()] * is_placed:
+            differing.append(f"rows of {shape}{', placed' * is_placed}")
+    return differing
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("mixed", "foreign, each once, ascending", "foreign, each once, descending", "foreign, each twice", "own"),
+        "none on one rank",
+    ],
+)
+@pytest.mark.parametrize("offsets", [(0, 5, 12, 20), (0, 9, 9, 14)], ids=["each owns some", "one owns nothing"])
+def test_fetched_rows_are_those_of_the_whole_table(kind: str, offsets: tuple[int, ...]) -> None:
+    """Rows are taken to their places a block at a time, of which a small graph has but one."""
+    assert run_ranks(3, run_fetch, kind, offsets) == [[]] * 3
 
 
 def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange import host_links, shared_memory_transport
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.host_links import PeerLink
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
@@ -209,8 +209,15 @@ def test_ranks_may_be_told_to_wait_for_ever() -> None:
 # -------------------------------------------------------------------- ranks that part ways
 
 
-def run_parting(rank: int, world_size: int, way: str) -> None:
-    communicator = through_memory(timeout_s=20.0)
+def checking(transport: RankTransport) -> Communicator:
+    """The collective transport looks at nothing: there ranks compare beforehand what they are about to exchange."""
+    communicator = create_communicator(transport=transport, timeout_s=20.0)
+    communicator.cross_check = transport == "collective"
+    return communicator
+
+
+def run_parting(rank: int, world_size: int, way: str, transport: RankTransport = "shared_memory") -> None:
+    communicator = checking(transport)
     plan = make_plans(world_size)[rank]
     x = torch.ones(NUM_ROWS, 2)
     extend_rows([x], plan, communicator)
@@ -247,8 +254,27 @@ def test_ranks_that_disagree_all_say_so(way: str, words: str) -> None:
     assert time.monotonic() - start_s < 100.0
 
 
-def run_wrong_counts(rank: int, world_size: int) -> None:
-    communicator = through_memory(timeout_s=20.0)
+@pytest.mark.parametrize(
+    ("way", "words"),
+    [
+        ("layer", "floating-point rows of 8 bytes for layer 1 in forward"),
+        ("width", "floating-point rows of 12 bytes for layer 2 in forward"),
+        ("dtype", "integer rows of 8 bytes for layer 2 in forward"),
+        ("direction", "floating-point rows of 8 bytes for layer 2 in backward"),
+    ],
+)
+def test_ranks_that_compare_what_they_exchange_all_say_the_same(way: str, words: str) -> None:
+    """A process group moves whatever it is given; what nobody compared would arrive as rows of another layer."""
+    errors = run_ranks_expect_errors(3, run_parting, way, "collective")
+    assert {(error.type_name, error.message) for error in errors} == {("ExchangeError", errors[0].message)}
+    assert errors[0].message.startswith(
+        f"ranks disagree about exchange 2: rank 0 of 3 exchanges floating-point rows of 8 bytes for layer 2 in "
+        f"forward, rank 2 exchanges {words}. Every rank must run the same layers"
+    )
+
+
+def run_wrong_counts(rank: int, world_size: int, transport: RankTransport = "shared_memory") -> None:
+    communicator = checking(transport)
     counts = [1] * world_size
     rows = torch.ones(world_size, 2)
     expected = [1, 1, 1] if rank != 0 else [1, 2, 1]
@@ -265,6 +291,14 @@ def test_counts_that_do_not_match_end_all_ranks() -> None:
         assert "rank 0 of 3 expects 2 rows from peer 1 for layer 3, which sends 1" in error.message
     assert "exchange 2 (layer 3, forward) did not complete on rank 2 of 3" in errors[2].message
     assert time.monotonic() - start_s < 100.0
+
+
+def test_counts_that_do_not_match_are_seen_by_all_ranks_that_compare_them() -> None:
+    errors = run_ranks_expect_errors(3, run_wrong_counts, "collective")
+    assert {(error.type_name, error.message) for error in errors} == {("ExchangeError", errors[0].message)}
+    assert errors[0].message.startswith(
+        "recv_counts do not match: rank 0 of 3 expects 2 rows from peer 1 for layer 3, which sends 1. Rebuild both"
+    )
 
 
 def run_absent(rank: int, world_size: int) -> tuple[str, float]:

@@ -601,6 +601,24 @@ def train_with_given_plan(rank: int, world_size: int, part_config: str, mixes: b
     return losses
 
 
+def look_at_comparing(rank: int, world_size: int, part_config: str) -> list[bool]:
+    """Returns whether ranks compare what they exchange, by epoch; asked to always do so in the third."""
+    g, _ = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    compared = []
+    for epoch in range(4):
+        g.communicator.always_cross_check = epoch == 2
+        for _ in loader:
+            compared.append(g.communicator.cross_check)
+    return compared
+
+
+def test_ranks_compare_what_they_exchange_in_the_first_epoch(partitions: PartitionStore) -> None:
+    """Later ones exchange the same; each comparison costs a gather."""
+    folder = partitions.get("power_law", power_law(), 2)
+    assert run_ranks(2, look_at_comparing, folder) == [[True, False, True, False]] * 2
+
+
 class _Unrepeatable(nn.Module):
     """Works on the graph it knows, not on a made-up one."""
 

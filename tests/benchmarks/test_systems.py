@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -17,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from matplotlib.axes import Axes
 from tqdm import tqdm
 
 from benchmarks.systems import accuracy, gate, measure, results, run
@@ -282,6 +284,53 @@ def test_gate_stops_what_is_wrong(changes: dict[str, Any], message: str) -> None
         gate.compare(REFERENCE | changes, REFERENCE)
 
 
+@pytest.mark.parametrize(
+    ("quantity", "just_right", "just_wrong"),
+    [
+        ("losses", {"losses": [2.000199, 1.5]}, {"losses": [2.000201, 1.5]}),
+        ("losses", {"losses": [2.0, 1.499851]}, {"losses": [2.0, 1.499849]}),
+        # Of the largest logit, which is 4, whatever the one that differs is.
+        ("logits", {"logits": {3: [1.0, -4.0], 7: [0.500399, 2.0]}}, {"logits": {3: [1.0, -4.0], 7: [0.500401, 2.0]}}),
+        # Of the norm of the weight's gradient, which is 2, and 1e-5 of the norm of all.
+        *(
+            (
+                "the gradient of w",
+                {"gradients": {"w": just_right, "b": [0.0, 0.0]}},
+                {"gradients": {"w": just_wrong, "b": [0.0, 0.0]}},
+            )
+            for just_right, just_wrong in (([2.002019, -1.0], [2.002021, -1.0]), ([2.0, -1.002019], [2.0, -1.002021]))
+        ),
+        (
+            "the gradient of b",
+            {"gradients": {"w": [2.0, -1.0], "b": [1.9e-5, 0.0]}},
+            {"gradients": {"w": [2.0, -1.0], "b": [2.1e-5, 0.0]}},
+        ),
+    ],
+)
+def test_gate_lets_no_more_than_rounding_pass(
+    quantity: str, just_right: dict[str, Any], just_wrong: dict[str, Any]
+) -> None:
+    """In numbers of its own: a tolerance that is loosened is a decision about what the figures mean."""
+    gate.compare(REFERENCE | just_right, REFERENCE)
+    with pytest.raises(gate.GateError, match=quantity):
+        gate.compare(REFERENCE | just_wrong, REFERENCE)
+
+
+def test_gradients_that_differ_have_other_sketches() -> None:
+    gradient = torch.arange(1.0, 7.0).reshape(2, 3)
+    ways = {"as it is": gradient, "negated": -gradient, "permuted": gradient.flip(1), "again": gradient.clone()}
+    sketches = {way: base.sketch([("w", one)])["w"] for way, one in ways.items()}
+    norms, products = zip(*sketches.values(), strict=True)
+    assert norms == (pytest.approx(math.sqrt(91.0)),) * 4
+    assert products[0] == products[3] == -products[1]
+    assert len({abs(product) for product in (products[0], products[2], norms[0])}) == 3
+    # Directions are those of names, in any order: the ranks of a system and plain DGL draw them each for itself.
+    both = base.sketch([("v", gradient), ("w", gradient)])
+    assert both["w"] == sketches["as it is"]
+    assert both["v"][1] != both["w"][1]
+    assert base.sketch([("w", None)]) == {"w": [0.0, 0.0]}
+
+
 def test_gate_of_another_model_and_of_several_ranks() -> None:
     assert gate.compare({"is_comparable": False}, REFERENCE) == {"is_comparable": False}
     by_rank = [{"losses": [1.0], "logits": {"3": [1.0]}}, {"losses": [1.0], "logits": {"7": [2.0]}}]
@@ -512,6 +561,10 @@ def test_tables(lines: list[dict[str, Any]]) -> None:
     found = line_rows([line for line in lines if line["cell"] == SHAPED.key])
     assert all(len(row) == len(LINE_HEAD) for row in found)
     assert found[-1][:2] == ("SAR", "failed: it broke / here")
+    assert found[-2] == (
+        *("hybrid", "2 s (1.8 s to 2.4 s)", "", "100 ms", "100 ms", "", "", "", "2.0 MB", "100, 200 MB", "2.2 s"),
+        *("10 ms", "3 s"),
+    )
     full = next(line for line in lines if line["variant"] == "distdgl_full" and line["cell"] == SHAPED.key)
     named = [line_rows([full | {"facts": {"skips_largest": skips}}])[0][0] for skips in (False, True)]
     assert named == ["DistDGL, full", "DistDGL, full, not all seeds at once"]
@@ -580,6 +633,26 @@ def test_bars_are_as_long_as_times_unless_those_are_far_apart(
     assert ("logarithmic" in drawn) == is_logarithmic
 
 
+def test_bars_are_medians_of_the_fastest_and_reach_to_both_quantiles(
+    lines: list[dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = [line for line in lines if line["cell"] == SHAPED.key]
+    for line, quantiles in zip(cell, [(1.5, 2.0, 4.0), (1.0, 1.75, 2.75), (7.0, 8.0, 8.5)]):
+        line["p20"], line["p50"], line["p80"] = quantiles
+    drawn: dict[str, tuple[list[float], list[list[float]]]] = {}
+    draw = Axes.barh
+
+    def barh(self: Axes, places: Any, values: Any, *args: Any, **options: Any) -> Any:
+        drawn[options["label"]] = (list(values), options["xerr"])
+        return draw(self, places, values, *args, **options)
+
+    monkeypatch.setattr(Axes, "barh", barh)
+    draw_all(cell, tmp_path)
+    assert drawn["hybrid"] == ([2.0], [[0.5], [2.0]])
+    assert drawn["best pure"] == ([1.75], [[0.75], [1.0]]), "depcache, not depcomm"
+    assert sorted(drawn) == ["DistDGL, full", "best pure", "hybrid", "neutronstar"]
+
+
 # -------------------------------------------------------------------- time to accuracy
 
 
@@ -632,6 +705,27 @@ def test_time_to_accuracy_goes_on_where_it_was_broken_off(tmp_path: Path, monkey
         assert not skipped
         assert len(lines) == 2 * len(some)
     assert measured == ["products", "reddit"]
+
+
+def test_curves_are_as_slow_as_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def curve(*elapsed_s: float) -> list[dict[str, Any]]:
+        return [{"epoch": epoch, "elapsed_s": one} for epoch, one in enumerate(elapsed_s)]
+
+    asked: list[str] = []
+
+    def ask(order: str, **_: Any) -> list[Any]:
+        asked.append(order)
+        return [curve(1.0, 5.0, 6.0), curve(2.0, 4.0, 7.0)] if order == "curve" else [None, None]
+
+    team = SimpleNamespace(start=lambda: None, ask=ask, end=lambda: asked.append("end"))
+    monkeypatch.setattr(accuracy, "Team", lambda **_: team)
+    bench = SimpleNamespace(job=lambda *_, **__: None, settings=Settings())
+    trial = SimpleNamespace(system="hybrid", lr=0.1, options={}, epochs=3, every=1)
+    graph = cast(Any, None)
+    _, carried, points = accuracy._train(cast(Any, bench), TWO, graph, cast(Any, trial), tmp_path)
+    assert points == curve(2.0, 5.0, 7.0)
+    assert carried is None, "on loopback"
+    assert asked == ["prepare", "curve", "end"]
 
 
 def tiny_job(system: str) -> Job:
@@ -744,6 +838,67 @@ def test_what_failed_is_told_without_paths_of_this_machine(tmp_path: Path) -> No
     assert line["details"] == "CHECKOUT/x.py CACHE/g.npz PEERS/SAR TEMP/x /usr/lib"
 
 
+def a_start(*seconds: float, sent: int | None = None, wire: int = 0, **changes: Any) -> measure._Entry:
+    """Of hybrid on two ranks, an epoch for each of the seconds; on an emulated network if anything was on the wire."""
+    parts = dict.fromkeys(("cpu_s", "compute_s", "exchange_s", "wait_s"))
+    epochs = [[{"elapsed_s": one, "sent_bytes": sent, "wire_bytes": wire, **parts}] * 2 for one in seconds]
+    team = SimpleNamespace(network=object() if wire else None)
+    return measure._Entry(
+        **{"system": "hybrid", "unit": ("hybrid",), "team": cast(Any, team), "epochs": epochs, "peak_bytes": [1, 2]}
+        | changes
+    )
+
+
+@pytest.fixture
+def bench_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    monkeypatch.setattr(measure, "epoch_floor_s", lambda *_, **__: 0.5)
+    return Bench(settings=Settings(), cache=tmp_path, peers=None, rates=cast(Any, None), about={"machine": MACHINE})
+
+
+def test_a_system_counts_by_all_its_starts(bench_of_lines: Bench) -> None:
+    def result(*starts: measure._Entry) -> dict[str, Any]:
+        return bench_of_lines._result(TWO, cast(Any, None), starts)
+
+    first, second = a_start(1.0, 2.0, 3.0), a_start(4.0, 5.0, peak_bytes=[3, 1], warmup=7, prepare_s=8.0)
+    both = result(first, second)
+    assert (both["status"], both["p50"], both["iters"]) == ("ok", 3.0, 5)
+    assert [start["p50"] for start in both["starts"]] == [2.0, 4.5]
+    assert (both["peak_rss_bytes"], both["warmup"], both["prepare_s"]) == ([3, 2], 7, 4.0)
+    dead = a_start(1.0, failure=SystemFailure("rank 1 of 2 died"))
+    for starts in ((first, dead), (dead, first), (first, second, dead)):
+        assert result(*starts) == {"status": "failed", "error": "rank 1 of 2 died", "details": ""}
+
+
+def test_rows_that_did_not_go_over_the_links_are_no_measurement(bench_of_lines: Bench) -> None:
+    """Each of two ranks sent 1000 bytes of rows; frames around them make it more on the wire, never less."""
+    for wire, status in ((1100, "ok"), (951, "ok"), (949, "failed"), (1, "failed")):
+        line = bench_of_lines._result(SHAPED, cast(Any, None), [a_start(1.0, sent=1000, wire=wire)])
+        assert line["status"] == status
+    assert line["error"] == "the links were bypassed: 2000 bytes of rows were sent, 2 left the hosts"
+    others = (a_start(1.0, wire=1), a_start(1.0, sent=1000, wire=1, system="distdgl_full"), a_start(1.0, sent=1000))
+    for start in others:  # what was sent is not known, or not all of it goes over the links
+        assert bench_of_lines._result(SHAPED, cast(Any, None), [start])["status"] == "ok"
+
+
+@pytest.mark.parametrize(("measured", "is_refused"), [(0.5e9, False), (1.04e9, False), (1.06e9, True)])
+def test_links_that_carry_more_than_they_are_to_are_refused(
+    measured: float, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shaped: list[float] = []
+    network = SimpleNamespace(shape=shaped.append, measure_bits_per_s=lambda expected_bits_per_s: measured)
+    monkeypatch.setattr(measure, "EmulatedNetwork", lambda num_hosts: contextlib.nullcontext(network))
+    expected = (
+        pytest.raises(measure.NetworkError, match=r"links carry 1.06e\+09 bit/s, limited to 1e\+09")
+        if is_refused
+        else contextlib.nullcontext()
+    )
+    with expected, measure.network_of(SHAPED) as found:
+        assert found == (network, measured)
+    assert shaped == [1e9]
+    with measure.network_of(TWO) as found:
+        assert found == (None, None)
+
+
 # -------------------------------------------------------------------- processes
 
 
@@ -757,6 +912,31 @@ def test_a_system_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     finally:
         team.end()
     assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_code_is_known_by_all_that_decides_what_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for pattern in results.MEASURING_SOURCES:
+        assert list(results.ROOT.glob(pattern)), f"{pattern} is no source any more"
+    packages = {"torch": "1"}
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    monkeypatch.setattr(results, "package_versions", lambda: packages)
+    names = ("dgl_hybrid/graph/a.py", "dgl_hybrid/a.cu", "patches/a.patch", "benchmarks/systems/gate.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    versions = [results.code_version()]
+    assert results.code_version() == versions[0]
+    for name in names:
+        (tmp_path / name).write_text("2")
+        versions.append(results.code_version())
+    (tmp_path / names[0]).rename(tmp_path / "dgl_hybrid/graph/b.py")
+    versions.append(results.code_version())
+    packages["torch"] = "2"
+    versions.append(results.code_version())
+    assert len(set(versions)) == len(versions)
+    # What reads, draws and tells figures does not change them.
+    (tmp_path / "benchmarks/systems/write.py").write_text("1")
+    assert results.code_version() == versions[-1]
 
 
 def test_lines_of_sources_that_changed_are_of_no_version(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1111,6 +1291,10 @@ def test_a_run_of_memory_alone_says_nothing_of_epochs(lines: list[dict[str, Any]
     assert result["cells"] == before["cells"]
     (memory,) = result["more"]["memory"]
     assert (memory["hybrid_bytes"], memory["sar_bytes"], memory["ratio"]) == (30, 60, 0.5)
+    # Even if epochs were measured later, by systems that had given back their memory.
+    trimmed = [line | {"memory": "trimmed", "run": "run3"} for line in lines]
+    (memory, *_) = summarise(lines + of_memory + trimmed, {})["more"]["memory"]
+    assert (memory["cell"], memory["hybrid_bytes"], memory["sar_bytes"]) == (TWO.key, 30, 60)
     words = report(lines + of_memory)
     assert "Peak memory beside SAR" in words
     assert "Peak memory beside SAR" not in report(lines)

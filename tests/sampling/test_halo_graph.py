@@ -17,6 +17,7 @@ from dgl.distributed import graph_services
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.sampling import in_edge_lists
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_graph import HaloGraph, pack_lists
 from dgl_hybrid.sampling.in_edge_lists import InEdgeLists, PartitionLists, fetch_degrees, fetch_lists
@@ -69,6 +70,8 @@ def hold(machines: Machines, machine: int, ids: Tensor) -> HaloGraph:
 
 def test_lists_of_other_machines_equal_the_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machines = start(tmp_path, monkeypatch)
+    monkeypatch.setattr(in_edge_lists, "IDS_PER_REQUEST", 7)  # in many requests, as of a large graph
+    monkeypatch.setattr(in_edge_lists, "EDGES_PER_REQUEST", 50)
     ids = foreign(machines, 1)
     book = machines.states[1].partition_book
     lists = fetch_lists(book, ids, fetch_degrees(book, ids))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dgl_hybrid.sampling import held_rows
 from dgl_hybrid.sampling.counts import COUNTS
 from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows, likely_dtype
 from dgl_hybrid.sampling.id_index import IdIndex
@@ -142,6 +143,14 @@ def test_other_machines_may_have_other_values_than_this_one() -> None:
     assert same_bits(back, rows[20:])
 
 
+@pytest.fixture(params=[3, None], ids=["messages of 3 rows", "one message"])
+def messages(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of so few vertices fit into one message, of which nothing is left for a second."""
+    if request.param is not None:
+        monkeypatch.setattr(held_rows, "_BYTES_PER_MESSAGE", request.param * 16 * 4)
+
+
+@pytest.mark.usefixtures("messages")
 @pytest.mark.parametrize("is_odd", [False, True])
 def test_no_more_is_held_than_there_is_room_for(is_odd: bool) -> None:
     rows = torch.randint(0, 200, (300, 16)).float()
@@ -164,7 +173,8 @@ def allocated(held: HeldRows) -> int:
     return sum({t.data_ptr(): t.nbytes for t in parts if isinstance(t, Tensor) and len(t)}.values())
 
 
-@pytest.mark.parametrize("room_bytes", [3000.0, 20_000.0, 200_000.0, float("inf")])
+@pytest.mark.usefixtures("messages")
+@pytest.mark.parametrize("room_bytes", [3000.0, 20_000.0, 140_000.0, 200_000.0, float("inf")])
 def test_what_finds_the_rows_is_within_the_room_too(room_bytes: float) -> None:
     owner = Owner(torch.randn(2000, 16))
     held = HeldRows(owner.rows[:20], 2000)
@@ -177,6 +187,7 @@ def test_what_finds_the_rows_is_within_the_room_too(room_bytes: float) -> None:
     assert same_bits(back, owner.rows[wanted])
 
 
+@pytest.mark.usefixtures("messages")
 def test_rows_that_become_wider_stay_within_the_room() -> None:
     rows = torch.randint(0, 200, (300, 16)).float()
     rows[200:] += 0.3

@@ -88,6 +88,18 @@ def test_all_servers_tell_of_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first.may_hold("node~_N~feat")
 
 
+def test_rows_that_are_not_read_the_ordinary_way_are_not_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script's own pull handler may answer another thing each time."""
+    client = Servers((True, True), monkeypatch).client(0)
+    fields = WrittenFields(client)
+    client._pull_handlers["node~_N~feat"] = lambda *args: None
+    assert not fields.may_hold("node~_N~feat")
+    del client._pull_handlers["node~_N~feat"]
+    assert not fields.may_hold("node~_N~feat"), "a field that this client knows nothing of"
+    client._pull_handlers["node~_N~feat"] = kvstore.default_pull_handler
+    assert fields.may_hold("node~_N~feat")
+
+
 def test_a_write_gives_up_no_other_field(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many there are: 4096 flags were shared by all."""
     names = [f"node~_N~f{k}" for k in range(5000)]
@@ -182,6 +194,38 @@ def test_nobody_holds_rows_while_somebody_writes_in_silence(monkeypatch: pytest.
     third.speak()
     assert first.may_hold("node~_N~feat")
     assert first.num_silences == before + 2
+
+
+def test_rows_read_before_a_silence_are_not_taken_from_the_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it shared may wait in a queue while somebody is silent, and has written by the time that it is taken."""
+    servers, name = Servers((True, True), monkeypatch), "node~_N~feat"
+    client, other = servers.client(0), WrittenFields(servers.client(1))
+    client._data_store = {name: torch.zeros(4, 2)}
+    client._part_policy = {name: SimpleNamespace(get_size=lambda: 8)}
+    trainer, sampler = (object.__new__(HaloStore) for _ in range(2))
+    for store in (trainer, sampler):
+        store._client, store._written, store._rows = client, WrittenFields(client), HeldFields()
+        store._num_silences, store._share, store.halo_graph = store._written.num_silences, True, None
+        store._budget_bytes = float("inf")
+
+    def read() -> None:
+        held = trainer._make_rows(name)
+        held.fetch(torch.tensor([5, 7]), lambda ids: torch.ones(len(ids), 2), float("inf"))
+        trainer._rows.put(name, held)
+
+    read()
+    before = trainer.shared()
+    sampler.adopt(before)
+    assert sampler._rows.by_name[name].holds(torch.tensor([5, 6, 7])).tolist() == [True, False, True]
+    other.fall_silent()
+    other.speak()
+    assert trainer.shared().rows == {}, "it has not read since, so it knows of no silence"
+    sampler.adopt(before)
+    assert sampler._rows.by_name == {}
+    trainer._drop_what_may_be_old()
+    read()
+    sampler.adopt(trainer.shared())
+    assert list(sampler._rows.by_name) == [name]
 
 
 def test_who_speaks_again_waits_for_its_own_pushes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,8 +65,12 @@ def exchange_and_work(rank: int, world_size: int, transport: Any) -> list[tuple[
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])
 def test_work_beside_an_exchange_is_not_time_of_the_exchange(transport: str) -> None:
-    for (beside_s, elapsed_s, whole_s), (without_s, _, whole_without_s) in run_ranks(2, exchange_and_work, transport):
+    for times in run_ranks(2, exchange_and_work, transport):
+        for beside_s, elapsed_s, whole_s in times:
+            assert beside_s >= 0.0
+            assert elapsed_s > 0.0
+            # No time is counted twice: that until the exchange was under way is the exchange's.
+            assert beside_s + elapsed_s <= whole_s
+        (beside_s, elapsed_s, whole_s), _ = times
         assert beside_s >= SPIN_S
-        assert 0.0 < elapsed_s <= whole_s - SPIN_S
-        assert beside_s + elapsed_s <= whole_s
-        assert without_s <= whole_without_s
+        assert elapsed_s <= whole_s - SPIN_S

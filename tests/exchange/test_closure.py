@@ -169,13 +169,12 @@ def test_layers_that_receive_share_all_but_positions(folder: str) -> None:
 
 
 def test_a_rank_without_seeds_borrows_one(folder: str) -> None:
-    for result in run_ranks(3, run_closure, folder, 0.0, 0):
-        seeds = set(result["seeds"].tolist())
-        owned = set(result["owned"].tolist())
-        assert result["sets"].num_borrowed == (0 if seeds & owned else 1)
-        assert seeds == ({1, 30} & owned or seeds)
-        assert seeds <= {1, 30}
-        assert seeds
+    results = run_ranks(3, run_closure, folder, 0.0, 0)
+    for result in results:
+        seeds, own = result["seeds"].tolist(), sorted({1, 30} & set(result["owned"].tolist()))
+        assert seeds == own if own else seeds in ([1], [30])
+        assert result["sets"].num_borrowed == (0 if own else 1)
+    assert sum(result["sets"].num_borrowed for result in results) > 0, "of three ranks, two seeds leave one without"
 
 
 def run_bad_seeds(rank: int, world_size: int, part_config: str, kind: str) -> None:

@@ -761,12 +761,10 @@ def test_who_takes_the_batch_by_next_is_told_once_that_epochs_cannot_be_timed(pa
 def test_the_fastest_so_far_is_known_while_others_have_their_turns() -> None:
     trials = PlanTrials(3)
     assert trials.fastest == 0, "nobody was measured"
-    for seconds in (2.0, 1.0, 3.0):
-        position = trials.current
+    for position, seconds in enumerate((2.0, 1.0, 3.0)):
+        assert trials.current == position, "has its turn"
         while trials.current == position and not trials.is_settled:
-            assert trials.fastest == {0: 0, 1: 0, 2: 1}[position] or trials.measured_s[position] is not None
+            assert trials.fastest == (0 if trials.measured_s[1] is None else 1)
             trials.record(seconds)
-        if position == 1:
-            break
-    assert trials.fastest == 1
-    assert trials.current == 2, "has its turn"
+        assert trials.measured_s[position] == seconds
+    assert trials.fastest == trials.current == 1

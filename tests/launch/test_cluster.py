@@ -562,7 +562,7 @@ def test_what_a_terminal_cannot_show_ends_no_job(
 ) -> None:
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
-    run_cluster(fake_job(tmp_path, {"trainer 0": [["print", "é €"]]}))
+    run_cluster(fake_job(tmp_path, {"trainer 0": [["print", "é €"], ["touch", "stop"]]}))
     shown = {"ascii": rb"\xe9 \u20ac", "latin-1": b"\xe9 \\u20ac", "utf-8": "é €".encode()}
     assert b"[trainer 0] " + shown[encoding] + b"\n" in written.getvalue()
 

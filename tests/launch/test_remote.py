@@ -161,7 +161,8 @@ def test_who_reads_slowly_ends_no_job(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
     working = [["print", "ready"], ["sleep", 6.0], ["print", "done"]]
-    job = fake_job(tmp_path, dict.fromkeys(("trainer 0", "trainer 1"), working), remote_shell=RELAY)
+    plan = {"trainer 0": [*working, ["wait", "through"], ["touch", "stop"]], "trainer 1": [*working, ["touch", "through"]]}
+    job = fake_job(tmp_path, plan, remote_shell=RELAY)
     read: list[str] = []
 
     def read_slowly(line: PartLine) -> None:

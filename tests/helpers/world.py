@@ -355,7 +355,7 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     gc.collect()
     if dist.is_initialized():
         # Ended now rather than after its call: only now is it certain that no peer is still using it.
-        dist.destroy_process_group()
+        _let_go_of_groups()
     _freeze_new_modules()
     random.seed(0)
     np.random.seed(0)
@@ -372,6 +372,17 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
     )
     fn, args, kwargs = pickle.loads(payload)  # in here: a module that cannot be imported is this rank's failure
     return fn(rank, world_size, *args, **kwargs)
+
+
+def _let_go_of_groups() -> None:
+    """Destroys the default group and those made beside it; nobody waits for their threads to end.
+
+    Those look around every 10 ms, one after another, which takes longer than to make a group. Who drops the last
+    reference to one waits for them, without holding the GIL.
+    """
+    held = list(dist.distributed_c10d._world.pg_map)
+    dist.destroy_process_group()
+    threading.Thread(target=held.clear, daemon=True).start()
 
 
 _num_frozen_modules = 0

@@ -418,8 +418,11 @@ def train_tuned(
     build_ns: int = 0,
     bandwidths: tuple[float, ...] = (),
     nearly: str = "",
+    settles: int | None = None,
 ) -> Tuned:
     """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
+
+    Up to so many epochs; fewer, where plans have been chosen `settles` times, by as long as epochs are then watched.
 
     The plan `nearly` takes a hundredth longer than the fast one. From the epoch `slows_at` on the fast plan is the slow
     one. Building a plan's blocks takes `build_ns` on rank 0.
@@ -461,6 +464,8 @@ def train_tuned(
         tuned.candidates_s = loader.outcome.predicted_s
         tuned.favourites = {tuned.candidates[index] for index in loader._choice.favourites(loader.outcome)}
         for epoch in range(epochs):
+            if is_watched_long_enough(tuned.settled, settles):
+                break
             for input_nodes, ids, blocks in loader:
                 strategy = loader.outcome.plan.strategy
                 tuned.strategies.append(strategy)
@@ -490,6 +495,12 @@ def train_tuned(
         PlanTrials.begin_anew = real_begin
     tuned.begun = begun
     return tuned
+
+
+def is_watched_long_enough(settled: list[bool], settles: int | None) -> bool:
+    """Whether plans have been chosen so many times, and an epoch more than are watched has run since."""
+    begins = [epoch for epoch, (before, now) in enumerate(zip([False, *settled], settled)) if now and not before]
+    return len(begins) == settles and all(settled[begins[-1] :]) and len(settled) - begins[-1] > DRIFT_WINDOW
 
 
 def reference_curve(epochs: int) -> list[float]:
@@ -607,7 +618,7 @@ def test_the_loader_stays_with_what_neutronstar_would_choose_if_a_hybrid_is_hard
     (hybrid, *_) = [name for name in seen.candidates if name.startswith("hybrid")]
     assert "neutronstar" in seen.candidates
     for nearly in ("neutronstar", ""):
-        runs = run_ranks(3, train_tuned, part_config, epochs, hybrid, AT_ONCE, None, 0, (), nearly)
+        runs = run_ranks(3, train_tuned, part_config, epochs, hybrid, AT_ONCE, nearly=nearly, settles=1)
         assert {run.strategies[-1] for run in runs} == {nearly or hybrid}
         assert all(run.settled[-1] for run in runs)
 
@@ -616,7 +627,8 @@ def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_do
     num_turns = 5 * (FIRST + FINAL)
     epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
-    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns, settles=2)
+    epochs = len(runs[0].settled)
     for run in runs:
         changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]
         assert len(changes) == 3, "settled, tried anew, settled"
@@ -635,7 +647,8 @@ def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStor
     epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
     rates = (4e8, 1e3)
-    runs = run_ranks(3, train_tuned, part_config, epochs, "depcomm", AT_ONCE, num_turns, 0, rates)
+    runs = run_ranks(3, train_tuned, part_config, epochs, "depcomm", AT_ONCE, num_turns, 0, rates, settles=2)
+    epochs = len(runs[0].settled)
     for run in runs:
         changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]
         assert len(changes) == 3, "settled, planned anew, settled"

@@ -23,7 +23,7 @@ from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, stay_away, tell_who_stays_away
 
 NUM_ROWS = 7
 
@@ -124,11 +124,12 @@ def run_with_absentee(rank: int, world_size: int) -> tuple[str, float]:
     communicator, plan = create_communicator(timeout_s=2.0), make_plans(world_size)[rank]
     start_s = time.perf_counter()
     if rank == 1:
-        time.sleep(5.0)
+        stay_away(rank, world_size)
         return "", 0.0
     try:
         extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
     except ExchangeError as error:
+        tell_who_stays_away(rank)
         return str(error), time.perf_counter() - start_s
     return "no error", 0.0
 

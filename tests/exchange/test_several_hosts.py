@@ -19,7 +19,7 @@ from tests.exchange.test_rows import make_plans
 from tests.exchange.test_shared_memory import run_both, run_raw, run_uneven_pace
 from tests.helpers.hosts import on_hosts
 from tests.helpers.thinning import pairwise
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, stay_away, tell_who_stays_away
 
 HOSTS = [(0, 0, 1), (0, 1, 0), (0, 1, 1), (0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 2), (0, 0, 0, 1)]
 
@@ -99,10 +99,11 @@ def run_absent(rank: int, world_size: int, hosts: Sequence[int], absent: int) ->
     communicator.exchange(rows, plan.send_counts, plan.recv_counts)
     try:
         if rank == absent:
-            time.sleep(6.0)
+            stay_away(rank, world_size)
             return "late"
         communicator.exchange(rows, plan.send_counts, plan.recv_counts, layer=2)
     except ExchangeError as error:
+        tell_who_stays_away(rank)
         return str(error)
     return "no error"
 

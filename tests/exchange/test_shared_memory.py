@@ -29,7 +29,7 @@ from dgl_hybrid.exchange.shared_segments import Outbox, PeerSegment
 from dgl_hybrid.exchange.transport import ExchangeTag
 from tests.exchange.test_rows import NUM_ROWS, make_plans
 from tests.helpers.hosts import on_hosts
-from tests.helpers.world import run_ranks, run_ranks_expect_errors
+from tests.helpers.world import run_ranks, run_ranks_expect_errors, stay_away, tell_who_stays_away
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int16, torch.bool, torch.complex128]
 
@@ -307,10 +307,11 @@ def run_absent(rank: int, world_size: int) -> tuple[str, float]:
     start_s = time.monotonic()
     try:
         if rank == 1:
-            time.sleep(4.0)
+            stay_away(rank, world_size)
         for _ in range(2):  # who comes late finds the rows, and in the next exchange that nobody is there any more
             extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
     except ExchangeError as error:
+        tell_who_stays_away(rank)
         return str(error), time.monotonic() - start_s
     return "no error", 0.0
 

@@ -139,6 +139,17 @@ def run_ranks_expect_errors(
     return [outcome for outcome in outcomes if isinstance(outcome, RaisedError)]
 
 
+def tell_who_stays_away(rank: int) -> None:
+    """Called by a rank that has given up on one that stays away by `stay_away`."""
+    dist.distributed_c10d._get_default_store().set(f"rank {rank} gave up", "")
+
+
+def stay_away(rank: int, world_size: int) -> None:
+    """Waits until all other ranks have given up on this one: no longer, and on a loaded machine as long as it takes."""
+    others = [f"rank {other} gave up" for other in range(world_size) if other != rank]
+    dist.distributed_c10d._get_default_store().wait(others, timedelta(seconds=COLLECTIVE_TIMEOUT_S))
+
+
 def shutdown_pool() -> None:
     """Ends all workers; the next call starts new ones."""
     global _pool

@@ -161,7 +161,8 @@ def test_who_reads_slowly_ends_no_job(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
     monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
     working = [["print", "ready"], ["sleep", 6.0], ["print", "done"]]
-    plan = {"trainer 0": [*working, ["wait", "through"], ["touch", "stop"]], "trainer 1": [*working, ["touch", "through"]]}
+    ends = {"trainer 0": [["wait", "through"], ["touch", "stop"]], "trainer 1": [["touch", "through"]]}
+    plan = {name: working + end for name, end in ends.items()}
     job = fake_job(tmp_path, plan, remote_shell=RELAY)
     read: list[str] = []
 

@@ -271,6 +271,7 @@ def _cuda_functions() -> dict[str, Callable[..., Any]]:
         "synchronize": lambda device=None: None,
         "empty_cache": lambda: None,
         "current_stream": lambda device=None: stream,
+        "is_current_stream_capturing": lambda: False,
         "get_rng_state": lambda device="cuda": _default_generator.get_state(),
         "set_rng_state": lambda state, device="cuda": _default_generator.set_state(state),
         "manual_seed": _default_generator.manual_seed,

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -121,13 +122,14 @@ def compare_rows_apart(
         pairs = list(zip(plain, plain, strict=True))
         for sign in (-1.0, 1.0):
             change = functools.partial(disturb, sign)
-            try:
+            disturbed = None
+            with contextlib.suppress(Exception):  # of a table with one row, or ids that are known by identity
                 disturbed = run(change, _Disturber(sign), changes_ids=True)
-            except Exception:  # of a table with one row, or of ids that are known by identity
-                try:
+            if disturbed is None:
+                with contextlib.suppress(IndexError, RuntimeError):
                     disturbed = run(change, _Disturber(sign))
-                except (IndexError, RuntimeError):
-                    disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(sign))  # noqa: B023
+            if disturbed is None:
+                disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(sign))  # noqa: B023
             for at, (before, after) in enumerate(zip(plain, disturbed, strict=True)):
                 if before.dim() and len(before) in sizes and not _are_close(before[1:], after[1:]):
                     raise BlockError(

@@ -20,6 +20,7 @@ from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.ops.compiled_code import user_cache_folder
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
+from dgl_hybrid.planner.durable import write_durably
 
 _logger = logging.getLogger(__name__)
 
@@ -346,12 +347,7 @@ def write_partition(
         "manifest": hash_file(folder / MANIFEST_NAME).sha256,
         "made_from": description,
     }
-    aside = folder / f".{_DATASET_FILE}.writing"
-    try:
-        aside.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-        aside.rename(folder / _DATASET_FILE)
-    finally:
-        aside.unlink(missing_ok=True)
+    write_durably(folder, {_DATASET_FILE: (json.dumps(record, indent=1) + "\n").encode()})
 
 
 def _check_ours(path: Path) -> None:

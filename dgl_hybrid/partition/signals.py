@@ -38,13 +38,13 @@ def ending_signals_raise() -> Iterator[None]:
 def ending_signals_wait() -> Iterator[None]:
     """Has Ctrl-C, SIGTERM and SIGHUP wait for the end of what is done here, and then do what they would have done.
 
-    Not those that are ignored; nor in another thread than the main one.
+    Those that are ignored stay so; and not in another thread than the main one.
     """
     came: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if is_main else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
-    ours = {number: handler for number, handler in handlers.items() if handler not in (signal.SIG_IGN, None)}
+    ours = {number: handler for number, handler in handlers.items() if handler is not None}  # None: not Python's
     for number in ours:
         signal.signal(number, lambda came_now, frame: came.append(came_now))
     try:

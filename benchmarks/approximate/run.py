@@ -36,6 +36,7 @@ from rich.table import Table
 import dgl_hybrid
 from benchmarks.emulated_network import INTERFACE, EmulatedNetwork, why_unavailable
 from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
+from benchmarks.systems.results import spread
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS, describe_approximation
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
@@ -102,7 +103,10 @@ def run_jobs(jobs: Sequence[TrainJob], ranks: int, network: EmulatedNetwork | No
             processes.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
     deadline = time.monotonic() + RUN_TIMEOUT_S
     try:
-        while any(process.poll() is None for process in processes):
+        is_running = True
+        while is_running:
+            is_running = any(process.poll() is None for process in processes)
+            # Also after the last has ended: they may all have died between two looks.
             failed = [rank for rank, process in enumerate(processes) if process.poll()]
             if failed or time.monotonic() > deadline:
                 said = (folder / f"rank{failed[0] if failed else 0}.log").read_text("utf-8", "replace")
@@ -136,8 +140,7 @@ def check(reports: Sequence[TrainReport]) -> None:
 def record_of(
     report: TrainReport, case: Case, prepared: PreparedGraph, seed: int, network: str, rate: float | None
 ) -> dict[str, Any]:
-    times_ms = sorted(1e3 * epoch.time_s for epoch in report.steady_epochs())
-    fifths = statistics.quantiles(times_ms, n=5)
+    times_ms = [1e3 * epoch.time_s for epoch in report.steady_epochs()]
     return {
         "bench": "approximate",
         "variant": report.approximate,
@@ -155,9 +158,7 @@ def record_of(
         "seed": seed,
         "metric": "epoch_time",
         "unit": "ms",
-        "p20": fifths[0],
-        "p50": statistics.median(times_ms),
-        "p80": fifths[-1],
+        **spread(times_ms),
         "exchange_ms": 1e3 * statistics.mean(e.exchange_s + e.wait_s for e in report.steady_epochs()),
         "iters": len(times_ms),
         "bytes_per_epoch": report.epochs[-1].bytes_sent,

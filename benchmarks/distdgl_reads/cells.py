@@ -8,6 +8,8 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from benchmarks.systems.results import spread
+
 RATE_NAMES = {200_000_000: "200mbit", 1_000_000_000: "1gbit"}
 VARIANTS = {
     "off": "off",
@@ -31,14 +33,6 @@ def cell_key(line: Mapping[str, Any]) -> str:
 
 def fanout_text(fanouts: Iterable[int]) -> str:
     return ",".join(map(str, fanouts))
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Returns the median and the 20th and 80th per cent of values."""
-    if len(values) == 1:
-        return {"p20": values[0], "p50": values[0], "p80": values[0]}
-    fifths = statistics.quantiles(values, n=5, method="inclusive")
-    return {"p20": fifths[0], "p50": statistics.median(values), "p80": fifths[-1]}
 
 
 # -------------------------------------------------------------------- measurements

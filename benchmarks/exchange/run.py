@@ -34,6 +34,7 @@ from torch import Tensor
 
 import dgl_hybrid
 from benchmarks.exchange import fresh_rows
+from benchmarks.systems.results import spread
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership, request_ids
@@ -194,11 +195,8 @@ def ratio(ones: list[float], others: list[float]) -> float:
 
 def summary(rounds: Rounds) -> dict[str, float]:
     elapsed_s = rounds.elapsed_s[WARMUP:]
-    fifths = statistics.quantiles(elapsed_s, n=5)
     return {
-        "p20": fifths[0] * 1e3,
-        "p50": statistics.median(elapsed_s) * 1e3,
-        "p80": fifths[-1] * 1e3,
+        **{name: value * 1e3 for name, value in spread(elapsed_s).items()},
         "cpu_p50": statistics.median(rounds.cpu_s[WARMUP:]) * 1e3,
         "faults_p50": statistics.median(rounds.faults[WARMUP:]),
     }

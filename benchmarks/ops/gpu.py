@@ -48,11 +48,11 @@ from benchmarks.ops.gpu_cells import (
     make_graph,
     our_gat,
     pyg_gat,
-    quantiles,
     relative_error,
     sizes_of,
 )
 from benchmarks.ops.gpu_report import HEAD, rows_of, write_report
+from benchmarks.systems.results import spread
 from dgl_hybrid.errors import KernelError
 from dgl_hybrid.ops import SparseGraph
 from dgl_hybrid.ops.backend import load_backend
@@ -183,7 +183,7 @@ class Bench:
 
         times = self.clock.times_ms(run, self.scale.rounds)
         gather, compulsory = (bytes_ / self.bandwidth * 1e3 for bytes_ in op.floors(sizes_of(graph, width, dtype)))
-        found = quantiles(times)
+        found = spread(times)
         self._add(
             distribution,
             width,
@@ -243,7 +243,7 @@ class Bench:
             out = layer(x, structure) if layer is pyg else layer(structure, x)
             return torch.autograd.grad(out, [x, *layer.parameters()], grad)
 
-        found = quantiles(self.clock.times_ms(lambda: run(ours, graph), self.scale.rounds))
+        found = spread(self.clock.times_ms(lambda: run(ours, graph), self.scale.rounds))
         pyg_ms = None
         why = None
         try:

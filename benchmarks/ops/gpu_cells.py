@@ -11,7 +11,6 @@ in a cache. *Compulsory*: every row is read once, as if all were. A kernel may b
 
 from __future__ import annotations
 
-import statistics
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -477,8 +476,3 @@ def copy_bandwidth(clock: Clock, device: torch.device, num_bytes: int = 1 << 30)
     target = torch.empty_like(source)
     best_ms = min(clock.times_ms(lambda: target.copy_(source), 10))
     return 2 * source.nbytes / (best_ms / 1e3)
-
-
-def quantiles(times: Sequence[float]) -> dict[str, float]:
-    cuts = statistics.quantiles(times, n=5)
-    return {"p20": cuts[0], "p50": statistics.median(times), "p80": cuts[-1]}

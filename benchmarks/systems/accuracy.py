@@ -34,9 +34,8 @@ from benchmarks.systems.results import (
     Line,
     append_lines,
     describe_run,
-    is_measured,
-    is_of,
     mark_changed,
+    measured_run,
     now,
     read_lines,
 )
@@ -116,24 +115,19 @@ def judge(curves: dict[str, list[list[tuple[float, float]]]]) -> dict[str, dict[
 def measure_cells(
     bench: Bench, wanted: Sequence[Cell], args: argparse.Namespace, results: Path | None, bar: Any
 ) -> tuple[list[Line], dict[str, str]]:
-    """Measures the cells that the results file does not have; returns the lines of all that were asked for and of this
-    machine, and what was skipped.
+    """Measures the cells that the results file does not have; returns the lines of all that were asked for, each of the
+    run that measured it on such a machine, and what was skipped.
     """
-    lines = read_lines(results) if results else []
+    known = read_lines(results) if results else []
+    lines: list[Line] = []
     skipped: dict[str, str] = {}
     why_no_network = why_unavailable()
     deadline = time.monotonic() + 3600 * args.hours
     for cell in wanted:
         bar.set_description(cell.key)
         key = f"accuracy/{cell.key}"
-        if args.graph and cell.graph not in args.graph:
-            skipped[key] = "not asked for"
-        elif cell.rate_bits_per_s is not None and why_no_network is not None:
-            skipped[key] = f"no links can be limited here: {why_no_network}"
-        elif time.monotonic() > deadline:
-            skipped[key] = f"not begun within {args.hours:g} hours"
-        elif not is_measured(
-            lines,
+        run = measured_run(
+            known,
             key,
             ("hybrid", "distdgl_sampled"),
             bench.about["code"],
@@ -141,7 +135,16 @@ def measure_cells(
             machine=bench.about["machine"],
             metric=METRIC,
             retry_failed=args.retry_failed,
-        ):
+        )
+        if args.graph and cell.graph not in args.graph:
+            skipped[key] = "not asked for"
+        elif cell.rate_bits_per_s is not None and why_no_network is not None:
+            skipped[key] = f"no links can be limited here: {why_no_network}"
+        elif run is not None:
+            lines += [line for line in known if (line["cell"], line["run"]) == (key, run)]
+        elif time.monotonic() > deadline:
+            skipped[key] = f"not begun within {args.hours:g} hours"
+        else:
             try:
                 graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
                 bench = replace(bench, about=describe_run(bench.peers))
@@ -153,8 +156,7 @@ def measure_cells(
                 if results:
                     append_lines(results, found)
         bar.update()
-    asked_for = {f"accuracy/{cell.key}" for cell in wanted} - skipped.keys()
-    return [line for line in lines if line["cell"] in asked_for and is_of(bench.about["machine"], line)], skipped
+    return lines, skipped
 
 
 def measure(bench: Bench, cell: Cell, graph: PreparedGraph, tried: Sequence[Trial]) -> list[Line]:

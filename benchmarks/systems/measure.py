@@ -34,7 +34,7 @@ from benchmarks.systems.floors import MachineRates, epoch_floor_s
 from benchmarks.systems.graphs import ROOT, PreparedGraph
 from benchmarks.systems.grid import OURS, PEERS, Cell
 from benchmarks.systems.job import SKIPS_LARGEST, Job
-from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, Line, now, spread
+from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, USUAL, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 
 WARMUP_LIMIT = 300
@@ -57,9 +57,9 @@ Unit = tuple[str, ...]
 class Settings:
     """How cells are measured; part of what makes two measurements comparable."""
 
-    rounds: int = 5
+    rounds: int = USUAL["rounds"]
     """Turns of each start; each turn is at least one epoch."""
-    starts: int = 3
+    starts: int = USUAL["starts"]
     """How often each system that runs our loader is started; the others, which are further away, once."""
     warmup: int = 2
     """Epochs before the first turn once a system is settled, those of the check not counted. The fastest says how many

@@ -26,6 +26,8 @@ MEASURING_SOURCES = (
 """Of this benchmark: what reads, draws and tells figures does not change them."""
 EPOCH_TIME, PEAK_MEMORY = "epoch_time", "peak_memory"
 """Metrics of lines. Those of the second are of the same kind, but of so few turns that only their memory counts."""
+USUAL = {"rounds": 5, "starts": 3}
+"""Turns of each start of a system, and starts of each of ours, unless a run is given others."""
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 """Status of a line: measured; ended with an error; the user does not have the system."""
 
@@ -72,27 +74,32 @@ def newest(lines: Iterable[Line], metric: str = EPOCH_TIME) -> dict[str, dict[st
 
 
 def without_partial_runs(lines: Sequence[Line]) -> list[Line]:
-    """Returns lines without those of runs of a part of the systems (`--system`, or no `--peers`) of a cell that had
-    a fuller run before: tables show that.
+    """Returns lines without those of runs that say less of a cell than one before them: tables show that.
 
-    A run stays if it has tried all systems that were tried by the one before it that stays; what failed was tried.
+    A run stays if it has tried all systems that were tried by the one before it that stays (not `--system`, nor without
+    `--peers`; what failed was tried), by the same allocator, in as many turns and starts (`--allocator`, `--rounds`,
+    `--starts`; a run with more starts than usual gives way to one with as many as usual).
     """
-    tried: dict[tuple[str, str], dict[str, set[str]]] = {}
+    runs_of: dict[tuple[str, str], dict[str, list[Line]]] = {}
     for line in lines:
-        of_run = tried.setdefault((line["metric"], line["cell"]), {}).setdefault(line["run"], set())
-        if line["status"] != UNAVAILABLE:
-            of_run.add(line["variant"])
+        runs_of.setdefault((line["metric"], line["cell"]), {}).setdefault(line["run"], []).append(line)
     kept = set()
-    for cell, runs in tried.items():
+    for cell, runs in runs_of.items():
         before: set[str] = set()
-        for run, systems in runs.items():
-            if before <= systems:
-                before = systems
+        least: dict[str, int] = {"rounds": 0, "starts": 0}
+        allocator = None
+        for run, of_run in runs.items():
+            systems = {line["variant"] for line in of_run if line["status"] != UNAVAILABLE}
+            settings = of_run[0]["settings"]
+            is_as_long = all(settings[name] >= count for name, count in least.items())
+            if before <= systems and is_as_long and allocator in (None, settings["allocator"]):
+                before, allocator = systems, settings["allocator"]
+                least = {name: min(settings[name], usual) for name, usual in USUAL.items()}
                 kept.add((*cell, run))
     return [line for line in lines if (line["metric"], line["cell"], line["run"]) in kept]
 
 
-def is_measured(
+def measured_run(
     lines: Iterable[Line],
     cell: str,
     systems: Iterable[str],
@@ -102,8 +109,9 @@ def is_measured(
     machine: Mapping[str, Any],
     metric: str = EPOCH_TIME,
     retry_failed: bool = False,
-) -> bool:
-    """Tells whether one run of this code with these settings, on such a machine, has measured all systems of a cell.
+) -> str | None:
+    """Returns the last run of this code with these settings, on such a machine, that has measured all systems of a
+    cell; None if there is none.
 
     A system that failed has been measured, unless it is to be tried again; one that was not there is measured when it
     is there, which only its absence from `systems` says.
@@ -118,7 +126,7 @@ def is_measured(
             and (line["status"] == OK or (line["status"] == FAILED and not retry_failed))
         ):
             found.setdefault(line["run"], set()).add(line["variant"])
-    return any(set(systems) <= measured for measured in found.values())
+    return next((run for run in reversed(found) if set(systems) <= found[run]), None)
 
 
 def is_of(machine: Mapping[str, Any], line: Line) -> bool:

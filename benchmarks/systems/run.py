@@ -51,9 +51,8 @@ from benchmarks.systems.results import (
     Line,
     append_lines,
     describe_run,
-    is_measured,
-    is_of,
     mark_changed,
+    measured_run,
     read_lines,
 )
 from benchmarks.systems.summary import summarise
@@ -104,6 +103,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if getattr(args, mode) and ignored:
             options = ", ".join(f"--{name}" for name in sorted(ignored))
             parser.error(f"--{mode} has cells of its own: leave out {options}")
+    modes = [f"--{name}" for name in ("quick", "memory", "accuracy", "write") if getattr(args, name)]
+    if args.accuracy and len(modes) > 1:
+        # Curves take hours, are kept line by line, and each has the time of the full grid.
+        parser.error(f"{' and '.join(modes)} are different measurements: ask for one")
     return args
 
 
@@ -136,11 +139,12 @@ def choose_cells(args: argparse.Namespace) -> tuple[Cell, ...]:
 def measure_cells(
     bench: Bench, cells: Iterable[Cell], args: argparse.Namespace, results: Path | None, bar: Any
 ) -> tuple[list[Line], dict[str, str]]:
-    """Measures cells; returns the lines of all that were asked for, of this machine, and what was skipped and why."""
+    """Measures cells; returns the lines of all that were asked for, each of the run that measured what was asked of it
+    on such a machine, and what was skipped and why.
+    """
     known = read_lines(results) if results else []
     skipped: dict[str, str] = {}
-    wanted: set[str] = set()
-    lines = list(known)
+    lines: list[Line] = []
     why_no_network = why_unavailable()
     deadline = time.monotonic() + 3600 * args.hours
     for cell in cells:
@@ -150,10 +154,7 @@ def measure_cells(
             possible = tuple(system for system in possible if system in ("hybrid", *SAR))
         systems = [system for system in possible if not args.system or system in args.system]
         installed = [system for system in systems if bench.why_unavailable(system) is None]
-        wanted.add(cell.key)
-        if cell.rate_bits_per_s is not None and why_no_network is not None:
-            skipped[cell.key] = f"no links can be limited here: {why_no_network}"
-        elif is_measured(
+        run = measured_run(
             known,
             cell.key,
             installed,
@@ -162,8 +163,14 @@ def measure_cells(
             machine=bench.about["machine"],
             metric=bench.metric,
             retry_failed=args.retry_failed,
-        ):
-            pass
+        )
+        if not installed:
+            why = {bench.why_unavailable(system) for system in systems} or {"no system of those asked for runs it"}
+            skipped[cell.key] = "; ".join(sorted(map(str, why)))
+        elif cell.rate_bits_per_s is not None and why_no_network is not None:
+            skipped[cell.key] = f"no links can be limited here: {why_no_network}"
+        elif run is not None:
+            lines += [line for line in known if (line["cell"], line["run"]) == (cell.key, run)]
         elif time.monotonic() > deadline:
             skipped[cell.key] = f"not begun within {args.hours:g} hours"
         else:
@@ -181,8 +188,7 @@ def measure_cells(
                     if line["status"] == FAILED:
                         bar.write(f"{cell.key}: {line['variant']} failed: {line['error']}", file=sys.stderr)
         bar.update()
-    here = bench.about["machine"]
-    return [line for line in lines if line["cell"] in wanted - skipped.keys() and is_of(here, line)], skipped
+    return lines, skipped
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -88,39 +88,64 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "vs_sar": ratio(systems, *SAR),
         "vs_pipegcn": ratio(systems, "pipegcn"),
         "vs_dgl": ratio(systems, "dgl", "dgl_blocks", "dgl_one_thread"),
+        "not_in_turns": [
+            name
+            for name, others in (("vs_distdgl_full", ("distdgl_full",)), ("vs_sar", SAR), ("vs_pipegcn", ("pipegcn",)))
+            if in_turns(best_of(systems, *others)) is False
+        ],
         "distdgl_compute": _compute_ratio(systems),
         "predicted_error": statistics.median(errors) if errors else None,
         "predicted_error_worst": max(errors, default=None),
     }
 
 
+def in_turns(line: Line | None) -> bool | None:
+    """Tells whether a system trained in turns with hybrid's first start; None if that is not known.
+
+    As many systems wait at once as the memory holds; the others' turns are before or after hybrid's, and a machine that
+    changes its speed meanwhile is in their ratios.
+    """
+    starts = line.get("starts", ()) if line is not None else ()
+    return "hybrid" in starts[0]["in_turns_with"] if starts and "in_turns_with" in starts[0] else None
+
+
 def memory_summaries(lines: Sequence[Line]) -> Iterable[dict[str, Any]]:
     """Returns, for each cell, the most that a rank of hybrid holds while it trains, and one of SAR in its leanest mode.
 
     Of the last run that measured memory alone, else of the one that measured epochs, if all systems had given back what
-    loading has freed.
+    loading has freed. If there are both, the second's ratio stands beside the first's: there hybrid's processes have
+    run the other strategies, too, and it is the most of all starts.
     """
-    cells = newest([line for line in lines if line.get("memory") == "trimmed"]) | newest(lines, PEAK_MEMORY)
-    for cell, systems in cells.items():
-        own = best_of(systems, "hybrid")
-        modes = [systems[name] for name in SAR if name in systems and systems[name]["status"] == OK]
-        if own is not None and modes:
-            most, of_sar = max(own["peak_rss_bytes"]), min(max(mode["peak_rss_bytes"]) for mode in modes)
-            plan = own.get("facts", {}).get("plan")
-            yield {
-                "cell": cell,
-                "hybrid_bytes": most,
-                "sar_bytes": of_sar,
-                "ratio": most / of_sar,
-                "plan": plan,
-                "commit": own["git_sha"],
-            }
+    alone = newest(lines, PEAK_MEMORY)
+    timed = newest([line for line in lines if line.get("memory") == "trimmed"])
+    for cell in timed | alone:
+        found = _memory(alone.get(cell, {}), "alone"), _memory(timed.get(cell, {}), "with epochs")
+        shown = found[0] or found[1]
+        if shown is not None:
+            yield {"cell": cell, **shown, "ratio_with_epochs": found[1]["ratio"] if found[1] is not None else None}
+
+
+def _memory(systems: Systems, measured: str) -> dict[str, Any] | None:
+    own = best_of(systems, "hybrid")
+    modes = [systems[name] for name in SAR if name in systems and systems[name]["status"] == OK]
+    if own is None or not modes:
+        return None
+    most, of_sar = max(own["peak_rss_bytes"]), min(max(mode["peak_rss_bytes"]) for mode in modes)
+    return {
+        "hybrid_bytes": most,
+        "sar_bytes": of_sar,
+        "ratio": most / of_sar,
+        "measured": measured,
+        "plan": own.get("facts", {}).get("plan"),
+        "commit": own["git_sha"],
+    }
 
 
 def _compute_ratio(systems: Systems) -> float | None:
-    """Returns what DistDGL with full neighbourhoods computes in an epoch over the whole of hybrid's.
+    """Returns how long DistDGL with full neighbourhoods computes in an epoch over the whole of hybrid's.
 
-    A script that keeps its blocks and inputs in memory takes no less.
+    Elapsed time of its slowest trainer from the forward to the optimizer's step, waits for cores and for trainers that
+    read longer included: what a script that keeps its blocks and inputs in memory would save is not all of the rest.
     """
     own, other = best_of(systems, "hybrid"), best_of(systems, "distdgl_full")
     if own is None or other is None or other.get("compute_s") is None:
@@ -240,6 +265,9 @@ def summarise(lines: Sequence[Line], skipped: Mapping[str, str]) -> dict[str, An
                 f"memory_vs_sar_{choose.__name__}": choose(one["ratio"] for one in memory) if memory else None
                 for choose in (median, max)
             },
+            "memory_vs_sar_with_epochs_max": max(
+                (one["ratio_with_epochs"] for one in memory if one["ratio_with_epochs"] is not None), default=None
+            ),
             "lost": lost(cells),
             "failed": [{"cell": c["cell"], "system": s, "error": e} for c in cells for s, e in c["failed"].items()],
             "skipped": dict(skipped),

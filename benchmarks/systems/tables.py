@@ -30,16 +30,25 @@ LINE_HEAD = (
     *("system", "epoch (p20 to p80)", "starts", "CPU", "compute", "exchange", "wait", "rows sent", "on the wire"),
     *("peak memory per rank", "predicted", "floor", "prepared in"),
 )
-MEMORY_HEAD = ("cell", "hybrid", "SAR, the leanest mode", "hybrid's of SAR's", "plan", "commit")
+MEMORY_HEAD = (
+    *("cell", "hybrid", "SAR, the leanest mode", "hybrid's of SAR's", "measured", "as epochs were timed"),
+    *("plan", "commit"),
+)
 
 
 def memory_rows(found: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
     """Returns the most that a rank of either holds, in MB; in asterisks where hybrid holds more."""
+
+    def text(ratio: float | None) -> str:
+        return "" if ratio is None else f"{ratio:.2f}" if ratio <= 1 else f"*{ratio:.2f}*"
+
     return [
         (
             one["cell"],
             *(f"{one[name] / 1e6:.0f}" for name in ("hybrid_bytes", "sar_bytes")),
-            f"{one['ratio']:.2f}" if one["ratio"] <= 1 else f"*{one['ratio']:.2f}*",
+            text(one["ratio"]),
+            one["measured"],
+            text(one["ratio_with_epochs"]),
             one["plan"] or "",
             one["commit"],
         )
@@ -48,7 +57,9 @@ def memory_rows(found: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 
 def cell_rows(cells: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
-    """Returns every system's median and hybrid's ratios; a ratio under 1, where hybrid lost, is in asterisks."""
+    """Returns every system's median and hybrid's ratios; a ratio under 1, where hybrid lost, is in asterisks, and one
+    to a system that did not train in turns with hybrid has a dagger.
+    """
     rows = []
     for cell in cells:
         words = [cell["cell"]]
@@ -57,7 +68,7 @@ def cell_rows(cells: Iterable[Mapping[str, Any]]) -> list[tuple[str, ...]]:
                 words.append("failed")
             else:
                 words.append(seconds_text(cell["seconds"].get(system)))
-        words += [ratio_text(cell[name]) for name in RATIOS]
+        words += [ratio_text(cell[name]) + ("†" if name in cell["not_in_turns"] else "") for name in RATIOS]
         words.append("" if cell["ratio_error"] is None else f"{cell['ratio_error']:.0%}")
         words.append(_errors_text(cell["predicted_error"], cell["predicted_error_worst"]))
         rows.append(tuple(words))

@@ -15,11 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.emulated_network import NetworkError
 from benchmarks.systems.floors import measure_rates
-from benchmarks.systems.graphs import prepare
+from benchmarks.systems.graphs import GraphError, prepare
 from benchmarks.systems.grid import Cell
 from benchmarks.systems.measure import Bench, Settings
 from benchmarks.systems.results import OK, Line, describe_run
+from benchmarks.systems.team import SystemFailure
 
 MARK = "<!-- results: written by --write -->"
 """In the README; what follows it is replaced."""
@@ -69,7 +71,10 @@ class Comparison:
         return rows
 
     def measure(self, cells: Sequence[Cell], settings: Settings, cache: Path) -> list[Result]:
-        """Measures every system on every cell. Results are checked against plain DGL before anything is timed."""
+        """Measures every system on every cell. Results are checked against plain DGL before anything is timed.
+
+        A cell whose graph or network cannot be had has failed. What a user interrupts ends with the cells before.
+        """
         results = []
         with tqdm(cells, unit="cell", file=sys.stderr) as bar:
             bench = Bench(
@@ -82,8 +87,14 @@ class Comparison:
             )
             for cell in bar:
                 bar.set_description(cell.key)
-                graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
-                results.append(self.compare(bench.measure(cell, graph, self.systems)))
+                try:
+                    graph = prepare(cell.graph, cell.scale, cell.ranks, bench.cache)
+                    results.append(self.compare(bench.measure(cell, graph, self.systems)))
+                except (GraphError, NetworkError, SystemFailure, OSError) as error:
+                    results.append({"cell": cell.key, "failed": {"cell": str(error)}})
+                except KeyboardInterrupt:
+                    bar.write("interrupted: this is what had been measured", file=sys.stderr)
+                    break
         return results
 
     def report(self, results: Sequence[Result], args: argparse.Namespace, **about: Any) -> None:

@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.systems import accuracy
 from benchmarks.systems.grid import NETWORKS, SAR
-from benchmarks.systems.results import OK, Line, newest, without_partial_runs
+from benchmarks.systems.results import EPOCH_TIME, OK, PEAK_MEMORY, Line, newest, without_partial_runs
 from benchmarks.systems.summary import summarise
 from benchmarks.systems.tables import (
     CELL_HEAD,
@@ -72,15 +71,11 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     """Returns the tables in Markdown: the ratios, every cell, where we lose, what failed, and every measurement."""
     result = summarise(lines, {})
     cells, more = result["cells"], result["more"]
-    if not cells:
+    if not cells and not more["memory"] and not more["accuracy"]:
         return "Nothing has been measured yet."
-    shown = [
-        line
-        for metric in ("epoch_time", accuracy.METRIC)
-        for systems in newest(lines, metric).values()
-        for line in systems.values()
-    ]
-    parts = [_conditions(shown)]
+    metrics = (EPOCH_TIME, accuracy.METRIC) if cells else (PEAK_MEMORY, accuracy.METRIC)
+    shown = [systems for metric in metrics for systems in newest(lines, metric).values()]
+    parts = [_conditions([line for systems in shown for line in systems.values()])]
     headline = [name for name, value in result.items() if name not in ("cells", "more")]
     rows = [(name, "" if result[name] is None else f"{result[name]:.3g}") for name in headline]
     rows += [
@@ -93,7 +88,7 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     parts.append(
         "### Every cell\n\nGraph/model-layers x width/ranks/network; medians of epochs; columns right of the systems: "
         "their time over hybrid's, in asterisks where hybrid is slower; ±: the standard error of ratios to best_pure "
-        "and neutronstar, from how starts of one system differ."
+        "and neutronstar, from how starts of one system differ; †: that system had its turns before or after hybrid's."
     )
     parts.append(markdown(*drop_empty_columns(CELL_HEAD, cell_rows(cells))))
     lost = [
@@ -158,27 +153,41 @@ def accuracy_rows(cells: Sequence[Mapping[str, Any]]) -> list[tuple[str, ...]]:
 
 def _conditions(lines: Sequence[Line]) -> str:
     """Says on what, with what and how all this was measured."""
+    last = lines[-1]
+    machine, versions = last["machine"], last["versions"]
     of_epochs = [line for line in lines if "machine_rates" in line]  # time to accuracy needs no floor
-    last = of_epochs[-1]
-    machine, versions, settings = last["machine"], last["versions"], last["settings"]
-    loads = sorted({line["load_before"] for line in lines if "load_before" in line})
-    starts = sorted({line["settings"].get("starts", 1) for line in lines if "load_before" in line})
-    variables = " ".join(f"{name}={value}" for name, value in last["allocator_variables"].items()) or "none"
+    loads = sorted({line["load_before"] for line in of_epochs})
+    starts, rounds, warmup = (
+        " or ".join(map(str, sorted({line["settings"].get(name, 1) for line in of_epochs})))
+        for name in ("starts", "rounds", "warmup")
+    )
+    variables = " or ".join(
+        dict.fromkeys(
+            f"`{' '.join(f'{name}={value}' for name, value in line['allocator_variables'].items()) or 'none'}`"
+            for line in lines
+        )
+    )
     commits = sorted({line["git_sha"] + ("+" if line["dirty"] else "") for line in lines})
-    systems = sorted({line["machine"]["system"] for line in of_epochs})
-    cells_on = Counter(_processor(next(iter(cell.values()))) for cell in newest(of_epochs).values())
-    processors = " or ".join(f"{name} ({count} cells)" for name, count in cells_on.items())
+    systems = sorted({line["machine"]["system"] for line in lines})
+    cells_of: dict[str, set[str]] = {}
+    for line in of_epochs or lines:
+        cells_of.setdefault(_processor(line), set()).add(line["cell"])
+    processors = " or ".join(f"{name} ({len(cells)} cells)" for name, cells in cells_of.items())
+    told = (
+        f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, "
+        f"{machine['libc']}. Python {versions['python']}, PyTorch {versions['torch']}, "
+        f"DGL {versions['dgl']}. Commits (+: with changes): {', '.join(commits)}. "
+        f"Allocator variables of all systems of a cell: {variables}."
+    )
+    if not of_epochs:
+        return told
     copied, flops = (
         _range([line["machine_rates"][name] / 1e9 for line in of_epochs]) for name in ("copy_bytes_per_s", "flops")
     )
-    return (
-        f"Machine: {machine['cores']} cores ({machine['arch']}), {processors}, {' or '.join(systems)}, "
-        f"{machine['libc']}; one thread copies {copied} GB/s and multiplies at {flops} GFLOP/s, "
-        f"differently from run to run. Python {versions['python']}, PyTorch {versions['torch']}, "
-        f"DGL {versions['dgl']}. Commits (+: with changes): {', '.join(commits)}. "
-        f"Allocator variables of every system: `{variables}`. "
-        f"{settings['rounds']} turns of each start of a system after {settings['warmup']} epochs of warm-up "
-        f"and the check; {' or '.join(map(str, starts))} starts of each of ours. "
+    return told + (
+        f" One thread copies {copied} GB/s and multiplies at {flops} GFLOP/s, differently from run to run. "
+        f"{rounds} turns of each start of a system after {warmup} epochs of warm-up "
+        f"and the check; {starts} starts of each of ours. "
         f"Load average before a cell: {loads[0]} to {loads[-1]}."
     )
 
@@ -230,6 +239,8 @@ def _draw(cells: Mapping[str, Mapping[str, Line]], title: str, file: Path) -> li
     }
     shown = {bar: found for bar, found in shown.items() if found}
     height = 0.8 / max(1, len(shown))
+    if not shown:
+        return []
     figure, axes = plt.subplots(figsize=(9, 1.2 + len(keys) * (0.2 + 0.16 * len(shown))), layout="constrained")
     for number, (bar, found) in enumerate(shown.items()):
         places = [keys.index(key) + height * (number - (len(shown) - 1) / 2) for key in found]

@@ -50,7 +50,9 @@ def draw_results(lines: Path, folder: Path) -> list[Path]:
     memory = [
         max(p - b for p, b in zip(run["peak_rss_bytes"], run["base_rss_bytes"], strict=True)) / 1e6 for run in runs
     ]
-    _bars(axes[2], names, memory, colours, "MB")
+    # DistDGL's is the most of all batch sizes that it tried, the largest first: the one that it took may need less.
+    is_bound = [not _is_ours(run) and run.get("batch_size") is not None for run in runs]
+    _bars(axes[2], names, memory, colours, "MB", prefixes=["<= " if bound else "" for bound in is_bound])
     axes[2].set_title("How much memory does a rank need?")
     axes[2].set_ylabel("peak of the largest rank (MB)\nwithout interpreter and libraries")
     for axis in axes:
@@ -104,6 +106,7 @@ def _bars(
     unit: str,
     low: Sequence[float] = (),
     high: Sequence[float] = (),
+    prefixes: Sequence[str] = (),
 ) -> None:
     """Draws bars with their values above them; one that is far longer than the others is cut, with a mark.
 
@@ -115,6 +118,7 @@ def _bars(
         unit: Of the values.
         low: Lengths of error bars downwards; empty: there are none.
         high: Upwards.
+        prefixes: Of the values that are written above the bars; empty: none.
     """
     tops = [value + up for value, up in zip(values, high or [0.0] * len(values), strict=True)]
     longest = _longest_drawn(values, tops)
@@ -130,7 +134,9 @@ def _bars(
             ends = (position - 0.5, position + 0.5)
             axis.plot(ends, rising, color="white", linewidth=3, solid_capstyle="butt", zorder=5)
     # Above the error bar, or it would run through the figure.
-    _label(axis, [min(top, longest) for top in tops], [f"{value:,.0f} {unit}" for value in values])
+    before = prefixes or [""] * len(values)
+    texts = [f"{prefix}{value:,.0f} {unit}" for prefix, value in zip(before, values, strict=True)]
+    _label(axis, [min(top, longest) for top in tops], texts)
 
 
 def _figure(num_axes: int, *, width: float, height: float, share_y: bool = False) -> tuple[Any, Sequence[Any]]:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,18 +48,20 @@ def reports() -> list[TrainReport]:
     return made
 
 
+PREPARED = PreparedGraph(
+    part_config="",
+    data={},
+    num_nodes=10,
+    num_edges=20,
+    feat_dim=3,
+    num_classes=2,
+    num_train=4,
+    halo_rows=5,
+)
+
+
 def records() -> list[dict[str, Any]]:
-    prepared = PreparedGraph(
-        part_config="",
-        data={},
-        num_nodes=10,
-        num_edges=20,
-        feat_dim=3,
-        num_classes=2,
-        num_train=4,
-        halo_rows=5,
-    )
-    return [run.record_of(report, run.CASES[0], prepared, 0, "loopback", None) for report in reports()]
+    return [run.record_of(report, run.CASES[0], PREPARED, 0, "loopback", None) for report in reports()]
 
 
 def test_every_approximation_has_a_row_beside_the_exact_run() -> None:
@@ -77,6 +81,28 @@ def test_runs_are_checked() -> None:
     far[3] = replace(far[3], epochs=tuple(replace(epoch, loss=2.01) for epoch in far[3].epochs))
     with pytest.raises(AssertionError, match=r"stale: the first epoch's loss is 2.01, exactly it is 2.0"):
         run.check(far)
+
+
+def test_two_epochs_are_enough() -> None:
+    """All had trained when the quantiles of the one steady epoch failed."""
+    report = replace(reports()[0], epochs=reports()[0].epochs[:2])
+    assert len(report.steady_epochs()) == 1
+    record = run.record_of(report, run.CASES[0], PREPARED, 0, "loopback", None)
+    assert record["p20"] == record["p50"] == record["p80"] == pytest.approx(80.0)
+
+
+def test_ranks_that_die_at_once_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody looked at them once the last had ended, and the missing reports were the error."""
+
+    def die(command: object, **others: Any) -> subprocess.Popen[bytes]:
+        process = popen([sys.executable, "-Sc", "raise SystemExit('no such part')"], **others)
+        process.wait()
+        return process
+
+    popen = subprocess.Popen
+    monkeypatch.setattr(run.subprocess, "Popen", die)
+    with pytest.raises(RuntimeError, match=r"rank \[0, 1\] failed[^$]*no such part"):
+        run.run_jobs([], 2, None, tmp_path / "jobs")
 
 
 def test_writing_keeps_the_text_around_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

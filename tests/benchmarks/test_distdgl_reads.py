@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from benchmarks.distdgl_reads import jobs, plot
-from benchmarks.distdgl_reads.cells import count_payback_epochs, measurements, spread, summarise
+from benchmarks.distdgl_reads.cells import count_payback_epochs, measurements, summarise
 from benchmarks.distdgl_reads.jobs import DATA_VARIABLE, find_data, plan_jobs
 from benchmarks.distdgl_reads.schedule import Schedule, read_message, write_message
 from benchmarks.distdgl_reads.tables import TIME_HEAD, count_rows, markdown, time_rows
@@ -123,11 +123,6 @@ def test_a_fill_that_never_pays() -> None:
     line = {"p50": 2.0, "fill_s": 5.0}
     assert count_payback_epochs(line, line) is None
     assert count_payback_epochs({"p50": 3.0}, line) == 5
-
-
-def test_spread() -> None:
-    assert spread([3.0]) == {"p20": 3.0, "p50": 3.0, "p80": 3.0}
-    assert spread([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]) == {"p20": 2.0, "p50": 3.5, "p80": 5.0}
 
 
 def test_tables(messages: list[dict[str, Any]]) -> None:

@@ -12,7 +12,12 @@ import pytest
 
 from benchmarks.memory_budget import run as memory_budget
 from benchmarks.overlap import run as overlap
+from benchmarks.systems import variants
 from benchmarks.systems.adaptors import SYSTEMS
+from benchmarks.systems.graphs import GraphError
+from benchmarks.systems.grid import Cell
+from benchmarks.systems.measure import Settings
+from benchmarks.systems.team import SystemFailure
 from benchmarks.systems.variants import MARK, Comparison, make_parser
 
 
@@ -83,6 +88,31 @@ def test_a_failure_is_in_the_table(comparison: Comparison, tmp_path: Path) -> No
     assert "no memory" in text
     assert "an old table" not in text
     assert MARK in comparison.readme.read_text(), "the benchmark's own table has its place"
+
+
+@pytest.mark.parametrize("ending", [GraphError("no such file"), SystemFailure("plain DGL died"), KeyboardInterrupt()])
+def test_what_was_measured_before_a_cell_failed_is_told(
+    ending: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that was missing for the last cell lost the hours of all others."""
+    cells = [Cell(graph=name) for name in ("products", "reddit", "powerlaw")]
+    failed = {"variant": memory_budget.LARGE, "status": "failed", "error": "no memory"}
+
+    def prepare(graph: str, *_: Any) -> None:
+        if graph == "reddit":
+            raise ending
+
+    monkeypatch.setattr(variants, "prepare", prepare)
+    monkeypatch.setattr(variants, "measure_rates", lambda: None)
+    monkeypatch.setattr(variants.Bench, "measure", lambda _, cell, *__: [failed | {"cell": cell.key}])
+    results = memory_budget.COMPARISON.measure(cells, Settings(), tmp_path)
+    told = {result["cell"]: result["failed"] for result in results}
+    assert told[cells[0].key] == {memory_budget.LARGE: "no memory"}
+    if isinstance(ending, KeyboardInterrupt):
+        assert list(told) == [cells[0].key]
+    else:
+        assert told[cells[1].key] == {"cell": str(ending)}
+        assert list(told) == [cell.key for cell in cells]
 
 
 def test_json_has_the_table_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,15 @@ from benchmarks.systems.graphs import SHAPES, GraphShape, generate
 from benchmarks.systems.grid import Cell, full_grid, quick_grid, quick_systems_of, systems_of
 from benchmarks.systems.job import Job
 from benchmarks.systems.measure import Bench, Settings, summarise_epochs
-from benchmarks.systems.results import append_lines, is_measured, newest, peer_versions, read_lines, spread
+from benchmarks.systems.results import (
+    append_lines,
+    measured_run,
+    newest,
+    peer_versions,
+    read_lines,
+    spread,
+    without_partial_runs,
+)
 from benchmarks.systems.run import main, parse, settings_of
 from benchmarks.systems.summary import cell_summary, ratio_error, summarise
 from benchmarks.systems.tables import CELL_HEAD, LINE_HEAD, cell_rows, drop_empty_columns, line_rows
@@ -389,11 +397,11 @@ def test_lines_survive_a_run_that_was_broken_off(tmp_path: Path) -> None:
 
 
 def test_a_measured_cell_is_known_again(lines: list[dict[str, Any]]) -> None:
-    def known(cell: Cell, *systems: str, code: str = "code1", **changes: Any) -> bool:
+    def known(cell: Cell, *systems: str, code: str = "code1", **changes: Any) -> str | None:
         settings, machine = SETTINGS | changes.pop("settings", {}), MACHINE | changes.pop("machine", {})
-        return is_measured(lines, cell.key, systems, code, settings, machine=machine, **changes)
+        return measured_run(lines, cell.key, systems, code, settings, machine=machine, **changes)
 
-    assert known(TWO, "hybrid", "sar")
+    assert known(TWO, "hybrid", "sar") == "run1"
     assert not known(TWO, "hybrid", "dgl")
     assert not known(TWO, "hybrid", code="code2")
     assert not known(TWO, "hybrid", settings={"rounds": 7})
@@ -407,6 +415,9 @@ def test_a_measured_cell_is_known_again(lines: list[dict[str, Any]]) -> None:
     # Ratios are formed within a run, so two halves of two runs are not a measurement.
     lines.append(make_line(TWO, "dgl", 1.0, run="run2"))
     assert not known(TWO, "hybrid", "dgl")
+    lines += [make_line(TWO, name, 1.0, run="run3") for name in ("hybrid", "dgl")]
+    assert known(TWO, "hybrid", "dgl") == known(TWO, "hybrid") == "run3"
+    assert known(TWO, "hybrid", "sar") == "run1"
 
 
 def test_the_last_run_of_a_cell_counts(lines: list[dict[str, Any]]) -> None:
@@ -435,6 +446,28 @@ def test_a_run_of_a_part_of_the_systems_does_not_take_the_place_of_a_fuller_one(
     assert "| 88 " in after
     assert "| 77 " not in after
     assert "died" in after
+
+
+@pytest.mark.parametrize(
+    ("changes", "stays"),
+    [
+        ({}, True),
+        ({"rounds": 7}, True),
+        ({"rounds": 4}, False),
+        ({"starts": 1}, False),
+        ({"starts": 6}, True),
+        ({"allocator": "default"}, False),
+    ],
+)
+def test_a_run_of_other_settings_does_not_take_the_place_of_a_longer_one(
+    changes: dict[str, Any], stays: bool, lines: list[dict[str, Any]]
+) -> None:
+    """One turn by another allocator stood in the table, as if it were like the others."""
+    other = [line | {"run": "run2", "settings": SETTINGS | changes} for line in lines if line["cell"] == TWO.key]
+    assert without_partial_runs(lines + other) == (lines + other if stays else lines)
+    # More turns or starts than usual were one cell's: the next run has as many as all others.
+    usual = [line | {"run": "run3", "settings": SETTINGS} for line in other]
+    assert newest(without_partial_runs(lines + other + usual))[TWO.key]["hybrid"]["run"] == "run3"
 
 
 def test_spread() -> None:
@@ -705,6 +738,11 @@ def test_time_to_accuracy_goes_on_where_it_was_broken_off(tmp_path: Path, monkey
         assert not skipped
         assert len(lines) == 2 * len(some)
     assert measured == ["products", "reddit"]
+    # What has been measured is shown, however late it is.
+    later = [*cells, Cell(graph="powerlaw")]
+    lines, skipped = accuracy.measure_cells(cast(Any, bench), later, parse(["--accuracy", "--hours", "0"]), file, bar)
+    assert len(lines) == 4
+    assert list(skipped) == [f"accuracy/{later[-1].key}"]
 
 
 def test_curves_are_as_slow_as_the_slowest_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -802,6 +840,16 @@ def test_a_system_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str
         parse(["--system", "hybird"])
     assert "hybird" in capsys.readouterr().err
     assert parse(["--system", "sar_mfg"]).system == ["sar_mfg"]
+
+
+@pytest.mark.parametrize("arguments", ["--quick --accuracy", "--memory --accuracy", "--accuracy --write"])
+def test_two_measurements_at_once_are_refused(arguments: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`make bench ARGS=--accuracy` trained for hours, with the time limit of a few minutes, and kept nothing."""
+    with pytest.raises(SystemExit):
+        parse(arguments.split())
+    told = capsys.readouterr().err.splitlines()[-1]
+    assert "--accuracy" in told
+    assert "different measurements" in told
 
 
 @pytest.mark.parametrize("arguments", ["--quick --graph products", "--quick --scale 0.1", "--accuracy --ranks 3"])
@@ -1042,6 +1090,49 @@ def test_a_run_shows_what_was_measured_on_its_own_machine(lines: list[dict[str, 
         found, skipped = run.measure_cells(bench, [TWO, ONE_GAT], args, file, bar)
     assert {(line["cell"], line["run"]) for line in found} == {(TWO.key, "own")}
     assert list(skipped) == [ONE_GAT.key]
+
+
+def test_what_is_shown_is_the_run_of_what_was_asked_for(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A later run of one system emptied the cell, though it was not measured again."""
+    file = tmp_path / "results.jsonl"
+    whole = [make_line(TWO, system, 1.0, run="whole") for system in systems_of(TWO)]
+    append_lines(file, [*whole, make_line(TWO, "hybrid", 2.0, run="a part")])
+    about = {"code": "code1", "machine": MACHINE}
+    bench = Bench(settings=Settings(rounds=5), cache=tmp_path, peers=None, rates={}, about=about)  # type: ignore[arg-type]
+    before = file.read_bytes()
+    with tqdm(disable=True) as bar:
+        found, skipped = run.measure_cells(bench, [TWO], run.parse([]), file, bar)
+        assert ({line["run"] for line in found}, skipped) == ({"whole"}, {})
+        # A system that is not there is no measurement.
+        found, skipped = run.measure_cells(bench, [TWO], run.parse(["--system", "sar"]), file, bar)
+    assert found == []
+    assert "SAR" in skipped[TWO.key]
+    assert file.read_bytes() == before
+
+
+def test_ratios_to_systems_that_had_their_turns_elsewhere_are_marked(lines: list[dict[str, Any]]) -> None:
+    for line in lines:
+        beside = ["hybrid", "depcache"] if line["variant"] == "distdgl_full" else ["sar", "sar_mfg"]
+        line["starts"] = [{"p50": line["p50"], "in_turns_with": beside}]
+    cell = cell_summary(newest(lines)[TWO.key])
+    assert cell["not_in_turns"] == ["vs_sar", "vs_pipegcn"]
+    (row,) = cell_rows([cell])
+    told = dict(zip(CELL_HEAD, row, strict=True))
+    assert (told["sar"], told["pipegcn"], told["distdgl_full"]) == ("4.00†", "3.00†", "20.00")
+
+
+def test_tables_say_all_allocator_settings_there_were(lines: list[dict[str, Any]]) -> None:
+    pages = [line | {"allocator_variables": {"MALLOC_MMAP_MAX_": "0", "PAGES": "1"}} for line in lines[-1:]]
+    told = report(lines[:-1] + pages)
+    assert "`MALLOC_MMAP_MAX_=0` or `MALLOC_MMAP_MAX_=0 PAGES=1`" in told
+
+
+def test_pictures_are_of_what_was_measured(lines: list[dict[str, Any]], tmp_path: Path) -> None:
+    """A graph of which there are failures alone has none, and the others have theirs."""
+    failed = make_line(replace(TWO, graph="reddit"), "sar", None, status="unavailable", error="no checkout")
+    names = {file.name for file in draw_all([*lines, failed], tmp_path)}
+    assert any(name.startswith("epoch_products") for name in names)
+    assert not any(name.startswith("epoch_reddit") for name in names)
 
 
 def test_commits_of_the_peers_are_told(tmp_path: Path) -> None:
@@ -1293,15 +1384,24 @@ def test_a_run_of_memory_alone_says_nothing_of_epochs(lines: list[dict[str, Any]
     assert (memory["hybrid_bytes"], memory["sar_bytes"], memory["ratio"]) == (30, 60, 0.5)
     # Even if epochs were measured later, by systems that had given back their memory.
     trimmed = [line | {"memory": "trimmed", "run": "run3"} for line in lines]
-    (memory, *_) = summarise(lines + of_memory + trimmed, {})["more"]["memory"]
+    more = summarise(lines + of_memory + trimmed, {})["more"]
+    (memory, *_) = more["memory"]
     assert (memory["cell"], memory["hybrid_bytes"], memory["sar_bytes"]) == (TWO.key, 30, 60)
+    # The other figure stands beside it.
+    assert (memory["measured"], memory["ratio_with_epochs"]) == ("alone", 1.5)
+    assert (more["memory_vs_sar_max"], more["memory_vs_sar_with_epochs_max"]) == (0.5, 1.5)
+    assert "| 0.50 | alone | *1.50* |" in report(lines + of_memory + trimmed)
+    (memory, *_) = summarise(lines + trimmed, {})["more"]["memory"]
+    assert (memory["measured"], memory["ratio"], memory["ratio_with_epochs"]) == ("with epochs", 1.5, 1.5)
     words = report(lines + of_memory)
     assert "Peak memory beside SAR" in words
+    assert "Nothing has been measured" not in report(of_memory)
+    assert "| 0.50 | alone |" in report(of_memory)
     assert "Peak memory beside SAR" not in report(lines)
     done = {"metric": "peak_memory", "machine": MACHINE}
-    assert is_measured(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, **done)
-    assert not is_measured(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, machine=MACHINE)
-    assert not is_measured(lines, TWO.key, ("hybrid",), "code1", SETTINGS, **done)
+    assert measured_run(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, **done)
+    assert not measured_run(of_memory, TWO.key, ("hybrid", "sar"), "code1", SETTINGS, machine=MACHINE)
+    assert not measured_run(lines, TWO.key, ("hybrid",), "code1", SETTINGS, **done)
 
 
 def test_memory_is_asked_for_of_hybrid_and_sar_in_one_turn() -> None:

@@ -243,6 +243,8 @@ def test_a_bar_far_longer_than_the_others_is_cut(tmp_path: Path, monkeypatch: py
     assert len(sent.patches) == 3
     assert [text.get_text() for text in sent.texts] == ["1.23 MB"] * 3
     assert [text.get_text() for text in memory.texts] == ["200 MB", "500 MB", "200 MB", "200 MB", "200 MB"]
+    *_, memory = draw(plain, distdgl_row(batch_size=1024).to_json(), *ours)
+    assert memory.texts[1].get_text() == "<= 500 MB", "the largest batch was tried, too"
     times, *_ = draw(plain, distdgl_row(times_s=(0.1,) * 5).to_json(), *ours)
     assert times.patches[1].get_height() == pytest.approx(100), "it is not that much longer"
     times, *_ = draw(plain, replace(distdgl_row(), report=None, error="no luck").to_json(), *ours)

@@ -48,7 +48,7 @@ class DemoConfig:
     hidden: int = 128
     """Width of the hidden layers."""
     epochs: int = 80
-    """Epochs in float32, for time, bytes, memory and accuracy."""
+    """Epochs in float32, for bytes, memory, accuracy and trials of plans; times are of turns after them."""
     check_epochs: int = 5
     """Epochs in float64, for the digits that the loss agrees with plain DGL's."""
     distdgl: bool = True

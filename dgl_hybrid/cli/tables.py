@@ -37,7 +37,8 @@ def print_training(report: TrainReport, changes: str = "") -> None:
     )
     if changes:
         console.print(f"graph: {changes}")
-    layers = Table("layer", title="Dependencies and bytes per epoch, all ranks together", title_justify="left")
+    title = "Dependencies and bytes per epoch, all ranks together (layer 1: once, where its sums are kept)"
+    layers = Table("layer", title=title, title_justify="left")
     for name in ("cached rows", "communicated rows", "sent forward", "sent backward"):
         layers.add_column(name, justify="right")
     for layer in report.layers:
@@ -88,7 +89,8 @@ def print_plan(result: dict[str, Any]) -> None:
         f"{result['model']} on {result['dataset']}, {result['ranks']} ranks, strategy {result['strategy']}{chosen}; "
         f"predicted epoch {format_seconds(result['predicted_epoch_s'])}"
     )
-    table = Table("rank", title="What each rank caches and receives, per epoch", title_justify="left")
+    title = "What each rank caches and receives, per epoch (layer 1: once, where its sums are kept)"
+    table = Table("rank", title=title, title_justify="left")
     for name in ("layer", "cached rows", "communicated rows", "compute", "receive", "bytes received", "bytes held"):
         table.add_column(name, justify="right")
     for row in result["by_rank"]:

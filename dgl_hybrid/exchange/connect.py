@@ -30,7 +30,8 @@ def create_communicator(
 
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others. The same on
-            all ranks. None takes what `init_process_group(timeout=)` was given; ten minutes if it was not.
+            all ranks. None takes what `init_process_group(timeout=)` was given; ten minutes if it was not, or if
+            it was PyTorch's own default of 30 (NCCL: 10), which cannot be told from none.
         backend: "gloo" or "nccl"; None takes the default group's. Where that has both, NCCL if the device that every
             rank's group is bound to, or else its current one, is a GPU that no other rank has.
         transport: "collective" exchanges rows over the process group, "shared_memory" through the memory of the host

@@ -18,7 +18,8 @@ def op_counts() -> dict[str, int]:
 
     Returns:
         For example `{"spmm.copy_u.sum/ours": 12, "spmm.u_add_e.sum/dgl: operator": 2}`. Forwards are counted; a
-        backward goes the way of its forward. Operations on graphs that are not routed (`route_ops`) do not appear.
+        backward goes the way of its forward. What DGL's own functions do on graphs that are not routed (`route_ops`)
+        does not appear; layers that `optimize` has changed count wherever they run.
     """
     return dict(sorted(_counts.items()))
 

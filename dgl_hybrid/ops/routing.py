@@ -213,7 +213,8 @@ def route_ops(graphs: ServedGraphs) -> None:
             with a DGL without CUDA, `graph.to("cuda")` then works and its operations run on our kernels. `"none"`:
             DGL's own everywhere, and DGL's functions are the original objects again (except that `LayerBlock`s, once
             there are any, need theirs hooked for the exchange, and that sums over rows received in chunks are ours:
-            DGL's kernels need all rows at once). Ranks that train together must choose alike: exchanges differ.
+            DGL's kernels need all rows at once; layers that `optimize` has changed keep the operations that it gave
+            them until `restore`). Ranks that train together must choose alike: exchanges differ.
     Raises:
         ValueError: Another word.
         CompatError: DGL's functions are not as expected; nothing is changed then.

@@ -86,7 +86,7 @@ class FullGraphLoader:
             layer of a student whose sums are kept does not; if the student is given here: `keep_static=False`).
         strategy: "hybrid" (if nothing else is given), "depcache", "depcomm", "neutronstar", "greedy" or "ratio".
         planner: All options of the planner, the strategy too.
-        topology: Measured or assumed rates to plan with; None probes these ranks once a process.
+        topology: Measured or assumed rates to plan with; None probes these ranks, once for a graph that was opened.
         plan: A plan made before (`dgl-hybrid plan`), or the ids to cache at each level; nothing is planned then.
         loss_reduction, loss_denominator: How the script reduces its loss, if it is not a mean over `seeds`: see
             `find_loss_weight`.
@@ -124,7 +124,7 @@ class FullGraphLoader:
             script has initialised), "shared_memory" (of the one host they all run on), "auto" (the latter between
             trainers of one host, the former between hosts) or "kvstore" (DistDGL's servers); None means "auto".
         timeout_s: How long the trainers of a `DistGraph` wait for each other, in planning too; None: what
-            `init_process_group(timeout=)` was given, or ten minutes. The same on all ranks.
+            `init_process_group(timeout=)` was given, or ten minutes (see `create_communicator`). The same on all ranks.
         **dataloader_kwargs: What `DistNodeDataLoader` takes besides (batch_size, shuffle, drop_last, …): there is one
             batch, so they have no effect.
 
@@ -261,6 +261,7 @@ class FullGraphLoader:
             num_layers=self.num_layers,
             share=self._trial_share,
             is_fixed=forced is not None,
+            given=plan if isinstance(plan, DependencyPlan) else None,
         )
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
@@ -332,12 +333,14 @@ class FullGraphLoader:
 
     @property
     def outcome(self) -> PlanOutcome | None:
-        """The plan that runs, and why; None until there is one."""
+        """The plan that runs, and why; None until one was made for the model, and if a plan was given."""
         return self._choice.outcome
 
     @property
     def best_plan(self) -> DependencyPlan | None:
-        """This rank's plan that is the fastest known so far: that of `outcome`, unless it only has its turn."""
+        """This rank's plan that is the fastest known so far: that of `outcome`, unless it only has its turn; or the one
+        that was given. None: none was made, and bare ids or nothing given.
+        """
         return self._choice.best_plan
 
     @property
@@ -449,10 +452,12 @@ class FullGraphLoader:
         give_back_memory(thoroughly=any(structure() is not None for structure in structures))
 
     def _leave_memory(self, *, thoroughly: bool) -> None:
-        """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too."""
+        """Ends what lies ready for exchanges like the last ones; of many edges, what was freed is to go back too, of
+        few only when that is asked for.
+        """
         self.communicator.drop_free_memory()
-        if sum(layer.num_edges for layer in self.sets.layers) >= _MANY_EDGES:
-            self._free_memory.leave(thoroughly=thoroughly)
+        is_little = sum(layer.num_edges for layer in self.sets.layers) < _MANY_EDGES
+        self._free_memory.leave(thoroughly=thoroughly, is_little=is_little)
 
     def give_back_memory(self) -> None:
         """Hands memory that planning, building and first epochs have freed back to the system now, and leaves raw rows

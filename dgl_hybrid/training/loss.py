@@ -22,7 +22,7 @@ from torch import Tensor
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.communicator import Communicator
 
-Reduction = Literal["mean", "sum"]
+Reduction = Literal["mean", "sum", "weighted"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
 
@@ -48,11 +48,13 @@ class _WeightGradient(torch.autograd.Function):
         if torch.is_grad_enabled() and not ctx.weight.is_one:  # create_graph=True
             raise BlockError(
                 "second derivatives of the loss: first ones have this rank's loss weight, which would enter a second "
-                "time. Weight the loss yourself, which is exact: FullGraphLoader(..., loss_denominator=1.0), and "
+                "time. Weight the loss yourself, which is exact: FullGraphLoader(..., loss_reduction='weighted'), and "
                 "multiply the mean over this rank's seeds by the number of ranks times this rank's share of all seeds."
             )
         if ctx.weight.value == 0.0:  # the loss of a borrowed seed may be NaN, as of a class that weighs nothing
-            return torch.zeros_like(grads[0]), None
+            # Of the gradient all the same: where that is differentiated again, this rank takes part in exchanges, too.
+            nowhere = torch.zeros((), dtype=torch.bool, device=grads[0].device)
+            return torch.where(nowhere, grads[0], torch.zeros_like(grads[0])), None
         return grads[0] * ctx.weight.value, None
 
 
@@ -78,8 +80,10 @@ def check_reduction(reduction: str, denominator: float | None) -> None:
             f"loss_reduction must be one of {', '.join(REDUCTIONS)} (got {reduction!r}): how the script reduces its "
             f"loss over the seeds, in whatever steps"
         )
-    if reduction == "sum" and denominator is not None:
-        raise ValueError(f"loss_denominator={denominator} has no meaning with loss_reduction='sum': leave it out")
+    if reduction != "mean" and denominator is not None:
+        raise ValueError(
+            f"loss_denominator={denominator} has no meaning with loss_reduction={reduction!r}: leave it out"
+        )
 
 
 def find_loss_weight(
@@ -89,7 +93,9 @@ def find_loss_weight(
 
     Args:
         num_seeds: Seeds this rank's loss is taken over, borrowed ones not counted.
-        reduction: How the script reduces its loss over the seeds.
+        reduction: How the script reduces its loss over the seeds: to their "mean", their "sum", or to what is
+            "weighted" already, so that the mean over ranks of their losses is that of the whole graph. Then the weight
+            is 1, and 0 on a rank without seeds of its own, whatever the loss of the one that it borrows.
         denominator: What a "mean" divides by on this rank, if it is not the number of seeds (class weights,
             `ignore_index`). It must be that of the seeds that are yielded here, after those of other owners were moved
             to them and double ones dropped: nobody but the script knows its loss, so this cannot be checked. Of a rank
@@ -102,6 +108,9 @@ def find_loss_weight(
     of_ranks = [row[0] for row in communicator.gather_floats([here])]
     if reduction == "sum":
         return LossWeight(float(communicator.world_size) if num_seeds else 0.0, is_one=communicator.world_size == 1)
+    if reduction == "weighted":
+        # One where it matters: what is multiplied by 0 twice is 0 as well.
+        return LossWeight(1.0 if num_seeds else 0.0, is_one=True)
     total = sum(of_ranks)
     if not all(0.0 <= of_rank < math.inf for of_rank in of_ranks) or not 0.0 < total < math.inf:
         raise ValueError(

@@ -54,6 +54,7 @@ class FreeMemory:
         self._at_once = at_once
         self._is_thorough = False
         self._waits_since: float | None = None
+        self._waits_to_be_asked = False
         self._kept: Sequence[StaticResults] = ()
         self._rows_left: WeakIdKeyDictionary = WeakIdKeyDictionary()
         """On disk, and not known yet to be read by nobody: until the end of the next epoch."""
@@ -62,8 +63,17 @@ class FreeMemory:
         """From now on these results are what layers read in place of the rows they were made of."""
         self._kept = kept
 
-    def leave(self, *, thoroughly: bool) -> None:
-        """Notes that more was freed than will be taken; `thoroughly` is that of `give_back_memory`."""
+    def leave(self, *, thoroughly: bool, is_little: bool = False) -> None:
+        """Notes that more was freed than will be taken.
+
+        Args:
+            thoroughly: That of `give_back_memory`.
+            is_little: Goes back only when somebody asks for it.
+        """
+        if is_little:
+            self._waits_to_be_asked = True
+            self._is_thorough = self._is_thorough or thoroughly
+            return
         if self._waits_since is None:
             self._waits_since = time.monotonic()
         self._is_thorough = self._is_thorough or thoroughly
@@ -79,10 +89,10 @@ class FreeMemory:
 
     def give_back(self) -> None:
         """Gives back what waits, if anything does."""
-        if self._waits_since is not None:
+        if self._waits_since is not None or self._waits_to_be_asked:
             self.leave_rows_on_disk()
             give_back_memory(thoroughly=self._is_thorough)
-        self._waits_since, self._is_thorough = None, False
+        self._waits_since, self._waits_to_be_asked, self._is_thorough = None, False, False
 
     def leave_rows_on_disk(self) -> None:
         """Takes rows out of memory of which only results are read. They stay the tensors that they are."""

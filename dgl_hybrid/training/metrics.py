@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Metrics over the rows of all ranks: the same number on every rank, whatever the partition.
 
-Each `global_*` function is collective over its communicator and runs a fixed number of collectives, rows or none. A row
-counts with its `weight`; a row a rank merely borrowed (to have something to compute) has weight 0, and a row without
-label (-1 in integer labels, NaN in floating ones) never counts. Where nothing counts on any rank, the result is NaN.
+Each `global_*` function is collective over its communicator, which must be given where there are several ranks, and
+runs a fixed number of collectives, rows or none. A row counts with its `weight`; a row a rank merely borrowed (to have
+something to compute) has weight 0, and a row without label (-1 in integer labels, NaN in floating ones) never counts.
+Where nothing counts on any rank, the result is NaN.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
@@ -123,7 +125,8 @@ def global_roc_auc(
     scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
     packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)
-    packed = packed if communicator is None else communicator.gather_rows(packed)
+    checked = _of_all_ranks(communicator)
+    packed = packed if checked is None else checked.gather_rows(packed)
     packed = packed.cpu()  # where ranks add up in one order: a GPU would in any
     scores_NC, labels_NC, weight_NC = packed.chunk(3, dim=1)
     if bool((scores_NC.isnan() & (weight_NC > 0)).any()):
@@ -169,4 +172,20 @@ def _check_rows(logits: Tensor, labels: Tensor, weight: Tensor | None, *, labels
 
 
 def _sum(values: Tensor, communicator: Communicator | None) -> Tensor:
-    return values if communicator is None else communicator.sum_(values.clone())
+    checked = _of_all_ranks(communicator)
+    return values if checked is None else checked.sum_(values.clone())
+
+
+def _of_all_ranks(communicator: Communicator | None) -> Communicator | None:
+    """Returns it; None, if rows of this process are all there are.
+
+    Raises:
+        ValueError: It is not given, and there are other ranks, which would each get another number, and perhaps stop at
+            another epoch.
+    """
+    if communicator is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"a metric over {dist.get_world_size()} ranks needs communicator= (of the PartitionedGraph or the loader): "
+            f"without it, each would count its own rows alone"
+        )
+    return communicator

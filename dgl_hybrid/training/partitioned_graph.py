@@ -98,7 +98,7 @@ class PartitionedGraph:
             communicator: None makes one over the default process group.
             verify: Check checksums where the folder has them.
             timeout_s: How long ranks wait for each other, in planning too; None: what `init_process_group(timeout=)`
-                was given, or ten minutes. The same on all ranks.
+                was given, or ten minutes (see `create_communicator`). The same on all ranks.
 
         Raises:
             PartitionError: Missing, damaged or unsuitable folder, or a number of ranks other than its parts.
@@ -142,7 +142,8 @@ class PartitionedGraph:
                 (`create_communicator`).
                 "kvstore" goes over DistDGL's servers, slowly, where no backend of torch.distributed spans the hosts.
             timeout_s: How long ranks wait for each other, in planning too; None: what this graph was seen with before,
-                else what `init_process_group(timeout=)` was given, or ten minutes. The same on all ranks.
+                else what `init_process_group(timeout=)` was given, or ten minutes (see `create_communicator`). The same
+                on all ranks.
 
         Raises:
             ValueError: Another timeout than it was seen with before.

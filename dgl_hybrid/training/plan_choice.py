@@ -32,6 +32,7 @@ class PlanChoice:
         num_layers: Of the loader's blocks.
         share: Of the time trained that trials of plans may take; 0: none.
         is_fixed: The script gives a plan, which stays.
+        given: That plan; None if it is bare ids, or none is given.
 
     Attributes:
         outcome: The plan that runs, and why; None until there is one.
@@ -48,8 +49,9 @@ class PlanChoice:
         num_layers: int,
         share: float,
         is_fixed: bool,
+        given: DependencyPlan | None = None,
     ) -> None:
-        self._communicator, self._num_layers, self._share = communicator, num_layers, share
+        self._communicator, self._num_layers, self._share, self._given = communicator, num_layers, share, given
         self.maker, self.calls = maker, calls
         self.is_fixed, self._is_checked = is_fixed, not is_fixed
         self.outcome: PlanOutcome | None = None
@@ -61,9 +63,9 @@ class PlanChoice:
 
     @property
     def best_plan(self) -> DependencyPlan | None:
-        """The fastest known so far; None: there is none yet."""
+        """The fastest known so far, or the one that was given; None: there is none yet."""
         if self.outcome is None:
-            return None
+            return self._given
         if self.trials is None or not self.trials.is_trying:
             return self.outcome.plan
         return self.outcome.candidates[self.trials.fastest]

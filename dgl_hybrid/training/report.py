@@ -48,7 +48,7 @@ class LayerReport:
     cached: int
     """Rows read here that their reader computes (layer 1: holds) itself though another rank owns them."""
     communicated: int
-    """Rows received each epoch."""
+    """Rows received each epoch; of layer 1 only in the first one, if its sums are kept."""
     forward_bytes: int
     """Bytes sent in one epoch's forward."""
     backward_bytes: int

@@ -169,7 +169,7 @@ class _Session:
                 f"module returns that uses the block of layer {len(step.level_sizes) - 1}, the last one, and none has "
                 f"used it in this epoch. Make the loader for as many layers as the model has (the length of the "
                 f"sampler's fanouts), and use the last block inside of a module. Or weight the loss yourself: "
-                f"FullGraphLoader(..., loss_denominator=1.0), and multiply the mean over this rank's seeds by the "
+                f"FullGraphLoader(..., loss_reduction='weighted'), and multiply the mean over this rank's seeds by the "
                 f"number of ranks times this rank's share of all seeds."
             )
 

@@ -757,11 +757,15 @@ def make_with_loss(rank: int, world_size: int, part_config: str, **of_rank: dict
         (
             {"loss_reduction": "none"},
             {"loss_reduction": "none"},
-            "loss_reduction must be one of mean, sum (got 'none')",
+            "loss_reduction must be one of mean, sum, weighted (got 'none')",
         ),
-        ({}, {"loss_reduction": "Sum"}, "loss_reduction must be one of mean, sum (got 'Sum')"),
+        ({}, {"loss_reduction": "Sum"}, "loss_reduction must be one of mean, sum, weighted (got 'Sum')"),
         ({}, {"loss_reduction": "sum"}, "loss_reduction is 0 on rank 0 and 1 on rank 1"),
         (*[{"loss_reduction": "sum", "loss_denominator": 3.0}] * 2, "has no meaning with loss_reduction='sum'"),
+        (
+            *[{"loss_reduction": "weighted", "loss_denominator": 1.0}] * 2,
+            "has no meaning with loss_reduction='weighted'",
+        ),
     ],
 )
 def test_how_the_loss_is_reduced_is_checked(

@@ -111,6 +111,8 @@ def weigh(rank: int, world_size: int) -> list[float]:
         find_loss_weight(communicator, num_seeds, denominator=float("nan") if num_seeds == 0 else 1.0 + rank),
     ]
     assert not any(weight.is_one for weight in weights), "nor is it where this rank's happens to be"
+    by_script = find_loss_weight(communicator, num_seeds, reduction="weighted")
+    assert by_script == LossWeight(1.0 if num_seeds else 0.0, is_one=True)
     assert find_loss_weight(communicator, 5) == LossWeight(1.0, is_one=True)
     assert not find_loss_weight(communicator, 5, reduction="sum").is_one
     return [weight.value for weight in weights]
@@ -164,18 +166,20 @@ def penalise(loss: Tensor, parameters: list[nn.Parameter]) -> None:
 def differentiate_twice(rank: int, world_size: int, part_config: str, way: str) -> tuple[list[Tensor], Tensor]:
     g = PartitionedGraph.open(part_config)
     own = g.nodes.owned()
-    seeds = own[: 5 if way == "as many seeds" else 3 + 4 * rank]
-    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "weighted by the script" else {}
+    # In the last of these a rank has none, and borrows one.
+    count = {"as many seeds": 5, "weighted, one rank without seeds": 3 * rank}.get(way, 3 + 4 * rank)
+    seeds = own[:count]
+    options: dict[str, Any] = {"loss_reduction": "weighted"} if way.startswith("weighted") else {}
     loader = FullGraphLoader(g, seeds, 2, plan=[own[:0]] * 2, **options)
     model = Two()
     for input_nodes, yielded, blocks in loader:
         loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][yielded])
-        if way == "weighted by the script":
+        if way.startswith("weighted"):
             num_seeds = torch.tensor(float(loader.num_seeds))
             dist.all_reduce(num_seeds)
             loss = loss * (world_size * loader.num_seeds / float(num_seeds))
         penalise(loss, list(model.parameters()))
-    return average(world_size, model.parameters()), g.fetch_nodes(g.partition.orig_node_ids, yielded)
+    return average(world_size, model.parameters()), g.fetch_nodes(g.partition.orig_node_ids, seeds)
 
 
 def assert_gradients(of_ranks: list[list[Tensor]], model: nn.Module) -> None:
@@ -186,7 +190,7 @@ def assert_gradients(of_ranks: list[list[Tensor]], model: nn.Module) -> None:
             assert_close(gradient, parameter.grad, "gradient")
 
 
-@pytest.mark.parametrize("way", ["as many seeds", "weighted by the script"])
+@pytest.mark.parametrize("way", ["as many seeds", "weighted by the script", "weighted, one rank without seeds"])
 def test_second_derivatives(way: str, partitions: PartitionStore) -> None:
     graph, model = power_law(), Two()
     results = run_ranks(3, differentiate_twice, partitions.get("power_law", graph, 3), way)
@@ -201,7 +205,7 @@ def test_second_derivatives_are_refused_where_ranks_weigh_differently(partitions
     folder = partitions.get("power_law", power_law(), 3)
     for error in run_ranks_expect_errors(3, differentiate_twice, folder, "uneven"):
         assert error.type_name == "BlockError"
-        assert "loss_denominator=1.0" in error.message
+        assert "loss_reduction='weighted'" in error.message
 
 
 class WholeStep(nn.Module):
@@ -428,7 +432,7 @@ def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> li
     seeds = own[: 5 if way == "as many seeds outside" else 3 + 4 * rank]
     is_deep = way in UNWEIGHTED or way in WEIGHTED[:3]
     num_layers = 3 if is_deep else 2
-    options: dict[str, Any] = {"loss_denominator": 1.0} if way == "by the script" else {}
+    options: dict[str, Any] = {"loss_reduction": "weighted"} if way == "by the script" else {}
     loaders = [FullGraphLoader(g, seeds, num_layers, plan=[own[:0]] * num_layers, **options) for _ in range(2)]
     model = Two()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -131,6 +131,22 @@ def test_a_loader_gives_back_what_planning_left_after_long_training(
     assert given_back == [True], "nothing has been freed since"
 
 
+def test_of_a_small_graph_memory_is_given_back_when_asked_for(
+    given_back: list[bool], clock: Clock, partitions: PartitionStore
+) -> None:
+    """Nothing was, nor were rows left on disk, however wide they are."""
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model)
+    for _ in range(2):
+        train(g, loader, model)
+        clock.now_s += 1e3
+    assert not given_back, "it is little"
+    loader.give_back_memory()
+    loader.give_back_memory()
+    assert given_back == [True], "once"
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what of a file is resident")
 def test_the_compiler_does_not_stay_for_what_a_later_epoch_compiled(
     partitions: PartitionStore, monkeypatch: pytest.MonkeyPatch

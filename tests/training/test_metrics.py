@@ -183,6 +183,23 @@ def test_a_nan_score_raises_on_every_rank() -> None:
         assert (error.type_name, error.message) == ("ValueError", "ROC AUC needs comparable scores (got NaN)")
 
 
+def count_alone(rank: int, world_size: int) -> list[str]:
+    told = []
+    for metric in (global_accuracy, global_f1, global_roc_auc):
+        with pytest.raises(ValueError, match="a metric over 2 ranks needs communicator=") as error:
+            metric(torch.zeros(3, 2), torch.tensor([0, 1, 1]))
+        told.append(str(error.value))
+    with pytest.raises(ValueError, match="a metric over 2 ranks needs communicator="):
+        global_mean(torch.ones(3))
+    return told
+
+
+def test_several_ranks_do_not_count_each_for_itself() -> None:
+    """Each got another number, and one of them stopped early."""
+    for told in run_ranks(2, count_alone):
+        assert len(told) == 3
+
+
 def test_mistakes_are_named() -> None:
     logits, labels = torch.zeros(3, 2), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"one label per row \(got rows \(3, 2\), labels \(2,\)\)"):

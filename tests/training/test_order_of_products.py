@@ -72,6 +72,9 @@ def train(
         for input_nodes, seeds, blocks in loader:
             F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
         gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        # As README's recipe of a script that is resumed does at each of its checkpoints: a given plan had none.
+        assert loader.best_plan is not None
+        save_plan(loader.best_plan, folder)
     return orders, gradients
 
 

@@ -105,7 +105,7 @@ def run_second(rank: int, world_size: int, folder: str, kind: str, relu: bool, c
     """How far second derivatives are from those with the exchange apart."""
     found = []
     for overlap in (True, False):
-        options = {"chunk_rows": chunk_rows if overlap else None, "loss_denominator": 1.0}
+        options = {"chunk_rows": chunk_rows if overlap else None, "loss_reduction": "weighted"}
         block, x, _loader = make_block(folder, kind, overlap=overlap, **options)
         layer = make_layer(kind, relu=relu)
         inputs = [x.requires_grad_(), *layer.parameters()]
@@ -143,7 +143,7 @@ def run_twice(rank: int, world_size: int, folder: str, relu: bool, sum_first: bo
     found = []
     for overlap in (True, False):
         block, x, _loader = make_block(
-            folder, "sum" if sum_first else "multiply", overlap=overlap, loss_denominator=1.0
+            folder, "sum" if sum_first else "multiply", overlap=overlap, loss_reduction="weighted"
         )
         model = Twice(relu)
         parameters = list(dict.fromkeys(model.parameters()))

@@ -44,6 +44,9 @@ class ItemCosts:
     wire_s: tuple[tuple[tuple[float, float], ...], ...] = ()
     """(L, P, 2) by owner, forward and backward: the part of `receive_s` for which an owner's link is taken, too; empty
     where there are no links, as rows of one host's memory take the time of who copies them."""
+    wire_bytes: tuple[tuple[float, ...], ...] = ()
+    """(L, P) by owner: bytes that travel forward for a received row in every epoch, on average over rows that sums
+    stand for; empty means 0."""
     latency_s: tuple[float, ...] = ()
     """(L,) seconds per exchange of level l, whatever it carries; empty means 0."""
     widths: tuple[float, ...] = ()
@@ -90,11 +93,15 @@ class ItemCosts:
             raise ValueError("edge_s[0] and edge_held_bytes[0] must be 0: an input row has no in-edges to pay")
         if self.wire_s and (len(self.wire_s), {len(row) for row in self.wire_s}) != (num_layers, {world_size}):
             raise ValueError(f"wire_s must be (L, P) pairs (got {len(self.wire_s)} layers)")
-        numbers = [x for row in self.receive_s for x in row]
+        if not self.wire_bytes:
+            object.__setattr__(self, "wire_bytes", ((0.0,) * world_size,) * num_layers)
+        if (len(self.wire_bytes), {len(row) for row in self.wire_bytes}) != (num_layers, {world_size}):
+            raise ValueError(f"wire_bytes must be (L, P) (got {len(self.wire_bytes)} layers)")
+        numbers = [x for row in (*self.receive_s, *self.wire_bytes) for x in row]
         numbers += [x for row in self.wire_s for pair in row for x in pair]
         for name in self.__slots__:
             value = getattr(self, name)
-            if name not in ("receive_s", "wire_s"):
+            if name not in ("receive_s", "wire_s", "wire_bytes"):
                 numbers += [value] if isinstance(value, float | int) else list(value)
         if not all(math.isfinite(x) and x >= 0 for x in numbers):
             raise ValueError("costs must be finite and not negative")
@@ -141,6 +148,7 @@ def cost_model(
     edge_s = [0.0]
     receive_s, pack_s, latency_s, copy_s, receive_bytes = [], [], [], [], []
     wire_s: list[tuple[tuple[float, float], ...]] = []
+    wire_bytes: list[tuple[float, ...]] = []
     for index, layer in enumerate(trace.layers):
         fwd, bwd = layer.operand_bytes_fwd, layer.operand_bytes_bwd
         receive_bytes.append(fwd + bwd)
@@ -148,6 +156,7 @@ def cost_model(
             edge_s.append(0.0)
             receive_s.append((0.0,) * topology.world_size)
             wire_s.append(((0.0, 0.0),) * topology.world_size)
+            wire_bytes.append((0.0,) * topology.world_size)
             pack_s.append(0.0)
             latency_s.append(0.0)
             copy_s.append(0.0)
@@ -160,6 +169,7 @@ def cost_model(
         shares = [0.0 if owner == rank else 1.0 for owner in range(topology.world_size)]
         if sent_shares is not None:
             shares = [x * share for x, share in zip(shares, sent_shares[index], strict=True)]
+        wire_bytes.append(tuple(share * fwd for share in shares))
         bandwidth = topology.bandwidth_bytes_per_s
         wire = tuple(
             (share * fwd / bandwidth[owner][rank], share * bwd / bandwidth[rank][owner])
@@ -199,6 +209,7 @@ def cost_model(
         edge_held_bytes=tuple(edge_held),
         pack_s=tuple(pack_s),
         wire_s=tuple(wire_s) if topology.overlaps else (),
+        wire_bytes=tuple(wire_bytes),
         latency_s=tuple(latency_s),
         widths=tuple(float(layer.operand_width) for layer in trace.layers),
         copy_s=tuple(copy_s),

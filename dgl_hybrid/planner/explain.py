@@ -46,14 +46,16 @@ def explain_vertex(problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan,
     ]
     present = items.present(computed)
     for level in range(problem.num_layers):
-        lines += _explain_level(items, costs, computed, present, at, level)
+        lines += _explain_level(items, costs, computed, present, at, level, plan.strategy)
     return "\n".join(lines)
 
 
-def _explain_level(items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int) -> list[str]:
+def _explain_level(
+    items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int, strategy: str
+) -> list[str]:
     head = f"level {level} (read by layer {level + 1}): "
     if not items.reach[level, at]:
-        return [head + "the loss does not depend on it"]
+        return [head + "nothing that this rank computes or could compute reads it"]
     if not present[level, at]:
         return [head + "not needed here"]
     owner, degree = int(items.owner[at]), int(items.in_degree[at])
@@ -87,16 +89,36 @@ def _explain_level(items: Items, costs: ItemCosts, computed: Bools, present: Boo
         )
         compute += price
         if not computed[level - 1, at]:
-            nest = costs.row_s[level - 1] + costs.edge_s[level - 1] * degree
-            below = costs.receive_s[level - 1][owner] if present[level - 1, at] else 0.0
-            lines.append(f"  its own row of level {level - 1} would have to be computed too: {_us(nest - below)} more")
-            compute += nest - below
+            nest = _nested_rows(items, costs, computed, present, at, level)
+            lines.append(f"  its own row of level {level - 1} would have to be computed too: {_us(nest)} more")
+            compute += nest
     difference = compute - receive
     verdict = "saves" if (difference < 0) == bool(computed[level, at]) else "loses"
     other = "receiving" if computed[level, at] else "computing"
-    note = "" if verdict == "saves" else " by itself; it pays together with other rows" if computed[level, at] else ""
+    note = "" if verdict == "saves" or not computed[level, at] else f" by itself; {_why_computed(strategy)}"
     lines.append(f"  {decision} {verdict} {_us(abs(difference))} against {other} it{note}")
     return lines
+
+
+def _why_computed(strategy: str) -> str:
+    """Says what made a plan compute a row that costs more than receiving it."""
+    name, _, price = strategy.partition("@")
+    if price and float(price) != 1.0:
+        return f"this plan was made with receiving priced {price} times, as it takes more or less than it seems"
+    if name in ("hybrid", "greedy"):
+        return "it pays together with other rows, or within the memory budget"
+    return f"strategy {name} does not weigh rows so"
+
+
+def _nested_rows(items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int) -> float:
+    """Returns what it would cost to compute a vertex's own rows of the levels below one, with what these read; inputs
+    are held where that is cheaper.
+    """
+    raised = computed.copy()
+    raised[:level, at] = True
+    inputs = items.present(raised)[0] & ~present[0] & items.allowed[0]
+    raised[0] |= inputs & (costs.row_s[0] < np.array(costs.receive_s[0])[items.owner])
+    return items.objective(costs, raised) - items.objective(costs, computed, present)
 
 
 def _missing_inputs(

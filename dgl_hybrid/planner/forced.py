@@ -35,7 +35,7 @@ def ratio_choice(items: Items, costs: ItemCosts, cache_ratio: float) -> Bools:
         chosen[level, candidates[np.argsort(prices[level, candidates], kind="stable")[:count]]] = True
     for level in range(items.num_layers - 1, 0, -1):
         chosen[level - 1] |= chosen[level] | (items.reads(chosen[level], level) & items.allowed[level - 1])
-    return chosen
+    return items.as_run(chosen)
 
 
 def random_plan(problem: PlanProblem, seed: int, probability: float, costs: ItemCosts | None = None) -> DependencyPlan:
@@ -77,4 +77,4 @@ def _fill(items: Items, wanted: Bools) -> Bools:
             computed[level] |= computed[level + 1]
         if level:
             needed = items.demand[level - 1] | computed[level] | items.reads(computed[level], level)
-    return computed
+    return items.as_run(computed)

@@ -35,7 +35,7 @@ class Items:
     owner: Ints
     in_degree: Ints
     reach: Bools
-    """(L, H)"""
+    """(L, H): read by what this rank computes or, as far as in-edges are known here, could compute."""
     demand: Bools
     """(L, H)"""
     allowed: Bools
@@ -59,6 +59,16 @@ class Items:
         result = self.demand | computed
         for level in range(1, self.num_layers):
             result[level - 1] |= self.reads(computed[level], level)
+        return result
+
+    def as_run(self, computed: Bools) -> Bools:
+        """Returns a choice without what has no effect: where owners hand out what the first layer aggregates, inputs
+        are held for nobody, and those that owned vertices read are received whatever a plan says. Nesting stays.
+        """
+        if self.lowest == 0:
+            return computed
+        result = computed.copy()
+        result[0] = result[1] if self.num_layers > 1 else False
         return result
 
     def receive_prices(self, costs: ItemCosts) -> Floats:
@@ -109,7 +119,11 @@ class Items:
         for level in range(self.num_layers):
             wrong = computed[level] & ~self.allowed[level]
             if wrong.any():
-                reason = "has unknown in-edges" if self.reach[level][wrong][0] else "is not needed by any rank"
+                reason = (
+                    "has unknown in-edges"
+                    if self.reach[level][wrong][0]
+                    else "is read by nothing that this rank computes or could compute"
+                )
                 count, first = int(wrong.sum()), int(wrong.argmax())
                 return f"level {level}: {count} cached vertices cannot be, the first at position {first} {reason}"
             if level:

@@ -63,7 +63,7 @@ def choose_items(items: Items, costs: ItemCosts, config: PlannerConfig) -> Bools
         finally:
             solver.tell()
     if config.strategy == "neutronstar":
-        computed = neutronstar_choice(items, costs, budget)
+        computed = items.as_run(neutronstar_choice(items, costs, budget))
     elif config.strategy == "depcache":
         computed = depcache_choice(items)
     elif config.strategy == "depcomm":
@@ -99,14 +99,14 @@ def propose_plans(problem: PlanProblem, costs: ItemCosts, config: PlannerConfig)
         choice = choose_near(items, costs, solver, budget, max_edges=config.max_sweep_edges)
         named.append((config.strategy, choice))
     if config.strategy == "neutronstar":
-        named.append((config.strategy, neutronstar_choice(items, costs, budget)))
+        named.append((config.strategy, items.as_run(neutronstar_choice(items, costs, budget))))
     elif config.strategy != "hybrid":
         named.append((config.strategy, choose_items(items, costs, replace(config, memory_budget_bytes=None))))
     else:
         named += _sweep(items, costs, solver, config)
         is_large = items.reader.size > config.max_sweep_edges
         published = None if is_large else quick_neutronstar_choice(items, costs, budget)
-        named.append(("neutronstar", named[-1][1] if published is None else published))
+        named.append(("neutronstar", named[-1][1] if published is None else items.as_run(published)))
         named.append(("depcache", depcache_choice(items)))
         named.append(("depcomm", depcomm_choice(items)))
     solver.tell()

@@ -37,7 +37,8 @@ class PlanProblem:
     demand: Tensor
     """(L, H) bool: vertices this rank owns read the vertex's row of that level."""
     reach: Tensor
-    """(L, H) bool: the loss depends on that row at all."""
+    """(L, H) bool: this rank computes something that reads the row, or could: it would with everything cached, as far
+    as in-edges are known here."""
     owned_rows: Tensor
     """(L + 1,) int64: rows of each level this rank owns and computes."""
     owned_edges: Tensor
@@ -106,7 +107,7 @@ class PlanProblem:
         if self.in_halo.numel() and not 0 <= int(self.in_halo.min()) <= int(self.in_halo.max()) < num_halo:
             fail(f"in_halo must hold positions in 0..{num_halo - 1}")
         if bool((self.demand & ~self.reach).any()):
-            fail("demand must lie within reach: a row that is read is a row the loss depends on")
+            fail("demand must lie within reach: a row that is read is one that may be asked for")
         if self.owned_reads is not None and not torch.equal(self.owned_reads > 0, self.demand):
             fail("owned_reads must be positive where owned vertices read a row (demand), and 0 elsewhere")
         readers = torch.repeat_interleave(counts)

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from .costs import ItemCosts
 from .items import build_items
 from .plan import DependencyPlan, choice_from_plan
@@ -27,7 +29,9 @@ class ReportRow:
     comm_ms: float
     """Spent on received rows of the level, packing included."""
     received_bytes: float
+    """Bytes that come here forward in every epoch; of a first layer whose sums are kept, none after the first one."""
     held_bytes: float
+    """Bytes that cached and received rows of the level take here while they are needed."""
 
 
 def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPlan]) -> list[ReportRow]:
@@ -44,6 +48,7 @@ def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPla
         receive_s, compute_s = items.receive_prices(costs), items.compute_prices(costs)
         for level in range(problem.num_layers):
             cached, count = computed[level], int(received[level].sum())
+            by_owner = np.bincount(items.owner[received[level]], minlength=costs.world_size)
             held_edges = float(items.in_degree[cached].sum()) * costs.edge_held_bytes[level]
             rows.append(
                 ReportRow(
@@ -54,7 +59,7 @@ def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPla
                     communicated=count,
                     compute_ms=1e3 * float(compute_s[level, cached].sum()),
                     comm_ms=1e3 * float(receive_s[level, received[level]].sum()),
-                    received_bytes=count * costs.receive_bytes[level],
+                    received_bytes=float(by_owner @ np.array(costs.wire_bytes[level])),
                     held_bytes=count * costs.receive_bytes[level]
                     + int(cached.sum()) * costs.row_held_bytes[level]
                     + held_edges,

@@ -417,7 +417,8 @@ class FullGraphLoader:
             approximation=self.approximation,
             seed=self.seed,
             overlap=self._overlap,
-            chunk_rows=self._chunk_rows or chunk_rows,
+            # The plan's is what fits its memory budget.
+            chunk_rows=min((rows for rows in (self._chunk_rows, chunk_rows) if rows is not None), default=None),
             partial_sums=self._partial_sums,
             sums_first=sums_first,
             on_edge_ids=g.row_sets.register_edges,

@@ -72,6 +72,10 @@ def test_plan_then_train_by_it(partition: Path, folder: Path) -> None:
     assert len(trained["epochs"]) == 3
     assert trained["plan"][0].keys() >= {"layer", "cached", "communicated"}
     assert [row["communicated"] for row in trained["plan"]] == [row["communicated"] for row in planned["plan"]]
+    # What a table tells of bytes is what is sent forward in every epoch: it was twice that, and of a first layer whose
+    # sums are kept what comes once.
+    told = [sum(row["received_bytes"] for row in planned["by_rank"] if row["layer"] == layer) for layer in (1, 2, 3)]
+    assert told == [row["forward_bytes"] for row in trained["plan"]]
     written = json.loads((out / "config.json").read_text())
     assert written["model"] == "sage"
     assert json.loads((out / "result.json").read_text())["epochs"] == trained["epochs"]

@@ -119,7 +119,9 @@ def test_sums_in_place_of_rows_make_the_wire_cheaper_and_nothing_else() -> None:
     assert shared.receive_s[0] == plain.receive_s[0]
     wire = plain.receive_s[1][0] - plain.pack_s[1]
     assert shared.receive_s[1] == pytest.approx((plain.pack_s[1] + wire / 4, 0.0, plain.pack_s[1] + wire / 2))
-    assert dataclasses.replace(shared, receive_s=plain.receive_s) == plain
+    assert plain.wire_bytes == ((16 * 4.0, 0.0, 16 * 4.0), (8 * 4.0, 0.0, 8 * 4.0))
+    assert shared.wire_bytes == (plain.wire_bytes[0], (8.0, 0.0, 16.0)), "what a table tells of bytes"
+    assert dataclasses.replace(shared, receive_s=plain.receive_s, wire_bytes=plain.wire_bytes) == plain
 
 
 def test_dear_links_make_dear_rows() -> None:

@@ -272,3 +272,9 @@ def test_report_rows_add_up() -> None:
     assert [(row.layer, row.cached, row.communicated) for row in rows] == [
         (entry["layer"], entry["cached"], entry["communicated"]) for entry in summarize_plan(plan)
     ]
+    # Bytes received are those that travel forward: a kept first layer's do not, sums stand for several rows.
+    travels = dataclasses.replace(COSTS, wire_bytes=((0.0, 0.0), (0.0, 12.0)))
+    nothing = make_plan(problem, travels, PlannerConfig(strategy="depcomm"))
+    rows = report(problem, travels, [nothing])
+    assert [row.received_bytes for row in rows] == [0.0, 12.0 * nothing.communicated[1]]
+    assert min(nothing.communicated) > 0

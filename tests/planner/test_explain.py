@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
 
 from dgl_hybrid.errors import PlanError
 from dgl_hybrid.planner import PlannerConfig, explain_vertex, make_plan
+from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.planner.plan import choice_from_plan
 
 from .problems import random_costs, random_problem
 from .test_estimate import COSTS, hand_problem
@@ -42,6 +45,48 @@ def test_explanation_by_hand() -> None:
         explain_vertex(problem, COSTS, plan, 101)
 
 
+def test_computing_instead_is_priced_with_all_that_it_brings() -> None:
+    """Of three layers the rows that a vertex's own lower ones read were left out: the best of plans "lost"."""
+    checked = 0
+    for seed in range(30):
+        problem = random_problem(seed, num_layers=4, num_halo=20, world_size=3)
+        costs = random_costs(seed, num_layers=4, world_size=3)
+        plan = make_plan(problem, costs, PlannerConfig())
+        items, computed = build_items(problem), choice_from_plan(problem, plan.cached)
+        present = items.present(computed)
+        for at, vertex in enumerate(problem.halo_global.tolist()):
+            text = explain_vertex(problem, costs, plan, vertex)
+            for level in range(2, 4):
+                if not present[level, at] or computed[level, at] or not items.allowed[level, at]:
+                    continue
+                raised = computed.copy()
+                raised[: level + 1, at] = True
+                inputs = items.present(raised)[0] & ~present[0] & items.allowed[0]
+                raised[0] |= inputs & (items.compute_prices(costs)[0] < items.receive_prices(costs)[0])
+                more_s = items.objective(costs, raised) - items.objective(costs, computed)
+                (told,) = re.findall(
+                    r"received (saves|loses) ([\d.e+-]+) us against computing it", text.split(f"level {level} (read")[1]
+                )[:1]
+                assert told[0] == "saves", "the cut's is the best"
+                assert float(told[1]) == pytest.approx(1e6 * more_s, rel=6e-3)
+                checked += 1
+    assert checked > 100
+
+
+@pytest.mark.parametrize(
+    ("strategy", "expected"),
+    [("depcache", "strategy depcache does not weigh rows so"), ("hybrid@5", "made with receiving priced 5 times")],
+)
+def test_it_is_said_what_made_a_plan_compute_what_costs_more(strategy: str, expected: str) -> None:
+    """Of such rows, too, it was said that they pay together with others."""
+    problem = hand_problem(None)
+    dear = dataclasses.replace(COSTS, row_s=tuple(100 * x for x in COSTS.row_s))
+    plan = dataclasses.replace(make_plan(problem, dear, PlannerConfig(strategy="depcache")), strategy=strategy)
+    text = explain_vertex(problem, dear, plan, 100)
+    assert expected in text
+    assert "pays together" not in text
+
+
 def test_every_vertex_can_be_explained() -> None:
     seen = set()
     for seed in range(8):
@@ -51,6 +96,6 @@ def test_every_vertex_can_be_explained() -> None:
         for vertex in problem.halo_global.tolist():
             text = explain_vertex(problem, costs, plan, vertex)
             seen |= set(
-                re.findall(r"not possible|does not depend|not needed|received;|computed here;|held here;", text)
+                re.findall(r"not possible|nothing that this rank|not needed|received;|computed here;|held here;", text)
             )
     assert len(seen) == 6

@@ -24,6 +24,7 @@ from dgl_hybrid.planner import (
     synthetic_trace,
     uniform_topology,
 )
+from dgl_hybrid.planner.plan import choice_from_plan
 from dgl_hybrid.planner.plan_files import _record_digest
 
 from .problems import make_problem, random_costs, random_problem
@@ -122,6 +123,25 @@ def test_damage_is_seen(tmp_path: Path) -> None:
     load()
 
 
+@pytest.mark.parametrize("strategy", ["depcache", "ratio", "neutronstar"])
+def test_inputs_that_owners_aggregate_are_cached_by_no_plan(strategy: str) -> None:
+    """Plans said that they held them, and tables that nothing of layer 1 is received; they are, once."""
+    config = PlannerConfig(strategy=strategy, cache_ratio=0.5)  # type: ignore[arg-type]
+    num_held = 0
+    for seed in range(10):
+        problem = random_problem(seed, num_layers=2, num_halo=30, world_size=3)
+        costs = random_costs(seed, num_layers=2, world_size=3)
+        for is_free in (False, True):
+            plan = make_plan(dataclasses.replace(problem, inputs_are_free=is_free), costs, config)
+            if is_free:
+                assert torch.equal(plan.cached[0], plan.cached[1])
+                received = problem.demand[0] & ~torch.from_numpy(choice_from_plan(problem, plan.cached)[0])
+                assert plan.communicated[0] == int(received.sum())
+            else:
+                num_held += len(plan.cached[0]) - len(plan.cached[1])
+    assert num_held > 0, "where they are not handed out"
+
+
 def test_plans_that_cannot_be_applied() -> None:
     demand = np.ones((2, 3), dtype=bool)
     demand[1, 2] = False
@@ -147,7 +167,10 @@ def test_plans_that_cannot_be_applied() -> None:
     check(r"caches vertex 101 at level 0, which is no halo vertex", cached=(ids(101), ids()))
     check(r"level 1: 1 cached vertices are not cached at level 0", cached=(ids(), ids(100)))
     check(r"level 1: 1 cached vertices cannot be.* has unknown in-edges", cached=(ids(103), ids(103)))
-    check(r"level 1: 1 cached vertices cannot be.* not needed by any rank", cached=(ids(106), ids(106)))
+    check(
+        r"level 1: 1 cached vertices cannot be.* read by nothing that this rank computes or could compute",
+        cached=(ids(106), ids(106)),
+    )
     check(r"counts \(3, 1\) received rows, it implies \(3, 2\)", communicated=(3, 1))
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from dgl_hybrid.cli.common import make_results_folder
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.launch.local import LOOPBACK, threads_per_rank
+from dgl_hybrid.launch.machines import find_interface
 from dgl_hybrid.launch.tasks import progress_bar
 from dgl_hybrid.launch.workspace import PreparedGraph, prepare_partition
 from dgl_hybrid.training.config import TrainJob
@@ -39,9 +41,10 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         raise ValueError(
             f"--ranks is {partition.ranks}, but torchrun started {world_size} ranks. Leave out --ranks under torchrun."
         )
-    if os.environ.get("MASTER_ADDR") in ("127.0.0.1", "localhost"):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    interface = _find_interface(is_one_host=local_ranks == world_size)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     torch.set_num_threads(options.threads or threads_per_rank(local_ranks))
     dist.init_process_group("gloo")
     try:
@@ -68,3 +71,21 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         return report if is_first else None
     finally:
         dist.destroy_process_group()
+
+
+def _find_interface(*, is_one_host: bool) -> str | None:
+    """Returns the network interface by which this host reaches rank 0's, None if gloo is to guess.
+
+    It guesses by the host's name, of which Debian's `/etc/hosts` says 127.0.1.1: other hosts cannot connect there.
+    """
+    address = os.environ.get("MASTER_ADDR")
+    if not address:
+        return None
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+            sock.connect((address, 9))  # nothing is sent: this only finds the way
+            interface = find_interface(sock.getsockname()[0])
+    except OSError:
+        return None
+    # On rank 0's own host the name of that host may lead to loopback, which serves no other host.
+    return None if interface == LOOPBACK and not is_one_host else interface

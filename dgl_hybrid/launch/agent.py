@@ -15,8 +15,6 @@ import select
 import selectors
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import time
@@ -33,10 +31,17 @@ from dgl_hybrid.launch.leftovers import (
     find_processes,
     find_shared_memory,
     is_resource_tracker,
+    remove_everything,
     send_signal,
     temporary_folder,
 )
-from dgl_hybrid.launch.machines import find_free_ports, ip_config_text, read_ip_config, why_port_unusable
+from dgl_hybrid.launch.machines import (
+    find_free_ports,
+    find_interface,
+    ip_config_text,
+    read_ip_config,
+    why_port_unusable,
+)
 from dgl_hybrid.launch.messages import (
     Cleaned,
     End,
@@ -54,7 +59,7 @@ from dgl_hybrid.launch.messages import (
     encode,
 )
 from dgl_hybrid.launch.watch import Watch
-from dgl_hybrid.partition.manifest import MANIFEST_NAME
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, partition_digest
 from dgl_hybrid.partition.verify import verify_partition
 
 TURN_S = 0.05
@@ -204,6 +209,7 @@ class Agent:
                 host=_boot_id(),
                 free_port=find_free_ports(order.address, avoid={*order.server_ports.values(), *order.foreign_ports}),
                 environment=environment,
+                partition=_digest_of_partition(Path(order.part_config)),
             )
         )
 
@@ -314,12 +320,19 @@ class Agent:
             deadline = time.monotonic() + self._prepared.grace_s
             while self._parts and time.monotonic() < deadline:
                 self._turn_at_end()
-            self._watch.clean(shared_memory | find_shared_memory(find_processes(prefix)))
+            self._clean(shared_memory | find_shared_memory(find_processes(prefix)))
             deadline = time.monotonic() + WATCH_TIMEOUT_S
             while self._watch is not None and time.monotonic() < deadline:
                 self._turn_at_end()
         with contextlib.suppress(_ControllerGone):
             self._say(Cleaned())
+
+    def _clean(self, shared_memory: set[str]) -> None:
+        assert self._prepared is not None
+        if self._watch is None:  # it was killed meanwhile
+            remove_everything(self._prepared.shm_prefix, shared_memory)
+        else:
+            self._watch.clean(shared_memory)
 
     def _turn_at_end(self) -> None:
         try:
@@ -334,7 +347,9 @@ class Agent:
 
 
 def _line(part: _RunningPart, line: bytes, *, is_error: bool) -> Line:
-    return Line(part=part.name, is_error=is_error, text=line.decode("utf-8", errors="replace").rstrip("\r"))
+    # Of a progress bar, which is written over and over, where it ended: all of it would be hundreds of lines in one.
+    last = line.rstrip(b"\r").rpartition(b"\r")[2]
+    return Line(part=part.name, is_error=is_error, text=last.decode("utf-8", errors="replace"))
 
 
 def find_problems(order: Prepare) -> list[str]:
@@ -410,6 +425,11 @@ def _problems_of_part(part_config: Path, part_id: int) -> list[str]:
     return []
 
 
+def _digest_of_partition(part_config: Path) -> str | None:
+    has_manifest = (part_config.parent / MANIFEST_NAME).is_file()
+    return partition_digest(part_config) if has_manifest else None
+
+
 def part_environment(inherited: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a part: this agent's, less what another launcher may have left, and what is given."""
     kept = {
@@ -418,25 +438,6 @@ def part_environment(inherited: Mapping[str, str], given: Mapping[str, str]) -> 
         if name not in _FOREIGN and not name.startswith("TORCHELASTIC_")
     }
     return {**kept, **given}
-
-
-def find_interface(address: str) -> str | None:
-    """Returns the network interface that has an address: gloo guesses by the host's name, often wrongly."""
-    import fcntl
-
-    if address.startswith("127."):
-        return "lo"
-    try:
-        wanted = socket.gethostbyname(address)
-    except OSError:
-        return None
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an address
-                reply = fcntl.ioctl(sock.fileno(), 0x8915, struct.pack("256s", name.encode()[:15]))  # SIOCGIFADDR
-                if socket.inet_ntoa(reply[20:24]) == wanted:
-                    return name
-    return None
 
 
 def listening_ports() -> set[int]:

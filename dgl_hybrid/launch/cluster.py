@@ -204,6 +204,11 @@ def find_machines(job: ClusterJob) -> tuple[Machine, ...]:
     machines = read_ip_config(job.folder / job.ip_config, num_parts)
     taken: dict[tuple[str, int], Machine] = {}
     for machine in machines:
+        if machine.port + job.num_servers > 2**16:
+            raise LaunchError(
+                f"{machine} of {job.ip_config} begins at port {machine.port}, and {job.num_servers} servers need as "
+                f"many ports from there on, up to 65535"
+            )
         for port in range(machine.port, machine.port + job.num_servers):
             other = taken.setdefault((machine.address, port), machine)
             if other is not machine:

@@ -205,6 +205,17 @@ class Controller:
         if self._refusals:
             self._settle(SETTLE_S)  # for those of other machines
             raise LaunchError(". ".join(self._refusals))
+        self._check_partitions()
+
+    def _check_partitions(self) -> None:
+        """Refuses hosts whose folders are of different partitions: of equal sizes, they would train on a mixture."""
+        known = [agent for agent in self._agents if agent.ready is not None and agent.ready.partition is not None]
+        for agent in known[1:]:
+            if agent.ready.partition != known[0].ready.partition:  # type: ignore[union-attr]
+                raise LaunchError(
+                    f"{agent.machine} has another partition in {self._job.part_config} than {known[0].machine}. Copy "
+                    f"one partition folder to all hosts again."
+                )
 
     def _start_agent(self, machine: Machine, prefix: Sequence[str], *, is_remote: bool) -> _Agent:
         # -P: what lies in the current folder must not pass for a module of Python's.

@@ -12,6 +12,8 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from dgl_hybrid.errors import LaunchError
 
 LOOPBACK_ADDRESS = "127.0.0.1"
@@ -129,9 +131,24 @@ def why_port_unusable(address: str, port: int) -> str | None:
 
 
 def is_local_address(address: str) -> bool:
-    """Tells whether an address is this host's."""
-    reason = why_port_unusable(address, 0)
-    return reason is None
+    """Tells whether an address is this host's. Not by binding, which some hosts let succeed for any address."""
+    return find_interface(address) is not None
+
+
+def find_interface(address: str) -> str | None:
+    """Returns the network interface of this host that has an address, None if none has. Of use to gloo, which guesses
+    one by the host's name, often wrongly.
+    """
+    try:
+        wanted = socket.gethostbyname(address)
+    except OSError:
+        return None
+    if wanted.startswith("127."):
+        wanted = LOOPBACK_ADDRESS  # the others of that network are nowhere written down
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.family == socket.AF_INET and one.address == wanted for one in addresses):
+            return str(name)
+    return None
 
 
 def _is_address(word: str) -> bool:

@@ -70,6 +70,8 @@ class Ready:
     free_port: int
     environment: dict[str, str] = field(default_factory=dict)
     """Variables that this machine's parts need."""
+    partition: str | None = None
+    """Digest of the partition's manifest, which has the checksums of all its files; None: it has none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

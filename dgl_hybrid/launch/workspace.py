@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -367,8 +368,18 @@ def _check_ours(path: Path) -> None:
 
 @contextmanager
 def _locked(root: Path, key: str) -> Iterator[None]:
-    """One process at a time writes a partition; a second run of the same waits and then reuses it."""
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / f".{key}.lock").open("w") as file:
+    """One process at a time writes a partition; a second run of the same waits and then reuses it.
+
+    Another user's workspace is read without a lock, if it has what is asked for: nothing is written there.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        file = (root / f".{key}.lock").open("w")
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or _reusable(root, key) is None:
+            raise
+        yield
+        return
+    with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

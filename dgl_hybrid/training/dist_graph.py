@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import dgl
@@ -27,7 +28,7 @@ from dgl_hybrid.exchange.connect import check_timeout, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
-from dgl_hybrid.partition.manifest import SIDECAR_NAME
+from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, partition_digest
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.sampling.written import is_served
 from dgl_hybrid.training.fields import GraphField, GraphFields
@@ -91,12 +92,16 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
         part = int(book.partid)
         node_bounds, edge_bounds = _bounds(book, "num_nodes"), _bounds(book, "num_edges")
         _check_inner(structure, node_bounds[part], node_bounds[part + 1])
-    of_ranks = communicator.gather_json([node_bounds, edge_bounds])
-    if (other := next((r for r in range(len(of_ranks)) if of_ranks[r] != of_ranks[0]), None)) is not None:
-        raise PartitionError(
-            f"the machine of rank {other} has another partition of {g.graph_name!r} than that of rank 0: its parts "
-            f"have other sizes. Copy one partition folder to all machines again."
-        )
+    of_ranks = communicator.gather_json([node_bounds, edge_bounds, _digest_of_folder(g)])
+    first_digest = next((digest for *_, digest in of_ranks if digest is not None), None)
+    for other, (*sizes, digest) in enumerate(of_ranks):
+        has_other_sizes = sizes != of_ranks[0][:2]
+        if has_other_sizes or digest not in (None, first_digest):
+            what = "parts have other sizes" if has_other_sizes else "files have other checksums"
+            raise PartitionError(
+                f"the machine of rank {other} has another partition of {g.graph_name!r} than others: its {what}. Copy "
+                f"one partition folder to all machines again."
+            )
     first, last = node_bounds[part], node_bounds[part + 1]
     siblings = _ranks_of_machines(communicator, part, len(node_bounds) - 1)
     position, num_siblings = communicator.rank - siblings.start, len(siblings)
@@ -128,6 +133,17 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
         orig_node_ids=None if sidecar is None else sidecar.orig_node_ids[own_nodes].clone(),
         orig_edge_ids=None if sidecar is None else sidecar.orig_edge_ids[own_edges].clone(),
     )
+
+
+def _digest_of_folder(g: DistGraph) -> str | None:
+    """Returns the digest of the partition folder that servers of this machine have read, if that tells and is seen."""
+    part_config = Path(os.environ.get("DGL_CONF_PATH", ""))
+    if not part_config.is_file() or not (part_config.parent / MANIFEST_NAME).is_file():
+        return None
+    try:
+        return partition_digest(part_config) if read_partition_summary(part_config).graph_name == g.graph_name else None
+    except (OSError, PartitionError):
+        return None
 
 
 def _read_structure(g: DistGraph) -> SharedStructure:

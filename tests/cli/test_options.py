@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from dgl_hybrid.cli import demo, main, partition, plan, train
+from dgl_hybrid.cli import demo, main, partition, plan, torchrun, train
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, resolve
 from dgl_hybrid.cli.run import interpreter_options
@@ -292,3 +292,17 @@ def broken_import(name: str) -> None:
 def test_a_script_is_run_with_the_options_of_the_interpreter(words: str, expected: str) -> None:
     """`torchrun` starts workers with -u; without it, what a rank had said when it was ended would be lost."""
     assert interpreter_options(words.split()) == expected.split()
+
+
+def test_gloo_is_told_by_which_interface_rank_0_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It guessed by the host's name, which is 127.0.1.1 on Debian: other hosts could not connect."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert torchrun._find_interface(is_one_host=True) is None
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert torchrun._find_interface(is_one_host=True) == torchrun.LOOPBACK
+    # The name of rank 0's host, on that host: loopback serves no other.
+    assert torchrun._find_interface(is_one_host=False) is None
+    monkeypatch.setattr(torchrun, "find_interface", {"127.0.0.1": "eth7"}.get)
+    assert torchrun._find_interface(is_one_host=False) == "eth7"
+    monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
+    assert torchrun._find_interface(is_one_host=False) is None

@@ -15,12 +15,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import psutil
 import pytest
 
 import dgl_hybrid
+from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch import agent
 from dgl_hybrid.launch.agent import find_problems
 from dgl_hybrid.launch.cluster import find_machines, plan_parts
@@ -39,6 +40,7 @@ from dgl_hybrid.launch.messages import (
     encode,
 )
 from dgl_hybrid.launch.watch import Watch
+from dgl_hybrid.partition.manifest import MANIFEST_NAME
 from tests.launch.jobs import fake_job
 
 NUM_LINES = 40_000
@@ -183,6 +185,59 @@ def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path, monkey
     own = replace(job, command=("-P", "-m", "dgl_hybrid.launch.distdgl_part", "folder"))
     control = Controller(own, machines, plan_parts(own, machines), lambda line: None)
     assert not control._preparation(SimpleNamespace(machine=machines[0], is_remote=False)).needs_fixes, "it mends DGL"  # type: ignore[arg-type]
+
+
+def test_hosts_whose_partitions_differ_do_not_train_on_a_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that was forgotten when a graph was partitioned again has files of the same sizes, maybe."""
+    said: list[Message] = []
+    one: Any = object.__new__(agent.Agent)
+    one._say = said.append
+    monkeypatch.setattr(agent, "find_problems", lambda order: [])
+    monkeypatch.setattr(agent, "Watch", lambda prefix: None)
+    for number, manifest in enumerate(["{}", "{ }", "{}", None]):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if manifest is not None:
+            (folder / MANIFEST_NAME).write_text(manifest)
+        monkeypatch.setattr(agent, "temporary_folder", lambda prefix, folder=folder: folder / "files")
+        one._prepare(replace(PREPARE, part_config=str(folder / "graph.json")))
+    job = fake_job(tmp_path, parts=3)
+    machines = find_machines(job)
+    control = Controller(job, machines, plan_parts(job, machines), lambda line: None)
+
+    def check(*numbers: int) -> None:
+        control._agents = [
+            SimpleNamespace(machine=machine, ready=said[number])  # type: ignore[misc]
+            for machine, number in zip(machines, numbers, strict=True)
+        ]
+        control._check_partitions()
+
+    check(0, 2, 0)
+    check(0, 3, 0)  # of DGL's own partitions nobody knows
+    with pytest.raises(LaunchError, match=r"machine 2 \(127.0.0.1\) has another partition .* than machine 0"):
+        check(0, 2, 1)
+
+
+def test_a_watch_that_dies_at_the_end_leaves_the_cleaning_to_the_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with an AttributeError, and nobody removed shared memory."""
+    one, removed, said = agent.Agent(), list[Any](), list[Message]()
+    one._prepared = PREPARE
+    one._watch = cast(Any, SimpleNamespace(clean=lambda names: removed.append("by the watch")))
+    one._parts = {1: cast(Any, None)}
+
+    def turn() -> None:
+        one._watch = None
+        one._parts.clear()
+
+    monkeypatch.setattr(one, "_turn_at_end", turn)
+    monkeypatch.setattr(one, "_say", said.append)
+    monkeypatch.setattr(agent, "find_shared_memory", lambda processes: {"some"})
+    monkeypatch.setattr(agent, "remove_everything", lambda *what: removed.append(what))
+    one._end()
+    assert removed == [(PREPARE.shm_prefix, {"some"})]
+    assert said == [Cleaned()]
 
 
 def test_the_watch_holds_nothing_open_but_its_pipe(tmp_path: Path) -> None:

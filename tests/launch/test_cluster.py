@@ -496,6 +496,7 @@ def test_a_port_in_use(tmp_path: Path) -> None:
         ({"part_config": Path("none.json")}, r"none\.json is not a partition config: it has no num_parts"),
         ({"part_config": Path("list.json")}, r"list\.json must hold a JSON object \(got list\)"),
         ({"ip_config": Path("none.txt")}, r"ip_config .*none\.txt cannot be read: No such file"),
+        ({"ip_config": Path("high.txt"), "num_servers": 2}, r"machine 1 .* begins at port 65535, and 2 servers need"),
         ({"machine_prefixes": (("env",),)}, r"machine_prefixes must name 2 commands, one per partition \(got 1\)"),
         (
             {"machine_prefixes": (("/no/such",),) * 2},
@@ -508,6 +509,7 @@ def test_wrong_jobs(change: dict[str, Any], message: str, tmp_path: Path) -> Non
     job = fake_job(tmp_path)
     (tmp_path / "none.json").write_text("{}")
     (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "high.txt").write_text("127.0.0.1 30050\n127.0.0.1 65535\n")
     fields = {name: getattr(job, name) for name in job.__slots__} | change
     if fields["part_config"] is None:
         fields["part_config"] = tmp_path / "graph.json"

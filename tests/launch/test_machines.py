@@ -9,14 +9,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from dgl_hybrid.launch import leftovers, messages
-from dgl_hybrid.launch.agent import find_interface, listening_ports, part_environment
+from dgl_hybrid.launch import machines as machines_module
+from dgl_hybrid.launch.agent import _line, listening_ports, part_environment
 from dgl_hybrid.launch.machines import (
     Machine,
     find_free_ports,
+    find_interface,
     ip_config_text,
     is_local_address,
     local_machines,
@@ -67,6 +71,31 @@ def test_addresses() -> None:
     assert why_port_unusable("192.0.2.1", 30050) == "192.0.2.1 is not an address of this host"
     assert find_interface("127.0.0.1") == "lo"
     assert find_interface("192.0.2.1") is None
+
+
+def test_addresses_beside_an_interfaces_first_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it count that an address can be bound: with `ip_nonlocal_bind` every one can."""
+    here = {
+        "lo": [SimpleNamespace(family=socket.AF_INET, address="127.0.0.1")],
+        "eth0": [
+            SimpleNamespace(family=socket.AF_INET6, address="fe80::1"),
+            *(SimpleNamespace(family=socket.AF_INET, address=address) for address in ("10.0.0.5", "10.0.0.6")),
+        ],
+    }
+    monkeypatch.setattr(machines_module.psutil, "net_if_addrs", lambda: here)
+    monkeypatch.setattr(machines_module, "why_port_unusable", lambda address, port: None)
+    assert [find_interface(f"10.0.0.{last}") for last in (5, 6, 7)] == ["eth0", "eth0", None]
+    assert is_local_address("10.0.0.6")
+    assert not is_local_address("10.0.0.7")
+    assert find_interface("127.0.1.1") == "lo"
+
+
+def test_of_a_progress_bar_there_is_what_it_ended_with() -> None:
+    """Hundreds of its states were one line, and the error before them was not shown."""
+    part: Any = SimpleNamespace(name="trainer 0")
+    states = {b"\r  1%\r  2%\r100%\r": "100%", b"plain\r": "plain", b"": "", b"a\xff": "a\ufffd"}
+    for written, expected in states.items():
+        assert _line(part, written, is_error=False).text == expected
 
 
 def test_an_environment_without_what_others_left() -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import signal
@@ -78,6 +79,22 @@ def test_what_a_killed_run_had_written_is_removed_by_the_next(tmp_path: Path) ->
     prepare(tmp_path)
     assert not left.exists()
     assert others.exists(), "of another partition, which a process may be writing"
+
+
+def test_a_workspace_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lock of another user, or a folder that is read-only, kept a complete partition from being used."""
+    first = prepare(tmp_path)
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name.endswith(".lock"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert prepare(tmp_path) == first
+    with pytest.raises(PermissionError, match="Permission denied"):
+        prepare(tmp_path / "empty")
 
 
 def test_a_damaged_partition_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

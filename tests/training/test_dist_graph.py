@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.partition import SharedLists, SharedStructure
-from dgl_hybrid.training import partitioned_graph
+from dgl_hybrid.training import dist_graph, partitioned_graph
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure
 from dgl_hybrid.training.gradients import average_gradients
@@ -52,6 +53,34 @@ def test_ranks_in_another_order() -> None:
     assert kind == ExchangeError.__name__
     assert "must be numbered machine by machine" in message
     assert "got the partitions [0, 1, 0] by rank" in message
+
+
+def test_machines_with_other_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was forgotten when the graph was partitioned again has parts of the same sizes, maybe."""
+    config = tmp_path / "g.json"
+    monkeypatch.setenv("DGL_CONF_PATH", str(config))
+    graph: Any = SimpleNamespace(graph_name="g", get_partition_book=lambda: SimpleNamespace(partid=0))
+    assert dist_graph._digest_of_folder(graph) is None, "it is not seen here"
+    for name in ("g.json", "hybrid_manifest.json"):
+        (tmp_path / name).write_text("{}")
+    monkeypatch.setattr(dist_graph, "read_partition_summary", lambda path: SimpleNamespace(graph_name="g"))
+    digest = dist_graph._digest_of_folder(graph)
+    assert digest is not None
+    graph.graph_name = "another"
+    assert dist_graph._digest_of_folder(graph) is None
+    for name in ("_read_structure", "_check_inner"):
+        monkeypatch.setattr(dist_graph, name, lambda *_: None)
+    monkeypatch.setattr(dist_graph, "_bounds", lambda *_: [0, 5, 9])
+    sizes = [[0, 5, 9], [0, 5, 9]]
+    for of_others, message in (
+        ([[*sizes, "other"]], "the machine of rank 2 has another partition of 'another' than others: its files have"),
+        ([[[0, 4, 9], sizes[1], None]], "the machine of rank 2 .* its parts have other sizes"),
+    ):
+        known: Any = SimpleNamespace(
+            agreed=contextlib.nullcontext, gather_json=lambda mine, others=of_others: [mine, [*sizes, digest], *others]
+        )
+        with pytest.raises(PartitionError, match=message):
+            dist_graph.share_partition(graph, known)
 
 
 def test_a_machine_without_a_trainer() -> None:

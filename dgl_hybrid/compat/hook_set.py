@@ -74,8 +74,12 @@ class HookSet:
             return
         found = [_find(hook) for hook in self._hooks]
         self._activation = _Activation()
+        made: dict[tuple[Callable[..., Any], Callable[..., Any]], Callable[..., Any]] = {}
         for hook, (owner, attribute, original) in zip(self._hooks, found, strict=True):
-            setattr(owner, attribute, _around(original, hook.action, self._activation))
+            # One object where DGL has one under two names: pickle looks a function up by its own.
+            key = original, hook.action
+            made[key] = made.get(key) or _around(original, hook.action, self._activation)
+            setattr(owner, attribute, made[key])
             self._installed.append((owner, attribute, original))
 
     def remove(self) -> None:

@@ -116,6 +116,11 @@ class HaloStore:
 
     # ---------------------------------------------------------------- deciding
 
+    @property
+    def can_plan(self) -> bool:
+        """Whether anything may be held, so that it is of use to know what loaders will read."""
+        return self._lists is not None
+
     def plan_for(self, loader: LoaderAccess) -> None:
         """Adds a loader's reads to what is expected, and decides anew what is held."""
         if self._lists is None or loader.key in self._planned:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from dgl import DGLError
 from dgl.dataloading.dist_dataloader import EdgeCollator, NodeCollator
 from dgl.distributed import DistGraph, graph_services
 from torch import Tensor
@@ -78,7 +79,10 @@ def _read_fanouts(g: Any, fanouts: Any, *, first_drawn_last: bool) -> tuple[Fano
     known: list[Fanout] = []
     for fanout in fanouts:
         if isinstance(fanout, Mapping):
-            by_type = {g.to_canonical_etype(etype): int(limit) for etype, limit in fanout.items()}
+            try:
+                by_type = {g.to_canonical_etype(etype): int(limit) for etype, limit in fanout.items()}
+            except (DGLError, TypeError, ValueError, OverflowError):
+                return None  # by type of vertex, say: of a script's own sampler
             if set(by_type) != set(g.canonical_etypes):
                 return None
             limits = tuple(by_type[etype] for etype in g.canonical_etypes)
@@ -98,7 +102,7 @@ def _as_ids(dataset: Any) -> Tensor | None:
     except (TypeError, ValueError, RuntimeError):
         return None
     is_id = ids.dim() == 1 and not ids.is_floating_point() and ids.dtype != torch.bool
-    return ids.to(torch.int64) if is_id else None
+    return ids.to("cpu", torch.int64) if is_id else None
 
 
 def _count(ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,7 @@ class HaloPlugin:
     ) -> None:
         g = graph_of_loader(collate_fn)
         store = None if g is None else self._store_of(g, share=_has_samplers())
-        if store is not None:
+        if store is not None and store.can_plan:  # ends of edges are asked of their owners
             access = read_loader(g, dataset, batch_size, drop_last, collate_fn)
             if access is not None:
                 store.plan_for(access)
@@ -208,7 +208,8 @@ class HaloPlugin:
 
     @staticmethod
     def _make_graph(original: Callable[..., Any], g: Any, *args: Any, **kwargs: Any) -> None:
-        original(g, *args, **kwargs)
+        with torch.inference_mode(False):  # PyTorch would count no writes into its parts
+            original(g, *args, **kwargs)
         _graphs[g.graph_name] = g
 
     def _push(
@@ -233,12 +234,14 @@ class HaloPlugin:
 
     def _get_state(self, original: Callable[..., Any], g: Any) -> Any:
         state = original(g)
-        store = self._stores.get(g.graph_name)
+        # Only samplers take what is held; a copy of a model that has the graph, or a file of it, is to be DGL's.
+        store = self._stores.get(g.graph_name) if _has_samplers() else None
         return state if store is None else (*state, store.shared())
 
     def _set_state(self, original: Callable[..., Any], g: Any, state: Any) -> None:
         shared = state[-1] if isinstance(state[-1], SharedHalo) else None
-        original(g, state if shared is None else state[:-1])
+        with torch.inference_mode(False):
+            original(g, state if shared is None else state[:-1])
         if shared is not None:
             store = self._store_of(g)
             if store is not None:

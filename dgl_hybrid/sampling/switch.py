@@ -126,6 +126,9 @@ def disable() -> None:
     iterated again. Call this on all ranks, between its epochs: a forward that trains on a batch from before raises
     `HybridError`. Hooks of message passing belong to the blocks of such loaders, whatever graph they are of, and stay
     (`route_ops`).
+
+    Sampler processes (`num_samplers`) keep the plugin as they were started with it, what they hold too, as they do if
+    `enable` is called again with other arguments.
     """
     _fall_silent(_plugin)  # while its hooks still announce
     _remove()

@@ -23,6 +23,7 @@ from dgl.ndarray import empty_shared_mem, exist_shared_mem_array
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.graph.tensor_versions import version_of
 
 STATIC_NAMES_SERVICE = 0x48590001
 WRITTEN_SERVICE = 0x48590002
@@ -253,7 +254,7 @@ class WrittenFields:
         """
         if self._table is None:
             return
-        self._versions = {name: part._version for name, part in self._client._data_store.items()}
+        self._versions = {name: version_of(part) for name, part in self._client._data_store.items()}
         self._ask(range(self._client.num_servers), kvstore.DeleteDataRequest(_QUESTION))
         self._tell(SilenceRequest(-1))
 
@@ -281,7 +282,8 @@ class WrittenFields:
         if self._table is None or name not in self.static_names or name in self._told:
             return
         part = self._client._data_store.get(name)
-        if part is not None and part._version > self._versions.get(name, 0):
+        # Of what was made in inference mode no writes are counted, and any may have been.
+        if part is not None and (part.is_inference() or part._version > self._versions.get(name, 0)):
             self.announce(name)
 
     def announce_direct_writes(self) -> None:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
+from dgl_hybrid.graph.tensor_versions import version_of
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
 from dgl_hybrid.sampling.hooks import until_disabled
 from dgl_hybrid.training import session
@@ -37,19 +38,22 @@ _NODE_PREFIX = "node~"
 
 @dataclass(frozen=True)
 class _Stamp:
-    """A tensor and its state; two stamps are equal if nobody wrote in between and it is the same tensor."""
+    """A tensor and its state; two stamps are equal if nobody wrote in between and it is the same tensor.
+
+    Of a tensor that was made in inference mode nobody knows whether it was written to: its stamp never holds.
+    """
 
     tensor: weakref.ref[Tensor] | None
     version: int
 
     @staticmethod
     def of(tensor: Tensor | None) -> _Stamp:
-        return _Stamp(None, 0) if tensor is None else _Stamp(weakref.ref(tensor), tensor._version)
+        return _Stamp(None, 0) if tensor is None else _Stamp(weakref.ref(tensor), version_of(tensor))
 
     def holds(self, tensor: Tensor | None) -> bool:
         if self.tensor is None or tensor is None:
             return self.tensor is None and tensor is None
-        return self.tensor() is tensor and self.version == tensor._version
+        return self.tensor() is tensor and not tensor.is_inference() and self.version == tensor._version
 
 
 @dataclass(frozen=True)

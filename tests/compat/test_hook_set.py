@@ -147,6 +147,18 @@ def test_sets_may_be_removed_in_any_order(module: Any) -> None:
     assert module.greet is original
 
 
+def test_a_function_under_two_names_stays_one(module: Any) -> None:
+    """`pickle` looks it up by the name that it says it has, and refuses another object."""
+    module.also_greet = module.greet
+    action = lambda f, *args: f(*args)  # noqa: E731  one object for both
+    hooks = HookSet((hook("greet", "name times", action), hook("also_greet", "name times", action)))
+    original = module.greet
+    hooks.install()
+    assert module.greet is module.also_greet is not original
+    hooks.remove()
+    assert module.greet is module.also_greet is original
+
+
 def test_a_second_installation_does_nothing(module: Any) -> None:
     original = module.greet
     hooks = HookSet((hook("greet", "name times", lambda f, name, times=1: f(name + "!", times)),))

@@ -20,11 +20,20 @@ from dgl_hybrid.sampling import loaders
 from dgl_hybrid.sampling.loaders import graph_of_loader, read_loader
 
 ETYPE = ("_N", "_E", "_N")
+
+
+def to_canonical(etype: Any) -> tuple[str, str, str]:
+    """As DGL does."""
+    if etype not in (ETYPE, ETYPE[1]):
+        raise dgl.DGLError(f'Edge type "{etype}" does not exist.')
+    return ETYPE
+
+
 G = SimpleNamespace(
     ntypes=["_N"],
     canonical_etypes=[ETYPE],
     num_nodes=lambda *_: 10,
-    to_canonical_etype=lambda _: ETYPE,
+    to_canonical_etype=lambda etype: to_canonical(etype),
     get_partition_book=lambda: SimpleNamespace(is_homogeneous=True),
 )
 
@@ -45,6 +54,17 @@ class EndlessItems:
     def __getitem__(self, index: int) -> torch.Tensor:
         assert index < len(self), "nobody asked for that"
         return torch.tensor(index)
+
+
+def test_ids_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DGL takes them one by one from a GPU, where NumPy takes none."""
+    asked: list[Any] = []
+    to = torch.Tensor.to
+    monkeypatch.setattr(
+        torch.Tensor, "to", lambda x, *args, **options: (asked.append(args), to(x, *args, **options))[1]
+    )
+    assert read_loader(G, torch.tensor([3, 1]), 2, False, OldStyleSampler([2]).sample_blocks) is not None
+    assert ("cpu", torch.int64) in asked
 
 
 @pytest.mark.parametrize("dataset", [[3, 1, 1], (3, 1, 1), np.array([3, 1, 1]), torch.tensor([3, 1, 1])])
@@ -73,7 +93,7 @@ def test_fanouts_are_numbers_of_any_kind(fanouts: Any) -> None:
     assert all(type(fanout) is int for fanout in access.fanouts)
 
 
-@pytest.mark.parametrize("fanouts", [None, [], "10,25", [2.5], [None], 5])
+@pytest.mark.parametrize("fanouts", [None, [], "10,25", [2.5], [None], 5, [{"paper": 10}], [{"_E": None}]])
 def test_other_fanouts_say_nothing(fanouts: Any) -> None:
     assert read_loader(G, [1], 1, False, OldStyleSampler(fanouts).sample_blocks) is None
 

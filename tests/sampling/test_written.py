@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import dgl_hybrid
 
@@ -120,6 +120,60 @@ def test_machines_may_have_other_fields(monkeypatch: pytest.MonkeyPatch) -> None
     second.announce("b")
     assert [first.may_hold(name) for name in "bd"] == [False, True]
     assert [second.may_hold(name) for name in "abc"] == [True, False, False]
+
+
+def test_parts_of_inference_mode_are_taken_for_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch counts no writes into them: the first read of a graph that was opened in it failed, in every script."""
+    client = Servers((True, True), monkeypatch).client(0)
+    with torch.inference_mode():
+        client._data_store = {"node~_N~feat": torch.ones(3), "node~_N~of_the_script": torch.ones(3)}
+    fields = WrittenFields(client)
+    fields.fall_silent()
+    fields.speak()
+    assert fields.may_hold("node~_N~feat")
+    fields.announce_direct_writes()
+    assert not fields.may_hold("node~_N~feat")
+
+
+def test_a_graph_has_countable_parts_wherever_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Opened:  # of which there may be weak references
+        graph_name, part = "of this test", torch.empty(0)
+
+    opened = Opened()
+
+    def make(g: Any, *args: Any) -> None:
+        g.part = torch.ones(3)
+
+    halo_plugin = plugin_module.HaloPlugin(HaloConfig())
+    with torch.inference_mode():
+        halo_plugin._make_graph(make, opened)
+        assert torch.is_inference_mode_enabled()
+        assert not opened.part.is_inference()
+        halo_plugin._set_state(make, opened, ("a name",))
+        assert not opened.part.is_inference()
+
+
+@pytest.mark.parametrize("num_samplers", [0, 1])
+def test_what_is_held_goes_to_samplers_alone(num_samplers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deep copy of a model that has the graph, or a file of it, held all of it, and stock DGL could not read it."""
+    monkeypatch.setenv("DGL_NUM_SAMPLER", str(num_samplers))
+    halo_plugin = plugin_module.HaloPlugin(HaloConfig())
+    halo_plugin._stores = {"g": cast(Any, SimpleNamespace(shared=lambda: "all that is held"))}
+    state = halo_plugin._get_state(lambda g: ("name", "book"), SimpleNamespace(graph_name="g"))
+    assert state == ("name", "book", *["all that is held"] * num_samplers)
+
+
+@pytest.mark.parametrize("can_plan", [False, True])
+def test_loaders_are_read_where_anything_may_be_held(can_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends of all edges were asked of their owners for nothing, by `depcomm`."""
+    read, planned, made = list[Any](), list[Any](), list[Any]()
+    store = SimpleNamespace(can_plan=can_plan, plan_for=planned.append)
+    halo_plugin = plugin_module.HaloPlugin(HaloConfig())
+    monkeypatch.setattr(halo_plugin, "_store_of", lambda g, share: store)
+    monkeypatch.setattr(plugin_module, "graph_of_loader", lambda collate: "a graph")
+    monkeypatch.setattr(plugin_module, "read_loader", lambda *what: read.append(what) or "reads")
+    halo_plugin._make_loader(lambda *what: made.append(what), "loader", [1], 2)
+    assert (len(read), planned, len(made)) == (int(can_plan), ["reads"] * int(can_plan), 1)
 
 
 class CountedParts(dict[str, torch.Tensor]):

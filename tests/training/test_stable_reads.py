@@ -76,6 +76,28 @@ def test_rows_of_servers_rest_though_an_evaluation_reads_them_first(
     assert torch.equal(rows, stored.flip(0))
 
 
+def test_fields_may_be_made_in_inference_mode() -> None:
+    """A script that infers layer by layer into `DistTensor`s in it failed at its first barrier."""
+    communicator = create_communicator()
+    owned = Ownership(offsets=torch.tensor([0, 4]), rank=0)
+    row_sets, ids = RowSets(communicator), torch.arange(3, -1, -1)
+    row_sets.register_nodes(ids)
+    client = Client(torch.rand(4, 2))
+    with torch.inference_mode():
+        client.data_store["node~_N~before"] = torch.rand(4, 2)
+        reads = StableReads(client, communicator, row_sets, owned, owned)
+        client.data_store["node~_N~layer_0"] = torch.zeros(4, 2)
+        client.barrier()
+    for name in ("node~_N~before", "node~_N~layer_0"):
+        stored = client.data_store[name]
+        assert torch.equal(client.pull(name=name, id_tensor=ids), stored.flip(0))
+        with torch.inference_mode():
+            stored.add_(1.0)
+        client.barrier()
+        assert torch.equal(client.pull(name=name, id_tensor=ids), stored.flip(0)), "writes count, as nobody counts them"
+    assert reads.num_pulls == 4
+
+
 class Rows(Client):
     """Also the `DistTensor` of an embedding."""
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import itertools
 import json
 import logging
@@ -11,6 +13,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -47,6 +50,9 @@ _PART_FILES = (
     *("orig_nids.dgl", "orig_eids.dgl"),  # of DGL's tools for partitioning on several hosts
 )
 """What lies in the folder of a part: with these alone, it may be replaced."""
+
+_YOUNG_S = 60.0
+"""Of a folder that may belong to a process which has just made it, and not locked it yet."""
 
 BalanceTypes = Tensor | dict[str, Tensor]
 IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
@@ -111,8 +117,9 @@ def partition_graph(
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
     target = Path(out_path).absolute()
     _check_target(target, graph_name, num_parts)
-    staging = _make_staging(target)
     following = contextlib.ExitStack()
+    staging, lock = _make_staging(target)
+    following.callback(os.close, lock)
 
     def begin_writing() -> None:
         # What is written aside goes with this process. Not while METIS runs: it lets no Python run for minutes.
@@ -176,18 +183,43 @@ def partition_graph(
     return mapping if return_mapping else None
 
 
-def _make_staging(target: Path) -> Path:
+def _make_staging(target: Path) -> tuple[Path, int]:
+    """Makes a folder beside or in the target, to write in, and removes those that killed processes have left there.
+
+    Returns:
+        It, and a descriptor of it whose lock says that somebody writes there.
+    """
     # Inside a folder that is there: a working directory or a mount point is not to be renamed over, and the folder
     # above may be another user's.
     parent = target if target.is_dir() else target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        for left in parent.glob(f".{glob.escape(target.name)}.writing-*"):
+            _remove_if_left(left)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
         # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
         staging.chmod(0o775 & ~_umask())
+        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _cannot_be_written(target, error) from error
-    return staging
+    with contextlib.suppress(OSError):  # of a file system without locks nothing is removed later, either
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    return staging, lock
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Removes what a killed process was writing, which may be as large as a partition; not what somebody writes now,
+    or may be about to lock.
+    """
+    with contextlib.suppress(OSError):
+        if folder.is_symlink() or time.time() - folder.stat().st_mtime < _YOUNG_S:
+            return
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
 
 
 def _umask() -> int:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import dgl
@@ -351,6 +353,33 @@ def test_parts_of_a_larger_partition_go_with_it(tmp_path: Path) -> None:
     write(power_law(), tmp_path, 4)
     write(power_law(), tmp_path, 2)
     assert sorted(path.name for path in tmp_path.glob("part*")) == ["part0", "part1", "part8", "part9"]
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_killed_processes_were_writing_is_removed(is_there: bool, tmp_path: Path) -> None:
+    """Each left as much as a partition, under a name that `ls` does not show."""
+    target = tmp_path / "[parts]"
+    if is_there:
+        target.mkdir()
+    beside = target if is_there else tmp_path
+    old = time.time() - 1e4
+    names = {"left": ".[parts].writing-a", "written": ".[parts].writing-b", "young": ".[parts].writing-c"}
+    names |= {"another's": ".p.writing-d", "linked": ".[parts].writing-e"}
+    for kind, name in names.items():
+        if kind == "linked":
+            (beside / name).symlink_to(beside / names["another's"], target_is_directory=True)
+            continue
+        (beside / name / "part0").mkdir(parents=True)
+        if kind != "young":
+            os.utime(beside / name, (old, old))
+    writer = os.open(beside / names["written"], os.O_RDONLY)
+    try:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        partition_graph(power_law(), "g", 2, target, part_method="random")
+    finally:
+        os.close(writer)
+    assert {kind for kind, name in names.items() if not (beside / name).exists()} == {"left"}
+    assert len(list(beside.glob(".*.writing-*"))) == len(names) - 1, "nor is there one of this run"
 
 
 def test_what_is_of_no_partition_is_not_replaced(tmp_path: Path) -> None:

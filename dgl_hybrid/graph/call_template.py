@@ -251,7 +251,8 @@ def _is_sparse(x: Tensor) -> bool:
 
 def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:
     if positions is None or int(positions.max()) >= len(known):
-        positions = torch.linspace(0, len(known) - 1, min(count, len(known))).long()
+        # In float64: narrower ones round the last position of many rows to the one behind it.
+        positions = torch.linspace(0, len(known) - 1, min(count, len(known)), dtype=torch.float64).long()
     return known[positions[torch.arange(count) % len(positions)]]
 
 

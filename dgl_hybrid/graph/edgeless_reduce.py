@@ -7,6 +7,7 @@ backward for every field that the functions used: this rank has to take part in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,9 +50,11 @@ def reduce_of_nothing(
     # What needs a gradient, as it is here and as it is made up there.
     real: list[Tensor] = []
     leaves: list[Tensor] = []
+    num_made_up = 0
     for data, fields in ((probe.srcdata, sources), (probe.dstdata, destinations), (probe.edata, edges)):
         for name, value in fields.items():
-            rows = _made_up(value)
+            rows = _made_up(value, num_made_up)
+            num_made_up += rows.numel()
             if value.requires_grad:
                 real.append(value)
                 leaves.append(rows.requires_grad_())
@@ -68,10 +71,17 @@ def reduce_of_nothing(
     return zeros
 
 
-def _made_up(value: Tensor) -> Tensor:
-    # Numbers in which most functions are defined; integers may be positions in a table, and 0 is in any.
-    fill = torch.ones if value.is_floating_point() or value.is_complex() else torch.zeros
-    return fill((1, *value.shape[1:]), dtype=value.dtype, device=value.device)
+def _made_up(value: Tensor, num_before: int) -> Tensor:
+    """Returns one row; all differ, as the zero gradients of a function that is not defined there would be NaN, and a
+    distance, say, has no direction between equal rows.
+    """
+    shape = (1, *value.shape[1:])
+    if not (value.is_floating_point() or value.is_complex()):
+        return torch.zeros(shape, dtype=value.dtype, device=value.device)  # may be a position in a table: 0 is in any
+    # Between 0.25 and 0.75, where most functions are defined; spread by the golden ratio, which repeats nothing.
+    positions = torch.arange(num_before, num_before + math.prod(shape), dtype=torch.float64)
+    numbers = 0.25 + 0.5 * (positions * 0.6180339887498949 % 1.0)
+    return numbers.reshape(shape).to(value.device, value.dtype)
 
 
 class _Anchored(torch.autograd.Function):

@@ -226,7 +226,7 @@ class LayerBlock:
 
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
         """Returns the *full-graph* out-degrees of the (|C_(l-1)|,) sources held here, not those inside the block."""
-        degrees = self._out_degrees()
+        degrees = self._out_degrees().to(self._idtype)
         return degrees.clone() if _is_all(u) else degrees[u].clone()
 
     def _out_degrees(self) -> Tensor:

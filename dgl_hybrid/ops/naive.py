@@ -63,18 +63,20 @@ class NaiveBackend(PlainRows):
         edges = _edge_ids(out_rows)
         destinations = out_rows.indices.long()
         won = torch.eq(arg[destinations], edges[:, None, None])
-        terms = torch.where(won, _wide(grad)[destinations], 0.0)
+        terms = _wide(grad)[destinations]
         if w is not None:
             terms = terms * _wide(w)[edges].unsqueeze(-1)
-        return _sum_rows(out_rows.indptr, terms).to(grad.dtype)
+        # Last: what lost may be infinite.
+        return _sum_rows(out_rows.indptr, torch.where(won, terms, 0.0)).to(grad.dtype)
 
     def spmm_select_backward_edges(self, rows: Adjacency, grad: Tensor, arg: Tensor, x: Tensor | None) -> Tensor:
         destinations = edge_rows(rows)
         edges = torch.arange(rows.num_edges, device=arg.device)
-        terms = torch.where(torch.eq(arg[destinations], edges[:, None, None]), _wide(grad)[destinations], 0.0)
+        won = torch.eq(arg[destinations], edges[:, None, None])
+        terms = _wide(grad)[destinations]
         if x is not None:
             terms = terms * _wide(x)[edge_neighbours(rows)]
-        return terms.sum(-1).to(grad.dtype)
+        return torch.where(won, terms, 0.0).sum(-1).to(grad.dtype)
 
     def sddmm(
         self, rows: Adjacency, lhs: Tensor, rhs: Tensor | None, op: EdgeOp, lhs_target: Target, rhs_target: Target

@@ -152,9 +152,10 @@ def _graph_for(index: Any, operands: Sequence[tuple[Tensor | None, Target]]) -> 
 
 
 def _autocast(tensor: _Operand) -> _Operand:
-    """Under CUDA autocast, DGL computes in autocast's dtype: what lies on a GPU and is no float64 is cast."""
-    if tensor is None or not torch.is_autocast_enabled() or not tensor.is_cuda:
+    """Under autocast of its device DGL (`patches/0007`) computes in autocast's dtype: all but float64 is cast."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
+    kind = tensor.device.type
+    if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensor
-    return tensor.to(torch.get_autocast_dtype("cuda"))
+    return tensor.to(torch.get_autocast_dtype(kind))

@@ -32,8 +32,13 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
     for parameter in used:
         by_kind.setdefault((parameter.dtype, parameter.device), []).append(parameter)
     for alike in by_kind.values():  # in the order of the first of its kind: the same on every rank
-        total = communicator.sum_(torch.cat([_flat_gradient(parameter) for parameter in alike]))
-        total /= communicator.world_size
+        flat = torch.cat([_flat_gradient(parameter) for parameter in alike])
+        if flat.dtype == torch.float16:
+            # Divided first, as DDP divides: sums of scaled gradients may be more than fits where their mean is not.
+            total = communicator.sum_(flat.div_(communicator.world_size))
+        else:
+            total = communicator.sum_(flat)
+            total /= communicator.world_size
         for parameter, grad in zip(alike, total.split([parameter.numel() for parameter in alike]), strict=True):
             parameter.grad = grad.view_as(parameter).clone()
     # By rows, where it was on any rank: `torch.optim.SparseAdam` takes no other, and steps the rows that any rank used.

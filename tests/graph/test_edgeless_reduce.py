@@ -37,3 +37,27 @@ def test_the_made_up_edge_is_moved_as_blocks_are(monkeypatch: pytest.MonkeyPatch
     zeros["y"].sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.zeros(5, 3))
+
+
+def test_functions_need_not_be_defined_between_equal_rows() -> None:
+    """The direction between two vertices was NaN on the made-up edge, and with it the gradient of every weight."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(3, 2)
+    x = torch.ones(5, 3, requires_grad=True)
+
+    def message(edges: Any) -> dict[str, torch.Tensor]:
+        step = edges.src["x"] - edges.dst["x"]
+        distance = step.norm(dim=-1, keepdim=True)
+        return {"m": linear(step / distance) + distance.log() + torch.acos(edges.data["w"]) / edges.dst["x"][:, :2]}
+
+    zeros = reduce_of_nothing(
+        message,
+        lambda nodes: {"y": nodes.mailbox["m"].sum(1)},
+        sources={"x": x},
+        destinations={"x": x},
+        edges={"w": torch.ones(0, 1, requires_grad=True)},
+        num_dst=4,
+    )
+    zeros["y"].sum().backward()
+    assert torch.equal(linear.weight.grad, torch.zeros(2, 3))
+    assert torch.equal(x.grad, torch.zeros(5, 3))

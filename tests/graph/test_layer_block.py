@@ -124,6 +124,7 @@ def test_degrees_and_sizes() -> None:
     assert block.in_degrees().tolist() == [2, 1]
     assert block.out_degrees().tolist() == [5, 6, 7]
     assert block.out_degrees(torch.tensor([2])).tolist() == [7]
+    assert block.int().out_degrees().dtype == block.int().in_degrees().dtype == torch.int32
     assert block["_E"] is block
 
 

@@ -196,6 +196,18 @@ def check_spmm_select_backward(backend: Backend, case: Case, *, device: str = "c
         if w64 is not None:
             got = _twice(lambda: backend.spmm_select_backward_edges(*_on(device, graph.in_edges, grad, arg, x)))  # noqa: B023
             _compare("dw of max", got, w64.grad, case.dtype)
+            # Rows that lose may be infinite, as masked ones are: what they are multiplied by is 0.
+            lost = torch.ones(len(x), dtype=torch.bool, device=x.device)
+            lost[endpoints(graph)["u"][arg[arg >= 0].long()]] = False
+            masked = torch.where(lost[:, None, None], float("-inf"), x)
+            got = _twice(lambda: backend.spmm_select_backward_edges(*_on(device, graph.in_edges, grad, arg, masked)))  # noqa: B023
+            _compare("dw of max beside masked rows", got, w64.grad, case.dtype)
+            drawn = torch.zeros(weights.shape, dtype=torch.bool)
+            heads = torch.arange(case.heads)[:, None].expand(arg.shape)
+            drawn[arg[arg >= 0].long(), heads[arg >= 0]] = True
+            infinite = torch.where(drawn, weights, float("inf"))
+            got = _twice(lambda: backend.spmm_select_backward(*_on(device, graph.out_edges, grad, arg, infinite)))  # noqa: B023
+            _compare("dx of max beside infinite weights", got, x64.grad, case.dtype)
     edges = _random((graph.num_edges, case.heads), case.dtype, 4).round()
     _, arg = reference_spmm(graph, None, edges, "min")
     assert arg is not None

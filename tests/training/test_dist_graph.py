@@ -214,6 +214,10 @@ def averaged(rank: int, world_size: int, part_config: str) -> list[torch.Tensor 
     if rank == 1:  # a gradient that the others lack
         model[1].weight.grad = torch.ones(1, 1, dtype=torch.float64)
     model[3](torch.tensor([rank])).sum().backward()
+    scaled = nn.Linear(1, 1, bias=False).half()
+    scaled.weight.grad = torch.full((1, 1), 6e4, dtype=torch.float16)
+    average_gradients(scaled, loader)
+    assert torch.equal(scaled.weight.grad, torch.full((1, 1), 6e4, dtype=torch.float16)), "their sum does not fit"
     average_gradients(model, loader)
     torch.optim.SparseAdam(model[3].parameters()).step()
     return [parameter.grad for parameter in model.parameters()]

@@ -204,10 +204,11 @@ def emit_select_backward_edges(spec: SpmmSpec, add: bool) -> str:
 
         def term(piece: Piece) -> Value:
             won = where.load(piece.begin, piece.lanes).compare("eq", edge.convert(spec.index))
-            value = won.select(grads.load(piece.begin, piece.lanes), k.constant(spec.value, 0, piece.lanes))
+            value = grads.load(piece.begin, piece.lanes)
             if spec.weighted:
                 value = value * operand.row(entry).load(piece.begin, piece.lanes)
-            return value
+            # Last: a row that lost may be infinite, which is how scripts mask rows.
+            return won.select(value, k.constant(spec.value, 0, piece.lanes))
 
         store_head_sums(k, spec.block, spec.value, term, out.at(edge * out_stride), add=add)
     return k.finish()

@@ -189,13 +189,13 @@ def _spmm_take(rows: list[Tensor], out_rows: list[Tensor], x: Tensor | None, w: 
     if operand.numel() == 0 or arg.numel() == 0 or read_rows(rows).indices.numel() == 0:
         return operand.new_zeros(arg.shape)
     edges = arg.long().clamp(min=0)
-    out = torch.where(arg < 0, torch.zeros((), dtype=operand.dtype, device=operand.device), 1)
+    out = operand.new_ones(())
     if x is not None:
         out = out * x.gather(0, edge_neighbours(read_rows(rows))[edges])
     if w is not None:
         heads = torch.arange(arg.shape[1], device=arg.device)[:, None]
         out = out * w[edges, heads]
-    return out
+    return torch.where(arg < 0, operand.new_zeros(()), out)
 
 
 def _spmm_take_meta(

@@ -512,6 +512,11 @@ class LentTransport:
         self._communicator, self._transport, self._what = communicator, transport, what
 
     @property
+    def may_share_links(self) -> bool:
+        """Whether several ranks of a host may send to other hosts by one link. Alike on all ranks."""
+        return self._transport.backend in ("mixed", "nccl")
+
+    @property
     def device(self) -> torch.device:
         """Where the tensors lie that it moves as they are."""
         return self._transport.device

@@ -63,9 +63,7 @@ def choose_near(
         max_edges: of the problem, counted once for each call of the solver: after so many there is no further call.
             `FEWEST_SOLVES` are made in any case.
     """
-    num_solves = int(
-        min(max(max_edges // max(items.reader.size, 1), FEWEST_SOLVES), MOST_SOLVES)
-    )  # 2e7 is a limit, too
+    num_solves = max(int(min(max_edges / max(items.reader.size, 1), MOST_SOLVES)), FEWEST_SOLVES)
     prices = Prices.of(items, costs)
     best = solver(prices)
     if items.held_bytes(costs, best) <= budget_bytes:

@@ -21,6 +21,8 @@ GATHER_WIDTHS = (16, 64, 256)
 SMALL_BYTES = 64
 LINK_BYTES = 1 << 21
 REPEATS = 3
+NOISE_OF_LINKS = 0.85
+"""Transfers of all pairs at once that reach this share of the rates of pairs are taken to reach all of it."""
 MACHINE_CHARS = 64
 ROW_ELEMENTS, GATHERED_ELEMENTS, GEMM_ROWS = 1 << 23, 1 << 21, 1 << 12
 """Of one operand of row-local work, which is larger than caches, since rows of a level are; of the rows that a sum
@@ -44,6 +46,10 @@ class Links(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def may_share_links(self) -> bool:
+        """Whether several ranks of a host may send to other hosts by one link. Alike on all ranks."""
+
     def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None: ...
 
     def all_reduce(self, tensor: Tensor) -> None: ...
@@ -54,7 +60,7 @@ class Links(Protocol):
 class Alone:
     """A world of one rank, also where the process belongs to a group of more."""
 
-    rank, world_size = 0, 1
+    rank, world_size, may_share_links = 0, 1, False
     device = torch.device("cpu")
 
     def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
@@ -73,6 +79,7 @@ class _DefaultGroup:
     def __init__(self) -> None:
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+        self.may_share_links = False  # nobody knows
 
     @property
     def device(self) -> torch.device:
@@ -192,6 +199,10 @@ def _measure_links(links: Links) -> tuple[list[float], list[float]]:
 
     Pair by pair would need P rounds and would not be what training sees; instead in round s every rank sends to
     `rank + s` and receives from `rank - s`, so each link carries one transfer at a time while all ranks are busy.
+
+    Ranks that share a host share its link, and in most rounds only some of them use it, while in training each one
+    exchanges with all at once. Where that may be, it is measured last; if it takes longer than rates of pairs say, they
+    are as much lower. (Within one host it would tell of noise: a probe is a few milliseconds there.)
     """
     rank, world_size, device = links.rank, links.world_size, links.device
     latency_s, rate = [0.0] * world_size, [1e12] * world_size
@@ -206,7 +217,21 @@ def _measure_links(links: Links) -> tuple[list[float], list[float]]:
             seconds.append(_best(exchange, device))
         latency_s[source] = seconds[0]
         rate[source] = _rate(*seconds)
+    if world_size > 2 and links.may_share_links:
+        share = _share_together(links, latency_s, rate)
+        rate = [x * share if peer != rank else x for peer, x in enumerate(rate)]
     return latency_s, rate
+
+
+def _share_together(links: Links, latency_s: list[float], rate: list[float]) -> float:
+    """Returns what is left of the rates of pairs when all transfer at once; 1, but for what noise may explain."""
+    num_rows = max(LINK_BYTES // 4 // (links.world_size - 1), 1)
+    counts = [num_rows if peer != links.rank else 0 for peer in range(links.world_size)]
+    sent, received = (torch.zeros(sum(counts), device=links.device) for _ in range(2))
+    measured_s = _best(partial(links.all_to_all, received, sent, counts, counts), links.device)
+    expected_s = max(latency_s) + sum(4 * count / x for count, x in zip(counts, rate, strict=True))
+    share = expected_s / measured_s
+    return share if share < NOISE_OF_LINKS else 1.0
 
 
 def _factors(device: torch.device) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -49,7 +50,10 @@ def test_budget_is_kept_and_used(num_layers: int, strategy: str) -> None:
     assert sum(ratios) / len(ratios) < 1.05
 
 
-@pytest.mark.parametrize("options", [{}, {"max_cut_arcs": 0}, {"max_sweep_edges": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_cut_arcs": 0}, {"max_sweep_edges": 0}, {"max_sweep_edges": 2e3}, {"max_sweep_edges": math.inf}],
+)
 @pytest.mark.parametrize("share", [0.0, 0.4, 0.8, 2.0])
 def test_the_sweep_solves_nothing_that_the_search_has_solved(
     share: float, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
@@ -20,6 +21,8 @@ _LONGEST_WAIT_MS = 2**31 - 1
 """What the system takes for a wait, some 25 days; who is told to wait for longer gives up then."""
 
 _PROGRESS_KEY = "dgl_hybrid/late/{name}/{rank}"
+_STORE_TIMEOUT_S = 10.0
+"""For the store to tell which ranks are late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,17 +216,28 @@ class CollectiveTransport(Transport):
 
     def find_late_ranks(self, name: str, where: str) -> list[int]:
         """Each rank that is stuck says in the store where; those that said nothing after a moment are late."""
-        try:
-            store = dist.distributed_c10d._get_default_store()
-            store.set(_PROGRESS_KEY.format(name=name, rank=self.rank), where)
-            time.sleep(1.0)
-            keys = [_PROGRESS_KEY.format(name=name, rank=rank) for rank in range(self.world_size)]
-            late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-            said = {rank: store.get(key).decode() for rank, key in enumerate(keys) if rank not in late}
-            self.elsewhere = {rank: other for rank, other in said.items() if other != where}
-            return late
-        except Exception:  # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
-            return []
+        found: list[int] = []
+
+        def ask() -> None:
+            # The store lives on rank 0 and may be gone with it: then there is nothing more to tell.
+            with contextlib.suppress(Exception):
+                found.extend(self._ask_store(name, where))
+
+        # Where that host stands still, the store never answers: the error is not to wait for it, too.
+        asking = threading.Thread(target=ask, name="dgl_hybrid find_late_ranks", daemon=True)
+        asking.start()
+        asking.join(_STORE_TIMEOUT_S)
+        return list(found)
+
+    def _ask_store(self, name: str, where: str) -> list[int]:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(_PROGRESS_KEY.format(name=name, rank=self.rank), where)
+        time.sleep(1.0)
+        keys = [_PROGRESS_KEY.format(name=name, rank=rank) for rank in range(self.world_size)]
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        said = {rank: store.get(key).decode() for rank, key in enumerate(keys) if rank not in late}
+        self.elsewhere = {rank: other for rank, other in said.items() if other != where}
+        return late
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 from benchmarks.emulated_network import EmulatedNetwork, why_unavailable
+from dgl_hybrid.exchange import transport
 from tests.exchange.lost_ranks import LOST_AT, WORLD_SIZE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +30,35 @@ def leftovers(folder: Path) -> list[str]:
     listed = Path("/proc/net/unix").read_text().replace("_", "/")
     files = [name for name in os.listdir("/dev/shm") if "dgl_hybrid_outbox" in name]
     return [address for address in addresses if address in listed] + files
+
+
+STORE = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_store_that_does_not_answer_keeps_no_error_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where rank 0's host stands still, its peers waited for it once more, to be told that it is late."""
+    server = subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True, env=ENVIRONMENT)
+    try:
+        assert server.stdout is not None
+        store = TCPStore("127.0.0.1", int(server.stdout.readline()), is_master=False)
+        monkeypatch.setattr(transport.dist.distributed_c10d, "_get_default_store", lambda: store)
+        waiting = object.__new__(transport.CollectiveTransport)
+        waiting.rank, waiting.world_size, waiting.elsewhere = 1, 2, {}
+        assert waiting.find_late_ranks("a name", "an exchange") == [0]
+        server.send_signal(signal.SIGSTOP)
+        monkeypatch.setattr(transport, "_STORE_TIMEOUT_S", 0.5)
+        start_s = time.monotonic()
+        assert waiting.find_late_ranks("another", "an exchange") == []
+        assert time.monotonic() - start_s < 60.0, "it would have been for ever"
+    finally:
+        server.kill()
+        server.communicate()
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ class Comparison:
     def measure(self, cells: Sequence[Cell], settings: Settings, cache: Path) -> list[Result]:
         """Measures every system on every cell. Results are checked against plain DGL before anything is timed.
 
-        A cell whose graph or network cannot be had has failed. What a user interrupts ends with the cells before.
+        A cell whose graph or network cannot be had has failed. Who interrupts is shown the cells before, which do not
+        take the place of the README's table.
         """
         results = []
         with tqdm(cells, unit="cell", file=sys.stderr) as bar:
@@ -94,7 +95,8 @@ class Comparison:
                     results.append({"cell": cell.key, "failed": {"cell": str(error)}})
                 except KeyboardInterrupt:
                     bar.write("interrupted: this is what had been measured", file=sys.stderr)
-                    break
+                    self.show(results, to_stderr=True)
+                    sys.exit(130)
         return results
 
     def report(self, results: Sequence[Result], args: argparse.Namespace, **about: Any) -> None:

@@ -208,11 +208,16 @@ def test_hosts_whose_partitions_differ_do_not_train_on_a_mixture(
     control = Controller(job, machines, plan_parts(job, machines), lambda line: None)
 
     def check(*numbers: int) -> None:
-        control._agents = [
-            SimpleNamespace(machine=machine, ready=said[number])  # type: ignore[misc]
-            for machine, number in zip(machines, numbers, strict=True)
-        ]
-        control._check_partitions()
+        """As a job begins, once all have answered."""
+        control._agents.clear()
+        answers = dict(zip(machines, numbers, strict=True))
+        control._start_agent = lambda machine, *_, **__: SimpleNamespace(  # type: ignore[method-assign, assignment, return-value]
+            machine=machine, ready=said[answers[machine]], is_remote=True
+        )
+        control._start_agents()
+
+    control._send = lambda *_: None  # type: ignore[method-assign]
+    control._pings = SimpleNamespace(start=lambda: None)  # type: ignore[assignment]
 
     check(0, 2, 0)
     check(0, 3, 0)  # of DGL's own partitions nobody knows

@@ -7,7 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MOST_EVENTS = 1 << 16
-"""That are remembered: most scripts never ask."""
+"""That are remembered unless somebody has said that all are asked for: most scripts never ask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,11 +36,15 @@ class ExchangeClock:
     def record(self, event: ExchangeEvent) -> None:
         self.events.append(event)
 
-    def drain(self) -> list[ExchangeEvent]:
-        """Returns the events recorded since the last call and forgets them."""
-        events = list(self.events)
-        self.events.clear()
-        return events
+    def drain(self, *, keep_all: bool = False) -> list[ExchangeEvent]:
+        """Returns the events recorded since the last call and forgets them.
+
+        Args:
+            keep_all: Remember all of them until the next call, however many: rows in small chunks may take more
+                exchanges an epoch than are remembered else.
+        """
+        events, self.events = self.events, deque(maxlen=None if keep_all else MOST_EVENTS)
+        return list(events)
 
 
 def split_wait(start_s_by_rank: list[list[float]], elapsed_s: list[float], rank: int) -> tuple[float, float]:

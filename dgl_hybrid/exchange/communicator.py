@@ -417,7 +417,11 @@ class Communicator:
             what: It is lent for, to be named where a peer does not take part.
         """
         self._begin()
-        return None if self.transport is None else LentTransport(self, self.transport, what)
+        if self.transport is None:
+            return None
+        # Who is alone on its host has "gloo", where others have "mixed".
+        backends = self.gather_ints([int(self.transport.backend in ("mixed", "nccl"))])
+        return LentTransport(self, self.transport, what, may_share_links=any(row[0] for row in backends))
 
     @contextlib.contextmanager
     def _named(self, what: str) -> Iterator[None]:
@@ -507,14 +511,11 @@ class PendingRows:
 class LentTransport:
     """Plain operations of a communicator's transport, whose failures are explained as those of exchanges are."""
 
-    def __init__(self, communicator: Communicator, transport: Transport, what: str) -> None:
+    def __init__(self, communicator: Communicator, transport: Transport, what: str, *, may_share_links: bool) -> None:
         self.rank, self.world_size = transport.rank, transport.world_size
         self._communicator, self._transport, self._what = communicator, transport, what
-
-    @property
-    def may_share_links(self) -> bool:
+        self.may_share_links = may_share_links
         """Whether several ranks of a host may send to other hosts by one link. Alike on all ranks."""
-        return self._transport.backend in ("mixed", "nccl")
 
     @property
     def device(self) -> torch.device:

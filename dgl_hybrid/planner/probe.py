@@ -121,7 +121,7 @@ def probe(
     if links is None and dist.is_available() and dist.is_initialized():
         links = _DefaultGroup()
     if links is not None:
-        links.all_reduce(torch.zeros(1, device=links.device))  # all begin together
+        links.all_reduce(_zeros(1, links.device))  # all begin together
     rates = [
         _gemm_rate(device),
         _row_rate(device),
@@ -131,7 +131,7 @@ def probe(
         return _topology(rates, [[0.0]], [[1e12]], 0.0, 1e12, device, time.time(), _machine(device))
     world_size, link_device = links.world_size, links.device
     latency_s, bandwidth = _measure_links(links)
-    tensors = [torch.zeros(num_bytes // 4, device=link_device) for num_bytes in (SMALL_BYTES, LINK_BYTES)]
+    tensors = [_zeros(num_bytes // 4, link_device) for num_bytes in (SMALL_BYTES, LINK_BYTES)]
     small_s, large_s = (_best(partial(links.all_reduce, x), link_device) for x in tensors)
     mine = [*rates, small_s, _rate(small_s, large_s), *latency_s, *bandwidth, time.time(), *_encode(_machine(device))]
     table = torch.stack(links.all_gather(torch.tensor(mine, dtype=torch.float64, device=link_device)))
@@ -212,7 +212,7 @@ def _measure_links(links: Links) -> tuple[list[float], list[float]]:
         for num_bytes in (SMALL_BYTES, LINK_BYTES):
             send_counts, recv_counts = [0] * world_size, [0] * world_size
             send_counts[target] = recv_counts[source] = num_bytes // 4
-            sent, received = torch.zeros(num_bytes // 4, device=device), torch.zeros(num_bytes // 4, device=device)
+            sent, received = (_zeros(num_bytes // 4, device) for _ in range(2))
             exchange = partial(links.all_to_all, received, sent, recv_counts, send_counts)
             seconds.append(_best(exchange, device))
         latency_s[source] = seconds[0]
@@ -227,11 +227,21 @@ def _share_together(links: Links, latency_s: list[float], rate: list[float]) -> 
     """Returns what is left of the rates of pairs when all transfer at once; 1, but for what noise may explain."""
     num_rows = max(LINK_BYTES // 4 // (links.world_size - 1), 1)
     counts = [num_rows if peer != links.rank else 0 for peer in range(links.world_size)]
-    sent, received = (torch.zeros(sum(counts), device=links.device) for _ in range(2))
+    sent, received = (_zeros(sum(counts), links.device) for _ in range(2))
     measured_s = _best(partial(links.all_to_all, received, sent, counts, counts), links.device)
     expected_s = max(latency_s) + sum(4 * count / x for count, x in zip(counts, rate, strict=True))
     share = expected_s / measured_s
     return share if share < NOISE_OF_LINKS else 1.0
+
+
+def _zeros(num_elements: int, device: torch.device) -> Tensor:
+    """As many bytes as are counted, whatever a script has made the default dtype."""
+    return torch.zeros(num_elements, dtype=torch.float32, device=device)
+
+
+def _ones(size: int | tuple[int, ...], device: torch.device) -> Tensor:
+    """Memory that was written to: what was not may be one page of zeros."""
+    return torch.ones(size, dtype=torch.float32, device=device)
 
 
 def _factors(device: torch.device) -> tuple[int, int, int]:
@@ -241,13 +251,13 @@ def _factors(device: torch.device) -> tuple[int, int, int]:
 
 def _gemm_rate(device: torch.device) -> float:
     num_rows = GEMM_ROWS * _factors(device)[2]
-    left, right, out = (torch.ones(size, device=device) for size in ((num_rows, 128), (128, 128), (num_rows, 128)))
+    left, right, out = (_ones(size, device) for size in ((num_rows, 128), (128, 128), (num_rows, 128)))
     return 2.0 * num_rows * 128 * 128 / _best(lambda: torch.mm(left, right, out=out), device)
 
 
 def _row_rate(device: torch.device) -> float:
     num_elements = ROW_ELEMENTS * _factors(device)[0]
-    rows, out = (torch.ones(num_elements, device=device) for _ in range(2))
+    rows, out = (_ones(num_elements, device) for _ in range(2))
     return 2.0 * rows.numel() * 4 / _best(lambda: torch.add(rows, 1.0, out=out), device)
 
 
@@ -258,14 +268,14 @@ def _gather_rate(device: torch.device, width: int, aggregate: Aggregate | None) 
     num_edges = num_rows * degree
     sources = torch.randint(0, num_rows, (num_edges,), generator=generator)
     indptr = torch.arange(0, num_edges + 1, degree)
-    rows = torch.ones(num_rows, width, device=device)
+    rows = _ones((num_rows, width), device)
     if aggregate is not None:
         run = partial(aggregate, indptr.to(device), sources.to(device), rows)
         return num_edges * width * 4 / _best(run, device)
     if device.type == "cpu":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch calls its CSR tensors beta, once
-            matrix = torch.sparse_csr_tensor(indptr, sources, torch.ones(num_edges), (num_rows, num_rows))
+            matrix = torch.sparse_csr_tensor(indptr, sources, _ones(num_edges, device), (num_rows, num_rows))
         seconds = _best(lambda: matrix @ rows, device)
     else:
         on_device = sources.to(device)

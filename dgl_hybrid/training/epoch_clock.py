@@ -59,7 +59,7 @@ class EpochClock:
     def start(self) -> None:
         """Waits for all ranks and begins to measure. Collective."""
         self._communicator.barrier()
-        self._communicator.clock.drain()
+        self._communicator.clock.drain(keep_all=True)
         self._start_s = time.perf_counter()
 
     def stop(self) -> EpochTimes:

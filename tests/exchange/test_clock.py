@@ -40,6 +40,18 @@ def test_a_script_that_never_asks_keeps_the_last_events_only() -> None:
     assert clock.drain() == []
 
 
+def test_who_asks_for_all_gets_all() -> None:
+    """Bytes and times of an epoch in small chunks lacked those of its first exchanges."""
+    clock, num_events = ExchangeClock(), MOST_EVENTS + 10
+    clock.drain(keep_all=True)
+    for number in range(num_events):
+        clock.record(event(number))
+    assert [one.layer for one in clock.drain()] == list(range(num_events))
+    for number in range(num_events):
+        clock.record(event(number))
+    assert len(clock.drain()) == MOST_EVENTS, "nobody has asked again"
+
+
 def spin() -> None:
     until_s = time.perf_counter() + SPIN_S
     while time.perf_counter() < until_s:

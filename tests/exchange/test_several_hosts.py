@@ -15,6 +15,8 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.far_rows import _joined
+from dgl_hybrid.planner.probe import probe
+from dgl_hybrid.planner.topology import Topology
 from tests.exchange.test_rows import make_plans
 from tests.exchange.test_shared_memory import run_both, run_raw, run_uneven_pace
 from tests.helpers.hosts import on_hosts
@@ -87,6 +89,18 @@ def run_in_the_background(rank: int, world_size: int, hosts: Sequence[int]) -> l
 @pytest.mark.parametrize("hosts", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 1, 2)])
 def test_both_kinds_travel_in_the_background(hosts: Sequence[int]) -> None:
     assert run_ranks(len(hosts), run_in_the_background, hosts) == [[]] * len(hosts)
+
+
+def run_probe(rank: int, world_size: int, hosts: Sequence[int]) -> Topology:
+    communicator = communicator_on(rank, hosts)
+    return probe(communicator.lend("the probe"))
+
+
+@pytest.mark.parametrize("hosts", HOSTS)
+def test_ranks_of_any_hosts_probe_together(hosts: Sequence[int]) -> None:
+    """Who was alone on its host left out what others measured together, and all waited for each other."""
+    first, *others = run_ranks(len(hosts), run_probe, hosts)
+    assert all(other == first for other in others)
 
 
 # -------------------------------------------------------------------- ranks that part ways

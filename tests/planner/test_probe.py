@@ -5,13 +5,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
 from dgl_hybrid.planner import Topology, cost_model, synthetic_trace
 from dgl_hybrid.planner import probe as probe_module
-from dgl_hybrid.planner.probe import GPU_FACTORS, ROOMY_BYTES, _factors, _measure_links, probe
+from dgl_hybrid.planner.probe import (
+    GPU_FACTORS,
+    LINK_BYTES,
+    ROOMY_BYTES,
+    SMALL_BYTES,
+    _factors,
+    _measure_links,
+    probe,
+)
 from tests.helpers.world import run_ranks
 
 
@@ -84,6 +93,36 @@ def test_ranks_of_a_host_share_its_link(per_host: int, monkeypatch: pytest.Monke
     _, rates = _measure_links(links)  # type: ignore[arg-type]
     shares = [rates[peer] for peer in range(per_host)]
     assert sum(1e6 / rate for rate in shares) < 0.8 * per_host**2 or per_host == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_bytes_are_those_that_are_counted_whatever_the_default_dtype(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates came out half as high in scripts that make float64 the default."""
+    moved, gathered = set[int](), set[tuple[int, torch.dtype]]()
+
+    class Moving(SharedLinks):
+        def all_to_all(self, received: Any, send: Any, recv_counts: list[int], send_counts: list[int]) -> None:
+            moved.update((received.nbytes, send.nbytes))
+
+    def aggregate(indptr: torch.Tensor, sources: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        gathered.add((rows.shape[1], rows.dtype))
+        return rows
+
+    operands = set[torch.dtype]()
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, y, out: (operands.update((x.dtype, out.dtype)), mm(x, y, out=out))[1])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        _measure_links(Moving(2, 1))
+        probe(aggregate=aggregate)
+    finally:
+        torch.set_default_dtype(before)
+    assert moved == {SMALL_BYTES, LINK_BYTES, LINK_BYTES // 4 // 3 * 3 * 4}
+    assert gathered == {(width, torch.float32) for width in (16, 64, 256)}
+    assert operands == {torch.float32}
 
 
 def test_probe_without_torch_distributed() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.develop import develop
 
 ROOT = Path(__file__).parent
 STARTUP = ROOT / "dgl_hybrid" / "compat" / "dgl_hybrid_startup.pth"
@@ -31,9 +32,29 @@ class BuildWithCompat(build_py):
         for patch in PATCHES:
             shutil.copy(patch, folder)
 
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        """Names what an install has written: pips older than 23.1 remove what is in this list, and nothing else."""
+        found = list(super().get_outputs(include_bytecode))
+        if self.editable_mode:
+            return found
+        folder = Path(self.build_lib, "dgl_hybrid", "patches")
+        return [*found, str(Path(self.build_lib, STARTUP.name)), *(str(folder / patch.name) for patch in PATCHES)]
+
     def get_source_files(self) -> list[str]:
         """Names the files that a source distribution must hold."""
         return [*super().get_source_files(), *(str(patch.relative_to(ROOT)) for patch in (*PATCHES, STARTUP))]
+
+
+class DevelopByWheel(develop):
+    """Refuses how pips older than 23.1 may install `--editable`: by a link to the checkout, and no start-up hook."""
+
+    def run(self) -> None:
+        if hasattr(self, "install_for_development"):  # of a setuptools whose `develop` does not go by pip itself
+            raise SystemExit(
+                "dgl_hybrid: expected an install by a wheel, which brings the start-up hook (got setup.py develop); "
+                "add --use-pep517 to pip install --editable, or update pip"
+            )
+        super().run()
 
 
 def read_version() -> str:
@@ -55,10 +76,10 @@ setup(
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),
     package_data={"dgl_hybrid": ["py.typed"], "dgl_hybrid.ops": ["*.md"], "dgl_hybrid.ops.cuda": ["*.cu"]},
-    cmdclass={"build_py": BuildWithCompat},
+    cmdclass={"build_py": BuildWithCompat, "develop": DevelopByWheel},
     install_requires=[
         "dgl==2.1.*",
-        "llvmlite",
+        "llvmlite>=0.45",  # whose pass manager has all passes that kernels take
         "matplotlib",
         "numpy",
         "ortools",
@@ -69,7 +90,7 @@ setup(
         "rich",
         "safetensors",
         "scipy",
-        "torch>=2.4",
+        "torch>=2.6",  # whose hooks of all modules see keyword arguments
         "tqdm",
     ],
     extras_require={

@@ -14,6 +14,7 @@ from typing import Any
 
 import dgl_hybrid
 from dgl_hybrid.cli.options import flatten
+from dgl_hybrid.compat.versions import dgl_version
 from dgl_hybrid.launch.job import write_json
 
 
@@ -74,12 +75,14 @@ def write_results(out: str | None, configs: Sequence[Any], result: dict[str, Any
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions a result depends on."""
-    from importlib.metadata import version
+    """Returns the versions a result depends on: those of what is imported, whatever else is installed beside it."""
+    import numpy
+    import torch
 
-    names = ("dgl", "torch", "numpy")
     return {
         "dgl_hybrid": dgl_hybrid.__version__,
         "python": platform.python_version(),
-        **{name: version(name) for name in names},
+        "dgl": dgl_version() or "none",
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
     }

@@ -93,8 +93,9 @@ def run_local(
             environment["GLOO_SOCKET_IFNAME"] = LOOPBACK
         try:
             with _environment(environment), _quiet_launcher(), _signals_put_back():
+                # -P: what lies in the current folder must not pass for a module of Python's.
                 elastic_launch(_launch_config(ranks, folder), sys.executable)(
-                    "-m", "dgl_hybrid.launch.rank", str(folder)
+                    "-P", "-m", "dgl_hybrid.launch.rank", str(folder)
                 )
         except ChildFailedError as error:
             raise explain_failure(

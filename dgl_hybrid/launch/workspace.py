@@ -373,7 +373,9 @@ def _locked(root: Path, key: str) -> Iterator[None]:
     Another user's workspace is read without a lock, if it has what is asked for: nothing is written there.
     """
     try:
-        root.mkdir(parents=True, exist_ok=True)
+        # Compiled code lies beside it, and nobody runs code from a folder that others may write into, which a umask
+        # of 0 would make of this one.
+        root.mkdir(mode=0o775, parents=True, exist_ok=True)
         file = (root / f".{key}.lock").open("w")
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or _reusable(root, key) is None:

@@ -41,6 +41,10 @@ _EXPLORE_BYTES = 256 * 2**20
 """Lists that may be held for a moment, beyond the budget, to decide by."""
 _FETCHED_OF_HELD = 1.5
 """What lists take as they are fetched, of what they take at most where they are held: short ones of small graphs."""
+_FREE_PLANS = 8
+"""So many loaders are planned for, however long it takes: training, validation and test of a script or two."""
+_PLANNING_SHARE = 0.1
+"""Of the time since the first plan, that further ones may have taken."""
 _NARROW_BYTES = 16
 """Rows up to this size (labels, masks) are read for the seeds; a little of the budget is kept for them."""
 _NARROW_SHARE = 0.05
@@ -96,6 +100,10 @@ class HaloStore:
         has_lists = "csc" in g.local_partition.formats()["created"]
         self._lists = InEdgeLists(g) if self._is_holding and has_lists else None
         self._planned: set[tuple[object, ...]] = set()
+        self.edge_loaders: set[tuple[object, ...]] = set()
+        """That of `read_loader`."""
+        self._first_plan_at = 0.0
+        self._planning_s = 0.0
         self._expected = ExpectedReads.none()
         self._chosen = torch.empty(0, dtype=torch.int64)
         """Vertices whose rows were chosen to be held, ascending."""
@@ -118,8 +126,14 @@ class HaloStore:
 
     @property
     def can_plan(self) -> bool:
-        """Whether anything may be held, so that it is of use to know what loaders will read."""
-        return self._lists is not None
+        """Whether it is of use to know what a loader will read: anything may be held, and planning has not had its
+        share of the time. (A script may make a loader over other seeds in each epoch; what such a loader reads is
+        learnt as it runs, as what any loader does that nothing is known of.)
+        """
+        if self._lists is None:
+            return False
+        passed_s = time.perf_counter() - self._first_plan_at
+        return len(self._planned) < _FREE_PLANS or self._planning_s <= _PLANNING_SHARE * passed_s
 
     def plan_for(self, loader: LoaderAccess) -> None:
         """Adds a loader's reads to what is expected, and decides anew what is held."""
@@ -129,6 +143,7 @@ class HaloStore:
         if loader.is_layer_wise and not self._is_unlimited:
             return  # what is read once is not worth room that the training loader could use
         start_s = time.perf_counter()
+        self._first_plan_at = self._first_plan_at or start_s
         edge_type_of = self._edge_type_of if len(self._etypes) > 1 else None
         new = expect_reads(loader, self._lists, make_known=self._explore, edge_type_of=edge_type_of)
         self._expected = add_reads(self._expected, new)
@@ -152,6 +167,7 @@ class HaloStore:
                 int(choice.rows.sum()),
                 time.perf_counter() - start_s,
             )
+        self._planning_s += time.perf_counter() - start_s
 
     def _explore(self, ids: Tensor, reads: Tensor) -> None:
         """Fetches the lists of a frontier that are not known, those drawn from most often first, up to a limit."""

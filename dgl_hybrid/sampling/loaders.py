@@ -26,7 +26,15 @@ def graph_of_loader(collate_fn: Any) -> Any:
     return g if isinstance(g, DistGraph) else None
 
 
-def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_fn: Any) -> LoaderAccess | None:
+def read_loader(
+    g: Any,
+    dataset: Any,
+    batch_size: int,
+    drop_last: bool,
+    collate_fn: Any,
+    *,
+    seen: set[tuple[object, ...]] | None = None,
+) -> LoaderAccess | None:
     """Returns what a loader will read, as far as its objects say; None when they do not.
 
     DGL's node and edge collators are understood, and objects of scripts with `fanouts` whose data set is node ids (the
@@ -35,6 +43,8 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
     Args:
         g: What `graph_of_loader` found.
         dataset, batch_size, drop_last, collate_fn: As `DistDataLoader` gets them.
+        seen: Edge loaders that were read before, to which this one is added; None for one of them. The ends of its
+            edges are asked of their owners, and scripts make the same loader again for every evaluation.
     """
     owner = getattr(collate_fn, "__self__", collate_fn)
 
@@ -47,19 +57,28 @@ def read_loader(g: Any, dataset: Any, batch_size: int, drop_last: bool, collate_
         wanted = getattr(owner, "nids" if isinstance(owner, NodeCollator) else "eids", None)
         if fanouts is None or wanted is None or getattr(sampler, "edge_dir", "in") != "in":
             return None
+        replace = bool(getattr(sampler, "replace", False))
+        by_structure = getattr(sampler, "prob", None) is None  # which has masks, too
+        # Of what is drawn from: scripts' own loaders may hand over another form of it, by type say.
+        num_batches = count_batches(sum(map(len, wanted.values())) if isinstance(wanted, Mapping) else len(wanted))
         if isinstance(owner, NodeCollator):
             seeds, occurrences = _count(_homogeneous_nodes(g, wanted))
         else:
+            if getattr(owner, "g", g) is not g:
+                return None  # edges of one graph, whose ids are of no meaning in the one that is sampled
+            key = (*_edge_key(owner), num_batches, fanouts, replace, by_structure)
+            if seen is not None and key in seen:
+                return None
             seeds, occurrences = _edge_seeds(g, owner)
-        replace = bool(getattr(sampler, "replace", False))
+            if seen is not None:
+                seen.add(key)
         return LoaderAccess(
             seeds=seeds,
             occurrences=occurrences,
-            # Of what is drawn from: scripts' own loaders may hand over another form of it, by type say.
-            num_batches=count_batches(sum(map(len, wanted.values())) if isinstance(wanted, Mapping) else len(wanted)),
+            num_batches=num_batches,
             fanouts=fanouts,
             replace=replace,
-            by_structure=getattr(sampler, "prob", None) is None,  # which has masks, too
+            by_structure=by_structure,
         )
     fanouts = _read_fanouts(g, getattr(owner, "fanouts", None), first_drawn_last=False)
     ids = _as_ids(dataset)
@@ -124,6 +143,13 @@ def _homogeneous_nodes(g: Any, nids: Any) -> Tensor:
 def _homogeneous(to_homogeneous: Any, ids: Tensor, of_type: Any) -> Tensor:
     mapped: Tensor = torch.as_tensor(to_homogeneous(ids.to(torch.int64), of_type))
     return mapped.to(torch.int64)
+
+
+def _edge_key(collator: Any) -> tuple[object, ...]:
+    """Equal for collators of the same edges and as many negatives, whatever asking for their ends would tell."""
+    by_type = collator.eids if isinstance(collator.eids, Mapping) else {"": collator.eids}
+    digests = [(str(etype), hash(eids.cpu().numpy().tobytes()), str(eids.dtype)) for etype, eids in by_type.items()]
+    return (*sorted(digests), _negatives_per_edge(getattr(collator, "negative_sampler", None)))
 
 
 def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:

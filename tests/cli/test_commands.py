@@ -246,6 +246,8 @@ def test_demo(folder: Path) -> None:
 def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
     """By options as they are typed, from a folder relative to where the command runs."""
     words = ("train", "--partition", partition, *TRAIN, "--json", "--checkpoint", "runs/one")
+    # One that PyTorch imports as an optimizer is made, in ranks.
+    (folder / "profile.py").write_text("raise SystemExit('a file of the user in place of a module of Python')\n")
     assert run_command(*words, "--epochs", "2", cwd=folder).returncode == 0
     assert sorted(path.name for path in (folder / "runs/one").iterdir()) == ["best.safetensors", "last.safetensors"]
     fails(run_command(*words, cwd=folder), "last.safetensors is there already")

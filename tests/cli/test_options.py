@@ -6,12 +6,20 @@ import json
 import re
 import sys
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
+import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
+
+# isort: split
+import dgl
+import numpy as np
 import pytest
+import torch
 
 from dgl_hybrid.cli import demo, main, partition, plan, torchrun, train
+from dgl_hybrid.cli.common import versions
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, resolve
 from dgl_hybrid.cli.run import interpreter_options
@@ -239,6 +247,19 @@ def test_options_of_one_command_do_not_leak(capsys: pytest.CaptureFixture[str]) 
     parser = OneLineParser(prog="p")
     add_config_options(parser, (demo.DemoConfig,))
     assert set(vars(parser.parse_args(["--epochs", "3"]))) == {"epochs"}
+
+
+def test_versions_are_those_of_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not what pip knows: of a DGL that was built from source it knows nothing, or another copy."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    found = versions()
+    assert (found["dgl"], found["torch"], found["numpy"]) == (dgl.__version__, torch.__version__, np.__version__)
+    monkeypatch.setattr("dgl_hybrid.cli.common.dgl_version", lambda: None)
+    assert versions()["dgl"] == "none"
 
 
 def test_doctor_says_what_compiles_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,7 +22,8 @@ import dgl_hybrid  # noqa: F401 (before dgl, which it makes importable)
 
 # isort: split
 import dgl
-from dgl.distributed import dist_context
+import torch
+from dgl.distributed import dist_context, dist_dataloader
 from dgl.distributed.dist_context import CustomPool
 
 from dgl_hybrid.compat import repairs
@@ -80,6 +82,48 @@ def test_a_worker_that_is_gone_is_named(workers: list[BaseProcess]) -> None:
     workers[1].kill()
     with pytest.raises(dgl.DGLError, match=rf"sampler process {workers[1].pid}\) ended with exit code -9"):
         pool.get_result("loader", timeout=5)
+
+
+def test_a_batch_for_a_loader_that_is_gone_is_dropped(workers: list[BaseProcess]) -> None:
+    """Nobody would ever take it, and its tensors hold files open."""
+    pool = pool_of(workers, OSError())
+    sent = [("gone", "its batch"), ("loader", "mine")]
+    pool.result_queue = SimpleNamespace(get=lambda timeout: sent.pop(0))
+    assert pool.get_result("loader", timeout=5) == "mine"
+    assert pool.results == {"loader": []}
+
+
+class Samplers:
+    """A pool that answers every task with the batch that was asked for."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[int]] = []
+        self.most = 0
+
+    def set_collate_fn(self, collate_fn: object, name: str) -> None: ...
+
+    def delete_collate_fn(self, name: str) -> None: ...
+
+    def submit_task(self, name: str, batch: list[int]) -> None:
+        self.batches.append(batch)
+        self.most = max(self.most, len(self.batches))
+
+    def get_result(self, name: str, timeout: float) -> list[int]:
+        return self.batches.pop(0)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 10])
+def test_an_epoch_has_its_own_batches_after_one_that_was_left(num_steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It began with what the one before had asked for, lacked as much at its end, and more was left each time."""
+    samplers = Samplers()
+    monkeypatch.setattr(dist_dataloader, "get_sampler_pool", lambda: (samplers, 1))
+    loader = dist_dataloader.DistDataLoader(torch.arange(20), 2, shuffle=True, collate_fn=lambda batch: batch)
+    for _ in range(5):
+        for _ in zip(range(num_steps), loader, strict=False):
+            pass
+    assert sorted(seed for batch in loader for seed in batch) == list(range(20))
+    assert samplers.most <= 4
+    assert samplers.batches == []
 
 
 def test_a_sampler_that_does_not_start_ends_its_trainer() -> None:

@@ -187,6 +187,22 @@ def test_install_use_and_uninstall(bare_venv: Path, source: Path, kind: str) -> 
 
 
 @pytest.mark.slow
+def test_an_install_names_all_that_it_writes(source: Path, tmp_path: Path) -> None:
+    """Pips older than 23.1 install this way, and remove what is named."""
+    command = [sys.executable, "setup.py", "-q", "install", "--single-version-externally-managed"]
+    options = ["--root", str(tmp_path / "root"), "--record", str(tmp_path / "record")]
+    done = subprocess.run([*command, *options], cwd=source, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    named = {line.lstrip("/") for line in (tmp_path / "record").read_text().splitlines()}
+    written = {str(path.relative_to(tmp_path / "root")) for path in (tmp_path / "root").rglob("*") if path.is_file()}
+    assert {path for path in written if path.endswith((".pth", ".patch"))} > {
+        path for path in written if path.endswith(".pth")
+    }
+    # A folder that is named is removed as a whole.
+    assert {path for path in written if not any(path == name or path.startswith(f"{name}/") for name in named)} == set()
+
+
+@pytest.mark.slow
 def test_a_broken_package_does_not_break_dgl(bare_venv: Path, tmp_path: Path) -> None:
     """Whatever goes wrong in our code, DGL's own import decides; ours is one warning."""
     python = str(bare_venv / "bin" / "python")

@@ -4,6 +4,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -45,6 +46,18 @@ def test_a_second_run_reuses_the_first_ones_partition(tmp_path: Path) -> None:
         prepare(tmp_path, ranks=3, num_hops=2),
     }
     assert len({first, *others}) == 4, "other options must not share a partition"
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+@pytest.mark.parametrize(("umask", "mode"), [(0o000, 0o775), (0o002, 0o775), (0o022, 0o755), (0o077, 0o700)])
+def test_a_workspace_is_never_everybodys(umask: int, mode: int, tmp_path: Path) -> None:
+    """Compiled code is kept in the same folder, unless anybody may write into it."""
+    before = os.umask(umask)
+    try:
+        prepare(tmp_path / "cache")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "cache").stat().st_mode & 0o777 == mode
 
 
 KILLED = """

@@ -131,6 +131,41 @@ def test_ends_of_edges_are_counted_a_few_at_a_time(monkeypatch: pytest.MonkeyPat
     assert torch.allclose(access.occurrences, expected.double())
 
 
+def test_edges_of_another_graph_say_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validation edges of a graph of their own, their ends sampled in the one of training: DGL's `g_sampling`."""
+
+    class Collator(EdgeCollator):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.g, self.g_sampling, self.eids = dgl.graph(([0, 1], [1, 2])), G, torch.tensor([0, 1])
+            self.graph_sampler = dgl.dataloading.NeighborSampler([2])
+            self.negative_sampler = None
+
+    monkeypatch.setattr(graph_services, "find_edges", lambda *_: pytest.fail("ids of another graph"))
+    assert read_loader(G, torch.arange(2), 1, False, Collator().collate) is None
+
+
+def test_an_edge_loader_that_is_made_again_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts do for every evaluation; one of other edges, or of more negatives, is read."""
+    asked: list[int] = []
+
+    def find_edges(g: Any, eids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(len(eids))
+        return eids, eids
+
+    class Collator(EdgeCollator):  # type: ignore[misc]
+        def __init__(self, eids: Any, num_negatives: int) -> None:
+            self.g, self.eids, self.graph_sampler = G, eids, dgl.dataloading.NeighborSampler([2])
+            self.negative_sampler = dgl.dataloading.negative_sampler.Uniform(num_negatives)
+
+    monkeypatch.setattr(graph_services, "find_edges", find_edges)
+    seen: set[tuple[object, ...]] = set()
+    for num_edges, num_negatives, is_new in [(5, 1, True), (5, 1, False), (6, 1, True), (5, 2, True), (6, 1, False)]:
+        asked.clear()
+        collator = Collator(torch.arange(num_edges), num_negatives)
+        access = read_loader(G, torch.arange(num_edges), 2, False, collator.collate, seen=seen)
+        assert (access is not None, asked) == (is_new, [num_edges] * is_new)
+
+
 @pytest.mark.parametrize("base", [NodeCollator, EdgeCollator])
 def test_a_collator_with_an_init_of_its_own_may_lack_what_dgls_have(base: Any) -> None:
     class Collator(base):  # type: ignore[misc]

@@ -167,11 +167,11 @@ def test_what_is_held_goes_to_samplers_alone(num_samplers: int, monkeypatch: pyt
 def test_loaders_are_read_where_anything_may_be_held(can_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of all edges were asked of their owners for nothing, by `depcomm`."""
     read, planned, made = list[Any](), list[Any](), list[Any]()
-    store = SimpleNamespace(can_plan=can_plan, plan_for=planned.append)
+    store = SimpleNamespace(can_plan=can_plan, plan_for=planned.append, edge_loaders=set())
     halo_plugin = plugin_module.HaloPlugin(HaloConfig())
     monkeypatch.setattr(halo_plugin, "_store_of", lambda g, share: store)
     monkeypatch.setattr(plugin_module, "graph_of_loader", lambda collate: "a graph")
-    monkeypatch.setattr(plugin_module, "read_loader", lambda *what: read.append(what) or "reads")
+    monkeypatch.setattr(plugin_module, "read_loader", lambda *what, seen: read.append(what) or "reads")
     halo_plugin._make_loader(lambda *what: made.append(what), "loader", [1], 2)
     assert (len(read), planned, len(made)) == (int(can_plan), ["reads"] * int(can_plan), 1)
 

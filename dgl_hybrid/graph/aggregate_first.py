@@ -16,6 +16,7 @@ Everything else, and all of plain DGL's graphs, goes to DGL's own forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from types import MappingProxyType
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from dgl import function as fn
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.products_beside import ProductsBeside
@@ -50,6 +52,16 @@ def forward_graphconv(
     self: Any, graph: Any, feat: Any, weight: Tensor | None = None, edge_weight: Tensor | None = None
 ) -> Any:
     """`dgl.nn.GraphConv.forward`: same arguments, same result."""
+    if not isinstance(graph, LayerBlock):
+        return dglnn.GraphConv.forward(self, graph, feat, weight, edge_weight)
+    # Each time that a parametrized weight is read it is made: once a forward, as in DGL's.
+    with parametrize.cached() if parametrize.is_parametrized(self) else nullcontext():
+        return _forward_graphconv_on(self, graph, feat, weight, edge_weight)
+
+
+def _forward_graphconv_on(
+    self: Any, graph: LayerBlock, feat: Any, weight: Tensor | None, edge_weight: Tensor | None
+) -> Any:
     operands = _static_operands(graph, feat, edge_weight)
     both_weights = weight is not None and self.weight is not None
     matrix = self.weight if weight is None else weight
@@ -75,7 +87,8 @@ def forward_graphconv(
     count("graphconv", "ours: kept aggregate")
     if matrix is not None:
         return _multiply(self, rst, matrix)
-    rst = rst if self.bias is None else rst + self.bias
+    # Not the kept rows themselves: an activation or the model may write into what a layer returns.
+    rst = rst.clone() if self.bias is None else rst + self.bias
     return self._activation(rst) if self._activation is not None else rst
 
 

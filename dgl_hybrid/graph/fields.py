@@ -15,6 +15,13 @@ from dgl_hybrid.graph.tensor_versions import version_of
 ExtendFields = Callable[[list[Tensor]], list[Tensor]]
 
 
+@dataclass(slots=True)
+class _Calls:
+    """Of models that use a block or its copies."""
+
+    number: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class _Extended:
     """A field with its received rows."""
@@ -47,7 +54,7 @@ class SourceFields(MutableMapping[str, Tensor]):
         self._extended: dict[str, _Extended] = {}
         self._complete: set[str] = set()
         self._set_in_scope: list[str] = []
-        self._call = 0
+        self._calls = _Calls()
         self._set_in_call: dict[str, int] = {}
         """In which call of a model."""
         self._scopes: list[tuple[dict[str, Tensor], dict[str, _Extended], list[str]]] = []
@@ -64,7 +71,7 @@ class SourceFields(MutableMapping[str, Tensor]):
                 f"shape {tuple(value.shape)}) on {self._where}. Use the tensors that belong to this block: the output "
                 f"of the layer before it, or `srcdata` of this block."
             )
-        self._held[key], self._set_in_call[key] = value, self._call
+        self._held[key], self._set_in_call[key] = value, self._calls.number
         self._extended.pop(key, None)
         if self._scopes and key not in self._set_in_scope:
             self._set_in_scope.append(key)
@@ -100,7 +107,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def begin_call(self) -> None:
         """A model is called, on all ranks."""
-        self._call += 1
+        self._calls.number += 1
 
     def complete(self, names: Sequence[str], extend: ExtendFields) -> dict[str, Tensor]:
         """Exchanges those of the named fields that lack received rows, in one call of `extend`, and in another those
@@ -123,7 +130,7 @@ class SourceFields(MutableMapping[str, Tensor]):
             pending += [name for name in self._set_in_scope if self._is_due(name) and name not in pending]
             is_exact = not (self._is_approximate and torch.is_grad_enabled())
             now, before = (
-                [name for name in pending if (self._set_in_call.get(name, self._call) == self._call) is is_of_this_call]
+                [name for name in pending if self._is_of_this_call(name) is is_of_this_call]
                 for is_of_this_call in (True, False)
             )
             for group in filter(None, (now, before)):
@@ -162,7 +169,14 @@ class SourceFields(MutableMapping[str, Tensor]):
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""
         self._held, self._extended, self._complete = dict(other._held), dict(other._extended), set(other._complete)
-        self._call, self._set_in_call = other._call, dict(other._set_in_call)
+        self.adopt_calls(other)
+
+    def adopt_calls(self, other: SourceFields) -> None:
+        """Hears of calls of models when the other block does, and knows in which of them its fields were set."""
+        self._calls, self._set_in_call = other._calls, dict(other._set_in_call)
+
+    def _is_of_this_call(self, name: str) -> bool:
+        return self._set_in_call.get(name, self._calls.number) == self._calls.number
 
     @property
     def is_in_scope(self) -> bool:

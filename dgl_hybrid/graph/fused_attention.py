@@ -92,14 +92,15 @@ def forward_gatv2(self: Any, graph: Any, feat: Any, get_attention: bool = False)
         graph.dstdata.update({"er": feat_dst})
         er, slope = graph.dstdata["er"], self.leaky_relu.negative_slope
         split = _split_of(graph, ("el",))
-        if split is not None and self.attn.dtype == feat_src.dtype:
+        attn = self.attn  # once: a parametrized one is made by reading it
+        if split is not None and attn.dtype == feat_src.dtype:
             dropout = _draw_dropout(self.attn_drop, graph)
-            rst = split.attention.gatv2(feat_src, er, self.attn, negative_slope=slope, dropout=dropout)
+            rst = split.attention.gatv2(feat_src, er, attn, negative_slope=slope, dropout=dropout)
         else:
             (x,) = _read_sources(graph, ("el",))
             dropout = _draw_dropout(self.attn_drop, graph)
             _observe(graph, "gatv2", x, dropout=self.attn_drop)
-            rst = gatv2(edges, x, er, self.attn, negative_slope=slope, dropout=dropout)
+            rst = gatv2(edges, x, er, attn, negative_slope=slope, dropout=dropout)
     count("gatv2", "ours" if split is None else "ours: split by source")
     if self.res_fc is not None:
         rst = rst + self.res_fc(h_dst).view(len(h_dst), -1, width)

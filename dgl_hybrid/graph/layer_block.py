@@ -376,6 +376,7 @@ class LayerBlock:
         for name, value in self._source.items():
             if name != dgl.NID:
                 copy.srcdata[name] = value.to(target)
+        copy._source.adopt_calls(self._source)
         return copy
 
     def int(self) -> LayerBlock:
@@ -390,6 +391,7 @@ class LayerBlock:
         """As `DGLGraph.update_all`, over held and received sources. Collective where it reads source fields.
 
         What builtins make of the loader's own tensors is made once and kept; the next epochs neither exchange nor sum.
+        Each call gets a copy of its own, which a layer may divide in place.
         """
         self._used()
         operands = self._operands_of(message_func, reduce_func) if apply_node_func is None else ()
@@ -403,7 +405,7 @@ class LayerBlock:
             return result
 
         key = (message_func.name, *targets_of(message_func), reduce_func.name)
-        self._block.dstdata[reduce_func.out_field] = self.keep(key, operands, aggregate)
+        self._block.dstdata[reduce_func.out_field] = self.keep(key, operands, aggregate).clone()
 
     def keep(self, key: Hashable, operands: tuple[Tensor, ...], make: Callable[[], RowsT]) -> RowsT:
         """Returns what `make` returned the first time it was called for these operands. Collective where `make` is.

@@ -699,6 +699,30 @@ class _Doubled(nn.Module):
         return 2.0 * weight
 
 
+class _Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.num_calls += 1
+        return 2.0 * weight
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("graph", [plain_graph, dgl_block, layer_block])
+def test_a_parametrization_is_evaluated_once(graph: Callable[[], Any], weighted: bool) -> None:
+    """Of a layer that was optimized before. Spectral norm goes a step further each time, and others draw anew."""
+    layer = optimize(dglnn.GraphConv(IN, WIDTH, allow_zero_in_degree=True).double())
+    counted = _Counted()
+    parametrize.register_parametrization(layer, "weight", counted)
+    counted.num_calls = 0
+    g = graph()
+    learned = torch.ones(g.num_edges(), dtype=torch.float64, requires_grad=True) if weighted else None
+    layer(g, torch.ones(g.num_src_nodes(), IN, dtype=torch.float64), edge_weight=learned)
+    assert counted.num_calls == 1
+
+
 def test_parametrized_layers_stay_as_they_are() -> None:
     """Both change the class of a layer: taking the parametrization away again failed half-way."""
     layer = dglnn.GraphConv(IN, WIDTH, allow_zero_in_degree=True).double()

@@ -28,6 +28,7 @@ from dgl import function as fn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import dgl_hybrid
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.planner import uniform_topology
@@ -496,7 +497,7 @@ class SetsFields(nn.Module):
 
 
 def train_with_leftovers(
-    rank: int, world_size: int, part_config: str, forwards: int = 1
+    rank: int, world_size: int, part_config: str, forwards: int = 1, copies: bool = False
 ) -> tuple[list[list[Tensor]], list[list[str]]]:
     """Gradients of each epoch, and the fields that are in the blocks at its beginning."""
     g, plan = open_graph(part_config)
@@ -510,9 +511,11 @@ def train_with_leftovers(
     for _ in range(EPOCHS):
         for _, seeds, blocks in loader:
             names.append([f"{f} {sorted(getattr(b, f))}" for b in blocks for f in ("srcdata", "dstdata", "edata")])
+            x = blocks[0].srcdata["feat"]
+            blocks = [block.int() for block in blocks] if copies else blocks
             for _ in range(forwards):
                 optimizer.zero_grad()
-                F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), g.ndata["label"][seeds]).backward()
+                F.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
                 grads.append(average_gradients(model))
                 optimizer.step()
     return grads, names
@@ -533,15 +536,97 @@ def test_fields_left_in_blocks_are_gone_in_the_next_epoch(world_size: int, parti
         ]
 
 
+@pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_fields_of_a_forward_do_not_travel_for_the_next_of_the_epoch(
-    world_size: int, partitions: PartitionStore
+    world_size: int, copies: bool, partitions: PartitionStore
 ) -> None:
-    """What the first forward had left was exchanged along with what the second had set, and its backward ran again."""
+    """What the first forward had left was exchanged along with what the second had set, and its backward ran again;
+    copies of blocks (`block.int()`, `block.to(device)`) did not hear that there was a second one."""
     _, expected = plain_gradients(plain_loss, SetsFields().double(), 2 * EPOCHS)
     part_config = partitions.get("power_law", power_law(), world_size)
-    for grads, _ in run_ranks(world_size, train_with_leftovers, part_config, 2):
+    for grads, _ in run_ranks(world_size, train_with_leftovers, part_config, 2, copies):
         assert_same_gradients(grads, expected, "two forwards an epoch")
+
+
+class WritesIntoSums(nn.Module):
+    """Two layers read the same sums of raw features, one of them to divide them where they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.of_sums = nn.Linear(NUM_FEATURES, 4)
+        self.of_means = nn.Linear(NUM_FEATURES, 4)
+        self.of_flat = nn.Linear(NUM_FEATURES, 4)
+        self.second = dglnn.SAGEConv(4, NUM_CLASSES, "mean")
+        options = {"norm": "none", "weight": False, "bias": False, "allow_zero_in_degree": True}
+        self.unweighted = [
+            dglnn.GraphConv(NUM_FEATURES, NUM_FEATURES, **options, activation=activation)
+            for activation in (None, nn.ReLU(inplace=True))
+        ]
+
+    @staticmethod
+    def summed(block: Any, x: Tensor) -> Tensor:
+        with block.local_scope():
+            block.srcdata["h"] = x
+            block.update_all(fn.copy_u("h", "m"), fn.sum("m", "total"))
+            total: Tensor = block.dstdata["total"]
+            return total
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        first, second = blocks
+        sums = self.summed(first, x)
+        h = self.of_sums(sums)  # which autograd keeps
+        means = self.summed(first, x)
+        degrees = first.in_degrees()
+        means /= degrees.clamp(min=1).unsqueeze(1)
+        if bool((degrees == 0).any()):  # not on every rank
+            means[degrees == 0] = 1.0
+        flat = self.unweighted[0](first, x) - self.unweighted[1](first, x)
+        h = torch.tanh(h + self.of_means(means) + self.of_flat(flat))
+        return self.second(second, h)
+
+
+def train_and_evaluate(
+    rank: int, world_size: int, part_config: str, optimized: bool
+) -> tuple[list[list[Tensor]], list[int]]:
+    """Gradients of each epoch, and how many exchanges of the first layer it had."""
+    g, plan = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=plan)
+    model = WritesIntoSums().double()
+    if optimized:
+        dgl_hybrid.optimize(model)
+        for layer in model.unweighted:
+            dgl_hybrid.optimize(layer)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    grads, exchanges = [], []
+    for _ in range(EPOCHS):
+        g.communicator.clock.drain()
+        for input_nodes, seeds, blocks in loader:
+            x = g.ndata["feat"][input_nodes]
+            optimizer.zero_grad()
+            F.cross_entropy(model(blocks, x), g.ndata["label"][seeds]).backward()
+            grads.append(average_gradients(model))
+            optimizer.step()
+            with torch.no_grad():
+                model(blocks, x)
+        exchanges.append(sum(event.layer == 1 for event in g.communicator.clock.drain()))
+    return grads, exchanges
+
+
+@pytest.mark.parametrize("optimized", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_sums_that_are_kept_are_nobodys_to_write_into(
+    world_size: int, optimized: bool, partitions: PartitionStore
+) -> None:
+    """Who divided the sums of raw features in place divided them for all layers, and changed what autograd had kept;
+    who did so on some ranks alone let the others wait. All was exchanged anew in every epoch, too."""
+    _, expected = plain_gradients(plain_loss, WritesIntoSums().double())
+    part_config = partitions.get("power_law", power_law(), world_size)
+    for grads, exchanges in run_ranks(world_size, train_and_evaluate, part_config, optimized):
+        assert_same_gradients(grads, expected, "sums that are written into")
+        assert exchanges[1:] == [0] * (EPOCHS - 1)
+        assert exchanges[0] > 0 or world_size == 1
 
 
 class Repeats(nn.Module):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
@@ -23,6 +24,8 @@ WITHOUT = {
     "resume": "nothing is trained here",
 }
 """Fields that are no options here, and why."""
+_DECIDING = (("heads", "dropout"), ("cache_ratio", "memory_budget"), ("dtype", "device", "approximate"))
+"""Fields of a model, a strategy and training that decide a plan, besides those that always name its folder."""
 _TRAINING_ONLY = "No effect on a plan; known so that the words of `train` are understood."
 TEXTS = {
     "out": "Folder for the plans; plans/ beside the partition if not given.",
@@ -44,6 +47,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_config_options(parser, CONFIGS, without=WITHOUT, texts=TEXTS)
 
 
+def folder_name(model: ModelConfig, strategy: StrategyConfig, training: TrainConfig) -> str:
+    """Names a plan by the options that decide it: of two plans that differ in one, neither takes the other's place."""
+    others = [
+        f"-{name}-{value:.12g}" if isinstance(value, float) else f"-{name}-{value}"
+        for config, names in zip((model, strategy, training), _DECIDING, strict=True)
+        for name in names
+        if (value := getattr(config, name)) != _default(config, name)
+    ]
+    return f"{model.model}-{model.num_layers}x{model.hidden}-{strategy.strategy}{''.join(others)}"
+
+
+def _default(config: object, name: str) -> object:
+    return next(field.default for field in fields(config) if field.name == name)  # type: ignore[arg-type]
+
+
 def run(args: argparse.Namespace) -> int:
     """Plans, saves to --out (by default beside the partition), and prints the report."""
     configs = resolve(args, CONFIGS, without=WITHOUT)
@@ -53,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
     check_existing_partition(data, partition)
     prepared = prepare_partition(data.for_model(model.model), partition)
     job = make_job(prepared, model, strategy, training)
-    default = f"{model.model}-{model.num_layers}x{model.hidden}-{strategy.strategy}"
-    out = Path(options.out) if options.out is not None else prepared.part_config.parent / "plans" / default
+    default = prepared.part_config.parent / "plans" / folder_name(model, strategy, training)
+    out = Path(options.out) if options.out is not None else default
     explain = args.explain if args.explain is not None else args.explain_global
     result = run_local(
         "plan",

@@ -181,7 +181,9 @@ class CollectiveTransport(Transport):
     def device(self) -> torch.device:
         if self.backend != "nccl":
             return torch.device("cpu")
-        return self._gpu or torch.device("cuda", torch.cuda.current_device())
+        # Once: it is the thread's own, and 0 in a thread that has just begun.
+        self._gpu = self._gpu or torch.device("cuda", torch.cuda.current_device())
+        return self._gpu
 
     def start_all_to_all(
         self,

@@ -149,7 +149,11 @@ class Agent:
         data = memoryview(b"".join(map(encode, messages)))
         try:
             while data:
-                data = data[os.write(1, data) :]
+                # A remote shell that has lost its connection stops reading long before the system gives that up.
+                if select.select([], [1], [], TURN_S)[1]:
+                    data = data[os.write(1, data[: select.PIPE_BUF]) :]
+                else:
+                    self._check_controller()
         except OSError as error:
             raise _ControllerGone("it does not read what is sent") from error
 

@@ -8,12 +8,15 @@ evaluation with the optimizer's state. Weights are named as in the `state_dict` 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import math
+import os
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -141,9 +144,40 @@ class Checkpoints:
         self._communicator = communicator
         self._model, self._optimizer, self._facts, self._dataset = model, optimizer, facts, dataset
         self._graph, self._seed, self._may_change = dict(graph), seed, dict(may_change)
+        self._lock: Callable[[], object] | None = None
+        """Ends what keeps other runs out of the folder."""
+
+    def release(self) -> None:
+        """Lets other runs write into the folder. Not collective."""
+        if self._lock is not None:
+            self._lock()
+            self._lock = None
+
+    def _keep_others_out(self) -> None:
+        """Makes sure that no other run writes into the folder until `release`, or the end of this object or process.
+
+        Raises:
+            CheckpointError: One does.
+        """
+        if self._lock is not None:
+            return
+        # The folder itself: a file of its own would be there for ever.
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(folder)
+            raise CheckpointError(
+                f"another run is writing into {self._folder}: choose another folder for --checkpoint, or wait for its "
+                f"end and go on from it with --resume"
+            ) from None
+        except OSError:
+            os.close(folder)  # a file system that locks no folders
+            return
+        self._lock = weakref.finalize(self, os.close, folder)
 
     def make_folder(self) -> None:
-        """Makes the folder, and sure that it can be written into: before training, and not after it.
+        """Makes the folder, and sure that it can be written into, by this run alone: before training, and not after it.
 
         Raises:
             CheckpointError: It cannot.
@@ -154,6 +188,7 @@ class Checkpoints:
                     self._folder.mkdir(parents=True, exist_ok=True)
                     with tempfile.TemporaryFile(dir=self._folder):
                         pass
+                    self._keep_others_out()
                     remove_unfinished(self._folder, (BEST_NAME, LAST_NAME))
                 except OSError as error:
                     raise CheckpointError(
@@ -202,7 +237,7 @@ class Checkpoints:
         """Puts what was saved last into model and optimizer.
 
         Raises:
-            CheckpointError: Missing, damaged, or of another model, graph or seed.
+            CheckpointError: Missing, damaged, of another model, graph or seed, or still being written.
         """
         communicator = self._communicator
         record: dict[str, Any] | None = None
@@ -210,6 +245,8 @@ class Checkpoints:
         with communicator.agreed():
             if communicator.rank == 0:
                 path = self._folder / LAST_NAME
+                if path.exists():
+                    self._keep_others_out()
                 record, tensors = _read(path)
                 self._check(path, record)
                 record["shapes"] = {

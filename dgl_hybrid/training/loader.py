@@ -34,6 +34,7 @@ from dgl_hybrid.training.loader_arguments import (
     IGNORED,
     cached_of,
     check_autotune,
+    check_budget,
     check_model,
     config_of,
     dense_below_of,
@@ -133,7 +134,7 @@ class FullGraphLoader:
             a strategy other than the planner's; for a sampler with `prob`, `mask` or another `edge_dir`, for
             `chunk_rows` beside `approximate`, and where ranks make loaders that differ.
         TypeError: Arguments of another type, unknown ones, or neither or both of `sampler` and `graph_sampler`.
-        PlanError: On all ranks, if a given plan does not fit the graph or the number of layers.
+        PlanError: On all ranks, if a given plan does not fit the graph, the number of layers or the memory budget.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class FullGraphLoader:
         with self.communicator.agreed():
             config = config_of(strategy, planner)
             forced = None if plan is None else cached_of(plan, self.num_layers, g)
+            check_budget(plan, config.memory_budget_bytes)
             sums_first = sums_first_of(plan, self.num_layers)
             local_seeds = seed_ids(nids, g)
             self._row_order = check_row_order(row_order)

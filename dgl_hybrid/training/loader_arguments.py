@@ -10,10 +10,11 @@ from typing import Any
 
 import dgl
 import torch
+from dgl.distributed import DistTensor
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import PlanError
-from dgl_hybrid.planner import DependencyPlan, PlannerConfig
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig, chunk_rows_within
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 
 IGNORED = frozenset(
@@ -120,10 +121,13 @@ def seed_ids(nids: Any, g: PartitionedGraph) -> Tensor:
     if isinstance(nids, dict):
         raise TypeError("full-graph training on heterogeneous graphs is not there yet: give one tensor of node ids")
     try:
+        if isinstance(nids, DistTensor):  # which PyTorch would read number by number from its servers
+            raise TypeError("a field of the whole graph")
         ids = torch.as_tensor(nids)
     except (TypeError, ValueError, RuntimeError) as error:
+        what = type(nids).__name__ if isinstance(nids, DistTensor) else f"{type(nids).__name__} {nids!r:.60}"
         raise TypeError(
-            f"nids must be ids of nodes, or a mask over this rank's own (got {type(nids).__name__} {nids!r:.60}): "
+            f"nids must be ids of nodes, or a mask over this rank's own (got {what}): "
             f"g.owned_nodes('train_mask'), say, or dgl.distributed.node_split of a DistGraph"
         ) from error
     if ids.numel() == 0 and ids.dim() == 1 and ids.dtype != torch.bool:
@@ -169,6 +173,30 @@ def cached_of(plan: DependencyPlan | Sequence[Tensor], num_layers: int, g: Parti
     for level, ids in enumerate(cached):
         g.nodes.check_range(ids, f"cached ids of level {level}")
     return cached
+
+
+def check_budget(plan: object, budget_bytes: float | None) -> None:
+    """Checks that a plan which was made before holds no more than may be held now.
+
+    Raises:
+        PlanError: It was predicted to.
+    """
+    if budget_bytes is None or not isinstance(plan, DependencyPlan) or plan.estimate is None:
+        return
+    if plan.chunk_rows is not None:
+        fitting = None if plan.trace is None else chunk_rows_within(plan.trace, budget_bytes)
+        if plan.trace is not None and (fitting is None or plan.chunk_rows > fitting):
+            raise PlanError(
+                f"the plan receives {plan.chunk_rows:,} rows at a time, and the memory budget of {budget_bytes:,.0f} "
+                f"bytes has room for {fitting or 0:,}: plan again with this budget, or leave it out"
+            )
+        return
+    held = max(of_rank.held_bytes for of_rank in plan.estimate.ranks)
+    if held > budget_bytes:
+        raise PlanError(
+            f"the plan lets a rank hold {held:,.0f} bytes of other ranks' rows, and the memory budget is "
+            f"{budget_bytes:,.0f}: plan again with this budget, or leave it out"
+        )
 
 
 def dense_below_of(plan: object, num_layers: int) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from dgl.distributed import DistGraph
 from torch import Tensor
 
@@ -112,9 +113,12 @@ class PartitionedGraph:
                 raise ValueError(f"timeout_s is for a new communicator (got {timeout_s} with one that has its own)")
             summary = read_partition_summary(part_config)
             if summary.num_parts != chosen.world_size:
+                is_alone = communicator is None and not dist.is_initialized()
                 raise PartitionError(
                     f"{part_config} has {summary.num_parts} parts, but {chosen.world_size} ranks are running. Start "
                     f"{summary.num_parts} ranks, or partition the graph into {chosen.world_size} parts."
+                    + " (torch.distributed is not initialised in this process: under torchrun, call "
+                    "init_process_group before PartitionedGraph.open.)" * is_alone
                 )
             partition = load_partition(part_config, chosen.rank, verify=verify)
             digest = partition_digest(Path(part_config))

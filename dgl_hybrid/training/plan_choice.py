@@ -14,7 +14,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training.plan_trials import PlanTrials
-from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError, with_dense_below
 from dgl_hybrid.training.seen_calls import MOST_CHECKS, Call, SeenCalls
 
 _logger = logging.getLogger(__name__)
@@ -164,7 +164,13 @@ class PlanChoice:
                 self.maker.dense_below = max(self.maker.dense_below, traced.dense_below)
         if self.outcome is None or self.outcome.dense_below >= self.maker.dense_below:
             return None
-        self.outcome = replace(self.outcome, dense_below=self.maker.dense_below)
+        dense_below = self.maker.dense_below
+        self.outcome = replace(
+            self.outcome,
+            plan=with_dense_below(self.outcome.plan, dense_below),
+            candidates=tuple(with_dense_below(plan, dense_below) for plan in self.outcome.candidates),
+            dense_below=dense_below,
+        )
         return self.outcome
 
     def forget_basis(self) -> None:

@@ -101,6 +101,18 @@ def _predicted_s(plan: DependencyPlan) -> float:
     return plan.estimate.epoch_s if plan.estimate is not None else float("nan")
 
 
+def with_dense_below(plan: DependencyPlan, dense_below: int) -> DependencyPlan:
+    """Returns a plan whose trace says that levels below this one are needed with every vertex, whoever has found that
+    out: a plan is all that a later run is given.
+    """
+    trace = plan.trace
+    if trace is None or dense_below == 0 or trace.layers[dense_below - 1].mixes_rows:
+        return plan
+    layers = list(trace.layers)
+    layers[dense_below - 1] = replace(layers[dense_below - 1], mixes_rows=True)
+    return replace(plan, trace=replace(trace, layers=tuple(layers)))
+
+
 class PlanMaker:
     """Plans for one set of seeds.
 
@@ -451,12 +463,15 @@ class PlanMaker:
                 chosen = choose_plan(by_rank)
             worth_trying = find_worth_trying(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
         plans = [
-            replace(
-                candidates[index].plan,
-                estimate=EpochEstimate(ranks=tuple(estimates[index] for estimates in by_rank)),
-                trace=trace,
-                topology=topology,
-                chunk_rows=chunk_rows,
+            with_dense_below(
+                replace(
+                    candidates[index].plan,
+                    estimate=EpochEstimate(ranks=tuple(estimates[index] for estimates in by_rank)),
+                    trace=trace,
+                    topology=topology,
+                    chunk_rows=chunk_rows,
+                ),
+                dense_below,
             )
             for index in worth_trying
         ]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -22,7 +23,7 @@ from dgl_hybrid.errors import CheckpointError, DatasetError, PlanError
 from dgl_hybrid.exchange.approximate import join_approximations
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import partition_digest
-from dgl_hybrid.planner import DependencyPlan, chunk_rows_within, load_plan, save_plan
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig, chunk_rows_within, load_plan, save_plan
 from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
 from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
@@ -60,9 +61,19 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
         PartitionError, DatasetError, PlanError, BlockError, CheckpointError, ValueError: On every rank, whichever found
             the fault.
     """
-    run = TrainingRun(job)
-    config, loader = run.config, run.loader
-    evaluator = Evaluator(run.g, job.model.num_layers, loader.device, chunk_rows=_chunk_rows_of_evaluations(run))
+    with contextlib.closing(TrainingRun(job)) as run:
+        return _train(run, on_epoch, save_plan_in)
+
+
+def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path | None) -> TrainReport:
+    job, config, loader = run.job, run.config, run.loader
+    evaluator = Evaluator(
+        run.g,
+        job.model.num_layers,
+        loader.device,
+        chunk_rows=_chunk_rows_of_evaluations(run),
+        planner=job.strategy.planner_config(),
+    )
     epochs: list[EpochReport] = []
     measured: list[Accuracy] = []
     trial_epochs = 0
@@ -160,6 +171,11 @@ class TrainingRun:
         self._last_plan: int | None = None
         self._plans: list[weakref.ref[DependencyPlan]] = []
         """That epochs have run by; those of before a drift, with the ids they cache, are gone."""
+
+    def close(self) -> None:
+        """Lets another run go on from this one's checkpoints, in this process too. Not collective."""
+        if self.checkpoints is not None:
+            self.checkpoints.release()
 
     @property
     def plan(self) -> DependencyPlan:
@@ -376,18 +392,22 @@ def _sum_of_bits(rows: Tensor) -> int:
 
 def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:
     """Returns where the run goes on; None for a new one, which overwrites nothing. Collective."""
-    if not config.resume:
-        checkpoints.refuse_to_overwrite()
+    try:
+        if not config.resume:
+            checkpoints.make_folder()
+            checkpoints.refuse_to_overwrite()
+            return None
+        progress = checkpoints.restore()
         checkpoints.make_folder()
-        return None
-    progress = checkpoints.restore()
-    checkpoints.make_folder()
-    if progress.accuracy.epoch >= config.epochs:
-        raise CheckpointError(
-            f"{config.checkpoint} has done {progress.accuracy.epoch} epochs, and --epochs is {config.epochs}, all of "
-            "them together: give more"
-        )
-    return progress
+        if progress.accuracy.epoch >= config.epochs:
+            raise CheckpointError(
+                f"{config.checkpoint} has done {progress.accuracy.epoch} epochs, and --epochs is {config.epochs}, all "
+                "of them together: give more"
+            )
+        return progress
+    except BaseException:
+        checkpoints.release()
+        raise
 
 
 def _model_of(job: TrainJob, g: PartitionedGraph) -> dict[str, str | int | float]:
@@ -403,26 +423,6 @@ def _model_of(job: TrainJob, g: PartitionedGraph) -> dict[str, str | int | float
         "dtype": job.training.dtype,
     }
     return facts | ({"heads": model.heads} if model.model in ("gat", "gatv2") else {})
-
-
-def _check_budget(plan: DependencyPlan, job: TrainJob) -> None:
-    budget = job.strategy.memory_budget
-    if budget is None or plan.estimate is None:
-        return
-    if plan.chunk_rows is not None:
-        fitting = None if plan.trace is None else chunk_rows_within(plan.trace, budget)
-        if plan.trace is not None and (fitting is None or plan.chunk_rows > fitting):
-            raise PlanError(
-                f"the plan in {job.strategy.plan} receives {plan.chunk_rows:,} rows at a time, and --memory-budget has "
-                f"room for {fitting or 0:,}: plan again with this budget, or leave it out"
-            )
-        return
-    held = max(of_rank.held_bytes for of_rank in plan.estimate.ranks)
-    if held > budget:
-        raise PlanError(
-            f"the plan in {job.strategy.plan} lets a rank hold {held:,.0f} bytes of other ranks' rows, and "
-            f"--memory-budget is {budget:,.0f}: plan again with this budget, or leave it out"
-        )
 
 
 def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[FullGraphLoader, DependencyPlan]:
@@ -443,7 +443,6 @@ def make_loader(job: TrainJob, g: PartitionedGraph, model: nn.Module) -> tuple[F
                 partition_fingerprint=partition_digest(Path(job.part_config)),
                 made_for=_model_of(job, g),
             )
-            _check_budget(plan, job)
     loader = FullGraphLoader(
         g,
         g.owned_nodes("train_mask"),
@@ -466,6 +465,9 @@ class Evaluator:
 
     Its loader lives beside the train loader; everything is communicated in it, in messages of `chunk_rows` if the train
     loader's memory budget asks for it.
+
+    Args:
+        planner: Of the train loader: where memory is scarce for one of the two, it is for the process.
     """
 
     def __init__(
@@ -475,6 +477,7 @@ class Evaluator:
         device: torch.device | None = None,
         *,
         chunk_rows: int | None = None,
+        planner: PlannerConfig | None = None,
     ) -> None:
         self._graph = g
         masks = torch.stack([g.ndata[split].local.bool() for split in SPLITS])
@@ -487,6 +490,7 @@ class Evaluator:
             plan=[nothing] * num_layers,
             seed=0,
             chunk_rows=chunk_rows,
+            planner=planner,
         )
         own = self._loader.num_seeds
         self._labels = g.ndata["label"][self._loader.seeds][:own]

@@ -9,6 +9,7 @@ from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import dgl_hybrid  # noqa: F401  before dgl, which it makes importable
 
@@ -23,6 +24,7 @@ from dgl_hybrid.cli.common import versions
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, resolve
 from dgl_hybrid.cli.run import interpreter_options
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
 # Frozen on purpose: a new knob belongs in a dataclass that has an owner, and is added here with thought.
 TRAIN_OPTIONS = {
@@ -327,3 +329,23 @@ def test_gloo_is_told_by_which_interface_rank_0_is_reached(monkeypatch: pytest.M
     assert torchrun._find_interface(is_one_host=False) == "eth7"
     monkeypatch.setenv("MASTER_ADDR", "no.such.host.invalid")
     assert torchrun._find_interface(is_one_host=False) is None
+
+
+def test_plans_that_differ_have_folders_of_their_own() -> None:
+    """One within a memory budget was replaced by the next one without."""
+    options: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({}, {}, {}),
+        ({"heads": 2}, {}, {}),
+        ({"dropout": 0.25}, {}, {}),
+        ({}, {"memory_budget": 2e8}, {}),
+        ({}, {"strategy": "ratio"}, {}),
+        ({}, {"strategy": "ratio", "cache_ratio": 0.3}, {}),
+        ({}, {}, {"dtype": "float64"}),
+        ({}, {}, {"approximate": "bf16"}),
+    ]
+    names = [plan.folder_name(ModelConfig(**m), StrategyConfig(**s), TrainConfig(**t)) for m, s, t in options]
+    assert names[0] == "gcn-2x64-hybrid"
+    assert names[3] == "gcn-2x64-hybrid-memory_budget-200000000"
+    assert len(set(names)) == len(names)
+    same = plan.folder_name(ModelConfig(), StrategyConfig(), TrainConfig(epochs=3, lr=0.5, seed=7))
+    assert same == names[0], "what has no effect on a plan"

@@ -174,7 +174,10 @@ def test_nccl_moves_tensors_of_the_gpu_that_its_group_is_bound_to(
         monkeypatch.setattr(dist, name, lambda group, answer=answer: answer)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
     group: Any = SimpleNamespace(bound_device_id=bound_to)
-    assert CollectiveTransport(group).device == torch.device("cuda", expected)
+    transport = CollectiveTransport(group)
+    assert transport.device == torch.device("cuda", expected)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has just begun
+    assert transport.device == torch.device("cuda", expected)
 
 
 @pytest.mark.parametrize(

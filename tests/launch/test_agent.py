@@ -130,6 +130,42 @@ def test_one_socket_for_both_directions_loses_nothing_when_its_reader_pauses(tmp
         assert complaints == b""
 
 
+def test_who_is_not_heard_of_is_missed_amid_writing_too(tmp_path: Path) -> None:
+    """A remote shell that has lost its connection reads no more, and parts that print kept the agent writing: they were
+    ended when the system gave the connection up, a quarter of an hour later.
+    """
+    (tmp_path / "graph.json").write_text("{}")
+    read_end, write_end = os.pipe()
+    try:
+        agent = subprocess.Popen(
+            [sys.executable, "-m", "dgl_hybrid.launch.agent"],
+            cwd=Path(dgl_hybrid.__file__).parents[1],
+            stdin=subprocess.PIPE,
+            stdout=write_end,
+            stderr=subprocess.PIPE,
+        )
+        try:
+            order = replace(
+                PREPARE,
+                shm_prefix=f"dgl_hybrid_unheard_{os.getpid()}_0_",
+                command=["-c", "while True: print('and on')"],
+                workspace=str(tmp_path),
+                part_config=str(tmp_path / "graph.json"),
+                silence_timeout_s=2.0,
+            )
+            assert agent.stdin is not None
+            agent.stdin.write(encode(order) + encode(StartPart(name="trainer 0", environment={})))
+            agent.stdin.flush()
+            assert agent.wait(120.0) == 1
+        finally:
+            agent.kill()
+            _, complaints = agent.communicate()
+        assert b"the controller was lost (nothing was heard of it for 2 s)" in complaints
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
 @pytest.mark.parametrize(
     ("here", "problem"),
     [

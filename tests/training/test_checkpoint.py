@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import stat
@@ -154,6 +155,34 @@ def test_nothing_is_overwritten_unasked(folder: Path, tmp_path: Path) -> None:
     fails(replace(job, model=replace(job.model, hidden=16)), 2, "is of a model with hidden 8 (expected 16)")
     fails(replace(job, training=replace(job.training, seed=6)), 2, "is of a run with seed 5 (expected 6)")
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_two_runs_do_not_write_into_one_folder(resume: bool, folder: Path, tmp_path: Path) -> None:
+    """A job that was started twice: each saved over the other's weights, and removed what it was writing."""
+    job = make_job(folder, 2, tmp_path / "c")
+    (tmp_path / "c").mkdir()
+    if resume:
+        run(job, 2)
+        job = replace(job, training=replace(job.training, epochs=8, resume=True))
+    writing = tmp_path / "c" / f".{LAST_NAME}.1.tmp"
+    writing.write_bytes(b"half of it")
+    before = sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "c").iterdir())
+    other = os.open(tmp_path / "c", os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        fails(job, 2, "another run is writing into")
+        assert sorted((path.name, path.stat().st_mtime_ns) for path in (tmp_path / "c").iterdir()) == before
+    finally:
+        os.close(other)
+    run(job, 2)
+    assert not writing.exists()
+
+
+def test_a_file_system_without_locks_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint.fcntl, "flock", mock.Mock(side_effect=OSError(errno.EBADF, "no locks of folders")))
+    train(make_job(folder, 1, tmp_path / "c"))
+    assert (tmp_path / "c" / LAST_NAME).exists()
 
 
 def test_another_graph_is_refused(folder: Path, tmp_path: Path, dataset: GraphDataset) -> None:

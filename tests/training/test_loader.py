@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dgl.distributed import DistTensor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -32,7 +33,7 @@ from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.gradients import average_gradients
-from dgl_hybrid.training.loader_arguments import num_layers_of
+from dgl_hybrid.training.loader_arguments import dense_below_of, num_layers_of
 from tests.helpers.exactness import Case, Model, assert_close
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -96,6 +97,7 @@ def train_beside_a_normed_one(rank: int, world_size: int, part_config: str, how:
     outcome = loader.outcome
     assert outcome is not None
     assert outcome.dense_below == 2, "batch norm is over the rows of level 1"
+    assert dense_below_of(loader.best_plan, 2) == 2, "so will it be for who is given this plan"
     return losses
 
 
@@ -458,6 +460,8 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         seeds = "train_mask"
     elif mistake == "no ids" and rank == 2:
         seeds = None
+    elif mistake == "field of the whole graph" and rank == 1:
+        seeds = object.__new__(_Field)
     elif mistake == "plan by folder":
         options["plan"] = "plans"
     elif mistake == "planner as a dictionary" and rank == 1:
@@ -481,6 +485,18 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
     elif mistake == "mixing":
         options["model"] = _Centred(model)
     FullGraphLoader(g, seeds, 2, **options)
+
+
+class _Field(DistTensor):  # type: ignore[misc]
+    """Of a `DistGraph`: every number that is asked for comes from a server."""
+
+    def __len__(self) -> int:
+        return 60
+
+    def __getitem__(self, index: Any) -> Tensor:
+        raise AssertionError("nobody is to read it number by number")
+
+    def __del__(self) -> None: ...
 
 
 class _Normalised(nn.Module):
@@ -536,6 +552,7 @@ class _Centred(nn.Module):
         ("float plan", "the ids of a plan must be integers"),
         ("mask by name", r"nids must be ids of nodes.*got str 'train_mask'\): g\.owned_nodes\('train_mask'\), say"),
         ("no ids", r"nids must be ids of nodes, or a mask over this rank's own \(got NoneType None\)"),
+        ("field of the whole graph", r"nids must be ids of nodes.*\(got _Field\): g\.owned_nodes\('train_mask'\), say"),
         (
             "plan by folder",
             r"plan must be a DependencyPlan, or ids by level \(got 'plans'\): .*load_plan\(folder, rank\)",
@@ -566,6 +583,13 @@ def open_wrong_number(rank: int, world_size: int, part_config: str) -> None:
 def test_other_number_of_ranks_than_parts(partitions: PartitionStore) -> None:
     errors = run_ranks_expect_errors(2, open_wrong_number, partitions.get("power_law", power_law(), 3))
     assert all("has 3 parts, but 2 ranks are running" in error.message for error in errors)
+    assert not any("init_process_group" in error.message for error in errors)
+
+
+def test_who_opens_a_graph_before_the_process_group_is_told(partitions: PartitionStore) -> None:
+    """Under torchrun each of two ranks was told that one was running."""
+    with pytest.raises(PartitionError, match=r"has 3 parts, but 1 ranks .*call init_process_group before"):
+        PartitionedGraph.open(partitions.get("power_law", power_law(), 3))
 
 
 def evaluate_twice(rank: int, world_size: int, part_config: str) -> list[bool]:

@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 import torch
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, partition_graph
+from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.ops.cpu import compiler
 from dgl_hybrid.ops.cpu.memory import _mappings_in
 from dgl_hybrid.ops.cpu.products import multiply
 from dgl_hybrid.planner import PlannerConfig
 from dgl_hybrid.training import loader as loader_module
 from dgl_hybrid.training import memory
+from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.memory import FreeMemory, current_rss_bytes, give_back_memory
+from dgl_hybrid.training.trainer import train as train_job
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -188,3 +191,25 @@ def test_a_loader_keeps_freed_memory_before_it_plans_unless_memory_is_scarce(
     model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
     FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=PlannerConfig(memory_budget_bytes=budget))
     assert calls == (["keep", "plan"] if budget is None else ["plan"])
+
+
+@pytest.mark.parametrize("budget", [None, 1e10])
+def test_evaluations_of_a_run_within_a_budget_keep_no_freed_memory(
+    budget: float | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That is for the process, and for good: their loader, which had no budget of its own, undid it for training."""
+    kept: list[None] = []
+    dataset = generate_powerlaw(PowerLawConfig(nodes=100, degree=6.0, features=5, classes=3))
+    partition_graph(dataset.graph, "g", 1, tmp_path)
+    monkeypatch.setattr(loader_module, "keep_freed_memory", lambda: kept.append(None))
+    train_job(
+        TrainJob(
+            part_config=str(tmp_path / "g.json"),
+            dataset="g",
+            num_classes=3,
+            model=ModelConfig(num_layers=2, hidden=4),
+            strategy=StrategyConfig(memory_budget=budget),
+            training=TrainConfig(epochs=1, dtype="float64"),
+        )
+    )
+    assert bool(kept) is (budget is None)

@@ -331,7 +331,10 @@ def train_apart(rank: int, world_size: int, part_config: str) -> tuple[Tensor, l
     nids = g.owned_nodes()[-2:]
     loader = FullGraphLoader(g, nids, 2, topology=uniform_topology(world_size), autotune=False)
     sizes = []
-    for _ in range(3):
+    for epoch in range(3):
+        if epoch == 2:
+            assert loader.outcome is not None
+            loader = FullGraphLoader(g, nids, 2, plan=loader.best_plan)  # as a script that is resumed
         for input_nodes, seeds, blocks in loader:
             out = parts["layers"](blocks, parts["encoder"](g.ndata["feat"][input_nodes]))
             parts["probe"](out.detach())
@@ -340,7 +343,6 @@ def train_apart(rank: int, world_size: int, part_config: str) -> tuple[Tensor, l
             average_gradients(parts, loader)
             optimizer.step()
         sizes.append(int(loader.sets.owned[: loader.sets.sizes[1]].sum()))
-    assert loader.outcome is not None
     return g.fetch_nodes(g.partition.orig_node_ids, nids), sizes, parts.state_dict()
 
 

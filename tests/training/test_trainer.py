@@ -433,7 +433,7 @@ def test_plan_over_the_budget(tmp_path: Path, folder: Path) -> None:
     job = make_job(folder, 2, plan=str(tmp_path / "plan"))
     within = replace(job, strategy=replace(job.strategy, memory_budget=1e3))
     errors = run_ranks_expect_errors(2, run_job, within.to_json())
-    expect_everywhere(errors, "PlanError", "and --memory-budget is 1,000: plan again with this budget")
+    expect_everywhere(errors, "PlanError", "and the memory budget is 1,000: plan again with this budget")
     wide = replace(job, training=replace(job.training, dtype="float32"))
     errors = run_ranks_expect_errors(2, run_job, wide.to_json())
     expect_everywhere(errors, "PlanError", re.escape("for a model with dtype float64 (expected float32)"))

@@ -108,11 +108,12 @@ def take_back_if_read(rows: Tensor) -> int:
     content = held.copy()
     try:
         _map_over(held, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+        ask_for_huge_pages(held.ctypes.data, held.nbytes)
     except OSError as error:
         _logger.info("%.0f MB of raw rows stay on disk (%s)", held.nbytes / 1e6, error)
         return 0
-    ask_for_huge_pages(held.ctypes.data, held.nbytes)
-    held[:] = content
+    finally:
+        held[:] = content  # whatever comes between: Ctrl-C would leave zeros
     del _on_disk[held.ctypes.data]
     return held.nbytes
 

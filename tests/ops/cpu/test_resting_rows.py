@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -99,6 +100,27 @@ def test_rows_that_are_read_all_the_same_go_back_to_memory(folder: Path) -> None
     assert torch.equal(rows, expected)
     assert torch.equal(view, expected[5:10])
     assert leave_on_disk(rows) == take_back_if_read(rows) == 0, "for good"
+
+
+def test_an_interrupt_as_rows_are_taken_back_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They were zeros, which no count of writes tells of."""
+    rows = made_up()
+    expected = rows.clone()
+    leave_on_disk(rows)
+    assert torch.equal(rows, expected)  # so they are to be taken back
+    map_over = resting_rows._map_over
+
+    def interrupted(*args: Any) -> None:
+        map_over(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(resting_rows, "_map_over", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            take_back_if_read(rows)
+    assert torch.equal(rows, expected)
+    assert take_back_if_read(rows) == LEAST_BYTES
+    assert torch.equal(rows, expected)
 
 
 def test_a_copy_can_be_left_and_small_rows_are_ordinary() -> None:

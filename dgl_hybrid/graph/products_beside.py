@@ -143,19 +143,21 @@ class _OwnAndProductOfSum(torch.autograd.Function):
         found = torch.ops.dgl_hybrid.row_products_backward(
             [summed], [w_sum.t()], grad, out, None, [needs_x], [False], relu
         )
-        before_relu = found[-1] if relu else grad
+        before_relu: Tensor | None = found.pop() if relu else grad
         grad_w_sum: Tensor | None = None
         of_own: tuple[Tensor | None, ...] = ()
 
         def beside() -> None:
-            nonlocal grad_w_sum, of_own
+            nonlocal before_relu, grad_w_sum, of_own
+            assert before_relu is not None
             if needs_w_sum:
                 _, grad_w_sum, _ = gradients_of(summed, w_sum, before_relu, False, True)
             of_own = gradients_of(x[:num_own], w_own, before_relu, needs_x, needs_w_own)
+            before_relu = None  # as large as what is made next
 
         grad_x: Tensor | None = None
         if needs_x:
-            grad_x = sums.backward(found[0], beside)
+            grad_x = sums.backward(found.pop(0), beside)
         else:
             beside()
         grad_x_own, grad_w_own, grad_bias = of_own
@@ -204,16 +206,17 @@ class _ProductOfSum(torch.autograd.Function):
             of_product, grad_bias, *masked = torch.ops.dgl_hybrid.row_products_backward(
                 [summed], [weight], grad, out, factors, [True], [False], is_masked
             )
-            before_relu = masked[0] if is_masked else grad
+            before_relu = masked.pop() if is_masked else grad
             grad_summed = of_product if grad_summed is None else grad_summed + of_product
 
         def beside() -> None:
-            nonlocal grad_weight
+            nonlocal before_relu, grad_weight
             if needs_weight and before_relu is not None:
                 found, _ = torch.ops.dgl_hybrid.row_products_backward(
                     [summed], [weight], before_relu, None, factors, [False], [True], False
                 )
                 grad_weight = found.t() if is_turned(weight) else found
+            before_relu = None  # as large as what is made next
 
         assert grad_summed is not None
         grad_x = sums.adjoint(grad_summed) if torch.is_grad_enabled() else sums.backward(grad_summed, beside)

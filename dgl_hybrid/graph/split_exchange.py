@@ -59,6 +59,8 @@ class SplitExchange:
     def __init__(self, layer: SplitLayer, communicator: Communicator, *, number: int, seed: int = 0) -> None:
         self.layer, self.number = layer, number
         self._communicator, self._seed = communicator, seed
+        self._sums_of_sources: dict[int, tuple[Tensor, Adjacency]] = {}
+        """By part."""
 
     def forward(
         self,
@@ -120,7 +122,7 @@ class SplitExchange:
             rows = pending.wait(part.send_counts)
             sent = None if following is None else self._send_gradients(parts[position + 1], following, codec)
             with _ended_in_any_case(sent):
-                _add_returned(part, rows, totals, source_factors)
+                self._add_returned(position, rows, totals, source_factors)
             pending = sent
         return totals
 
@@ -142,7 +144,7 @@ class SplitExchange:
     def return_gradients(self, position: int, grads: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
         """Sends the gradients of one part's rows home and adds what comes home to `totals`. Collective."""
         part = self.layer.parts[position]
-        _add_returned(part, self._send_gradients(part, grads).wait(part.send_counts), totals)
+        self._add_returned(position, self._send_gradients(part, grads).wait(part.send_counts), totals)
 
     # ---------------------------------------------------------------- messages
 
@@ -208,6 +210,37 @@ class SplitExchange:
         with record_function("dgl_hybrid::decode"):
             return codec.decode(wire, width, dtype, out=rows)
 
+    def _add_returned(
+        self, position: int, rows: Tensor, totals: Sequence[Tensor], source_factors: Tensor | None = None
+    ) -> None:
+        part = self.layer.parts[position]
+        with record_function("dgl_hybrid::unpack"):
+            for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
+                backend = choose_backend(total_CF)
+                if part.send_index is None:
+                    # Where they belong: sums of their own would be as many rows as are held here.
+                    sources, sums = self._sums_by_source(position)
+                    factors = None if source_factors is None else source_factors.index_select(0, sources)
+                    backend.add_sums(total_CF.unsqueeze(1), sources, sums, grads_SF.unsqueeze(1), None, factors)
+                    continue
+                # Added, not written: a row sent to several peers gets a gradient from each of them. Peer by peer, as a
+                # GPU adds several to one row in no fixed order.
+                for targets, grads in zip(
+                    part.send_index.split(part.send_counts), grads_SF.split(part.send_counts), strict=True
+                ):
+                    if len(targets) > 0:
+                        backend.add_rows(total_CF, targets, grads, source_factors)
+
+    def _sums_by_source(self, position: int) -> tuple[Tensor, Adjacency]:
+        """Returns the held rows that are in any sum which a part sends, ascending, and which sums each is in."""
+        if position not in self._sums_of_sources:
+            out = self.layer.parts[position].pack.out_neighbours
+            counts = out.indptr.diff()
+            sources = counts.nonzero().squeeze(1)
+            indptr = torch.cat([counts.new_zeros(1), counts[sources].cumsum(0)]).to(out.indptr.dtype)
+            self._sums_of_sources[position] = sources, Adjacency(indptr, out.indices, None)
+        return self._sums_of_sources[position]
+
 
 class _Pending:
     """A message under way, where its rows are to lie if not where they arrive, and what they are made of it."""
@@ -242,23 +275,6 @@ def _columns_of(rows: Tensor, fields: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Each field's columns of rows that travel."""
     columns: tuple[Tensor, ...] = rows.split([field.shape[1] for field in fields], dim=1)
     return columns
-
-
-def _add_returned(part: RowsPart, rows: Tensor, totals: Sequence[Tensor], source_factors: Tensor | None = None) -> None:
-    with record_function("dgl_hybrid::unpack"):
-        for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
-            if part.send_index is None:
-                scale = None if source_factors is None else Scale(source_factors, of_sources=False)
-                total_CF += sum_rows(part.pack.out_neighbours, grads_SF, scale=scale)
-                continue
-            # Added, not written: a row sent to several peers gets a gradient from each of them. Peer by peer, as a GPU
-            # adds several to one row in no fixed order.
-            backend = choose_backend(total_CF)
-            for targets, grads in zip(
-                part.send_index.split(part.send_counts), grads_SF.split(part.send_counts), strict=True
-            ):
-                if len(targets) > 0:
-                    backend.add_rows(total_CF, targets, grads, source_factors)
 
 
 def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None, scale: Scale | None = None) -> Tensor:

@@ -48,8 +48,8 @@ def train(job: TrainJob, *, on_epoch: OnEpoch | None = None, save_plan_in: str |
     """Trains on the graph of a partition folder. Collective: every rank calls it with the same job.
 
     Initial weights depend on the seed and the model alone, so that runs of any strategy and number of ranks compare.
-    A run that is resumed with the same options goes on as it would have without the break, dropout masks included, up to
-    rounding; plans are made anew. Another learning rate or weight decay is taken, and a warning says so.
+    A run that is resumed with the same options goes on as it would have without the break, dropout masks included, but
+    for rounding; plans are made anew. Another learning rate or weight decay is taken, and a warning says so.
 
     Args:
         job: What to train.

@@ -112,7 +112,7 @@ def _integers(arrays: dict[str, Array], key: str, path: Path) -> npt.NDArray[np.
         raise DatasetError(f"{path}: {key} must be integers of one dimension (got {array.dtype} {array.shape})")
     if array.dtype == np.uint64 and array.size and int(array.max()) > np.iinfo(np.int64).max:
         raise DatasetError(f"{path}: {key} must fit into 64 bits with a sign (got {int(array.max())})")
-    return array.astype(np.int64)
+    return array.astype(np.int64, copy=False)
 
 
 def _scalar(arrays: dict[str, Array], key: str, path: Path) -> int:
@@ -129,7 +129,7 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
             raise DatasetError(
                 f"{path}: feat must be numbers of shape ({num_nodes}, F) (got {feat.dtype} {feat.shape})"
             )
-        return feat.astype(np.float32)
+        return feat.astype(np.float32, copy=False)
     if not any(key in arrays for key in _SPARSE_KEYS):
         raise DatasetError(
             f"{path}: key 'feat' is missing, and so are {', '.join(_SPARSE_KEYS)}; "

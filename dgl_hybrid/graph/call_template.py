@@ -235,6 +235,9 @@ _ALL_BLOCKS = object()
 
 
 def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype == torch.bool:  # a mask: of none, or of all, what is made of rows may be NaN
+        rows = torch.arange(num_rows).reshape(-1, *(1,) * len(shape)) % 2 == 0
+        return rows.expand(num_rows, *shape).clone()
     if not dtype.is_floating_point:
         return torch.zeros((num_rows, *shape), dtype=dtype)
     # Positive, since edge weights may have to be.

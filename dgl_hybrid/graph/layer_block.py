@@ -292,6 +292,21 @@ class LayerBlock:
         self._source.set_complete(dgl.NID, held_ids, torch.cat([held_ids, received]))
 
     @contextlib.contextmanager
+    def raised_degrees_of_first(self) -> Iterator[None]:
+        """Says of row 0 that it has more edges than any other. For blocks that are made up."""
+        known = self._full_in_degrees, self._full_out_degrees
+        raised = [degrees.clone() for degrees in (self._in_degrees(), self._full_out_degrees)]
+        for degrees in raised:
+            degrees[0] = degrees.max() + 1
+        self._full_in_degrees, self._full_out_degrees = raised
+        self._degree_factors = {}
+        try:
+            yield
+        finally:
+            self._full_in_degrees, self._full_out_degrees = known
+            self._degree_factors = {}
+
+    @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
         """Forgets, at its end, fields set inside; as `DGLGraph.local_scope`."""
         self._used()

@@ -63,8 +63,9 @@ def compare_rows_apart(
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
 
     Row 0 of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which it
-    may read a table of its own, and of what it first exchanges. Once so that it has the least number of all rows in
-    every column there, and once the greatest: a model that mixes rows by one of both does not see the other.
+    may read a table of its own, and of what it first exchanges; of rows of edges that of its only one, and how many
+    edges it has. Once so that it has the least number of all rows in every column there, and once the greatest: a model
+    that mixes rows by one of both does not see the other.
 
     A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
     has a copy and generators in the same state.
@@ -83,20 +84,30 @@ def compare_rows_apart(
 
     def disturb(sign: float, value: Any) -> Any:
         changed = copied(value)
-        if isinstance(value, Tensor) and value.dim() and len(value) in sizes:
+        if isinstance(value, Tensor) and value.dim() and len(value) in num_edges and value.is_floating_point():
+            changed[0] = _extreme_edge(value, sign)
+        elif isinstance(value, Tensor) and value.dim() and len(value) in sizes:
             if value.is_floating_point():
                 changed[0] = _extreme_row(value, sign)
+            elif value.dtype == torch.bool:
+                changed[0] = not bool(value[0].any())
             elif value.dtype in (torch.int32, torch.int64):
                 changed[0] += 1  # an id: made-up ones are all 0
         return changed
 
-    frames = [blocks[0].srcdata, blocks[-1].dstdata]
-    given = [{name: rows for name, rows in frame.items() if name != dgl.NID} for frame in frames]
+    frames = [blocks[0].srcdata, blocks[-1].dstdata, *(block.edata for block in blocks)]
+    given = [{name: rows for name, rows in frame.items() if name not in (dgl.NID, dgl.EID)} for frame in frames]
 
     where = blocks[0].device
     ids = blocks[0].srcdata[dgl.NID]
 
-    def run(change: Callable[[Any], Any], observer: BlockObserver | None, *, changes_ids: bool = False) -> list[Tensor]:
+    def run(
+        change: Callable[[Any], Any],
+        observer: BlockObserver | None,
+        *,
+        changes_ids: bool = False,
+        changes_degrees: bool = False,
+    ) -> list[Tensor]:
         for frame, fields in zip(frames, given, strict=True):
             for name, rows in fields.items():
                 frame[name] = change(rows)
@@ -104,7 +115,9 @@ def compare_rows_apart(
         blocks[0].observer = observer
         model = make_model()
         try:
-            with with_own_randomness(where):
+            with with_own_randomness(where), contextlib.ExitStack() as degrees:
+                for block in blocks if changes_degrees else ():
+                    degrees.enter_context(block.raised_degrees_of_first())
                 seed_generators(0)
                 return float_tensors_in(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
         finally:
@@ -124,8 +137,8 @@ def compare_rows_apart(
             change = functools.partial(disturb, sign)
             disturbed = None
             with contextlib.suppress(Exception):  # of a table with one row, or ids that are known by identity
-                disturbed = run(change, _Disturber(sign), changes_ids=True)
-            if disturbed is None:
+                disturbed = run(change, _Disturber(sign), changes_ids=True, changes_degrees=sign > 0)
+            if disturbed is None:  # of a table of degrees, too
                 with contextlib.suppress(IndexError, RuntimeError):
                     disturbed = run(change, _Disturber(sign))
             if disturbed is None:
@@ -179,6 +192,13 @@ def notes_on(
 def _extreme_row(rows: Tensor, sign: float) -> Tensor:
     """Returns a row that is beyond all of these in every column, on the side of the sign, and other than row 0."""
     return sign * (1.0 + 2.0 * rows.abs().amax(0) + rows[0].abs())
+
+
+def _extreme_edge(rows: Tensor, sign: float) -> Tensor:
+    """As `_extreme_row`, but positive among positive ones: weights of edges may have to be."""
+    if sign < 0 and len(rows) and bool((rows > 0).all()):
+        return 0.5 * rows.amin(0)
+    return _extreme_row(rows, sign)
 
 
 def _are_close(before: Tensor, after: Tensor) -> bool:

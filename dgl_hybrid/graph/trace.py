@@ -120,7 +120,9 @@ def _trace_on(
                 "there, while full-graph statistics run over every vertex. Put the normalisation before the last layer."
             )
         with template.casting(where.type), NoCollectives():
-            outputs = compare_rows_apart(lambda: copy_of(pristine), args, kwargs, blocks, record, sizes, num_edges)
+            outputs = compare_rows_apart(
+                lambda: _opened(copy_of(pristine)), args, kwargs, blocks, record, sizes, num_edges
+            )
         for kind, text in notes_on(outputs, record.output_rows, sizes, num_edges):
             if kind not in _warned_of.setdefault(inner, set()):
                 _warned_of[inner].add(kind)
@@ -133,6 +135,15 @@ def _trace_on(
         trace=_summarise(record, sizes, num_edges, parameters, dtype, sums_first or [False] * num_layers),
         dense_below=1 + max(record.batch_norm_levels, default=-1),
     )
+
+
+def _opened(model: nn.Module) -> nn.Module:
+    """Fills weights that are trained and begin as zeros: a gate among them hides what training will let through."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_floating_point() and parameter.numel() and not parameter.any():
+                parameter.fill_(0.5)
+    return model
 
 
 def _measure(

@@ -30,6 +30,8 @@ _WITH_SELF_LOOPS = ("gcn", "gat", "gatv2")
 _OF_A_NEW_PARTITION = ("part_method", "num_hops", "workspace")
 _DATASET_FILE = "dataset.json"
 """What we know of the graph beyond what DGL's files say; believed for the very partition that it was written for."""
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+"""What file systems answer that have none: Lustre as it is often mounted, FUSE, some NFS."""
 _FORMAT = 2
 """Part of every key: raised when datasets or partitions come out differently."""
 
@@ -93,7 +95,9 @@ class DataConfig:
             normalize_features=bool(given.normalize_features),
         )
         feat = dataset.graph.ndata["feat"]
-        if given.normalize_features is None and bool(((feat == 0) | (feat == 1)).all()):
+        # Some rows at a time: of all of them this would take three quarters of their memory once more.
+        are_binary = (bool(((rows == 0) | (rows == 1)).all()) for rows in feat.split(1 << 16))
+        if given.normalize_features is None and all(are_binary):
             dataset.graph.ndata["feat"] = normalize_rows(feat)
         return dataset
 
@@ -182,8 +186,9 @@ def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedG
     root = Path(partition.workspace) if partition.workspace else default_workspace()
     description = describe(data, partition, num_parts)
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
-    with _locked(root, digest[:16]):
-        _remove_unfinished(root, digest[:16])
+    with _locked(root, digest[:16]) as is_alone:
+        if is_alone:
+            _remove_unfinished(root, digest[:16])
         found = _reusable(root, digest[:16])
         if found is not None:
             return found
@@ -288,7 +293,7 @@ def _reusable(root: Path, key: str) -> PreparedGraph | None:
             verify_partition(prepared.part_config)
             if prepared.num_classes is None:
                 continue  # written over by something else, or by an earlier version
-        except PartitionError as error:
+        except (PartitionError, OSError) as error:
             _logger.warning("partitioning again, the kept partition is damaged: %s", error)
             continue
         _logger.info("using the partition in %s", folder)
@@ -367,8 +372,9 @@ def _check_ours(path: Path) -> None:
 
 
 @contextmanager
-def _locked(root: Path, key: str) -> Iterator[None]:
-    """One process at a time writes a partition; a second run of the same waits and then reuses it.
+def _locked(root: Path, key: str) -> Iterator[bool]:
+    """One process at a time writes a partition; a second run of the same waits and then reuses it. Yields whether no
+    other can be at it.
 
     Another user's workspace is read without a lock, if it has what is asked for: nothing is written there.
     """
@@ -380,8 +386,15 @@ def _locked(root: Path, key: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or _reusable(root, key) is None:
             raise
-        yield
+        yield False
         return
     with file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        is_locked = True
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            is_locked = False
+            _logger.warning("%s has no locks (%s): do not start two runs of one graph at once", root, error.strerror)
+        yield is_locked

@@ -181,7 +181,10 @@ def _read_structure(summary: PartitionSummary, part_id: int) -> _Structure:
             f"of {summary.part_config.name} (got {int(inner_edge.sum())} edges). {_REMEDY}"
         )
     src, dst = nodes[local_src], nodes[local_dst]
-    if not (_is_sorted(eid) and _is_sorted(dst) and _is_sorted(~inner_edge)):  # as we write them
+    num_inner_edges = last_edge - first_edge
+    # As we write them: those of this part first, each in order. Of other parts there may be smaller ids.
+    groups = [(eid[of], dst[of]) for of in (slice(num_inner_edges), slice(num_inner_edges, None))]
+    if not (bool(inner_edge[:num_inner_edges].all()) and all(_is_sorted(x) for group in groups for x in group)):
         order = torch.argsort(eid)
         order = order[torch.argsort(dst[order], stable=True)]
         order = torch.cat([order[inner_edge[order]], order[~inner_edge[order]]])

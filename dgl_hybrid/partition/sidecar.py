@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition.manifest import FORMAT_VERSION
+from dgl_hybrid.partition.rights import umask
 
 _REMEDY = "Write the folder anew with dgl_hybrid.partition_graph."
 
@@ -45,6 +46,7 @@ def write_sidecar(path: Path, sidecar: Sidecar) -> None:
     # One entry: safetensors writes several in random order, and equal partitions should be equal files.
     facts = {"format_version": FORMAT_VERSION, "part_id": sidecar.part_id, "bool_data": sidecar.bool_data}
     safetensors.torch.save_file(tensors, path, metadata={"dgl_hybrid": json.dumps(facts)})
+    path.chmod(0o666 & ~umask())  # safetensors keeps it to this user; other users read partitions, as they do DGL's
 
 
 def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_edges: int) -> Sidecar:

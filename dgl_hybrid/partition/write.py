@@ -11,7 +11,9 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +37,7 @@ from dgl_hybrid.partition.manifest import (
     write_manifest,
 )
 from dgl_hybrid.partition.quiet import captured_output
+from dgl_hybrid.partition.rights import umask
 from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
 from dgl_hybrid.partition.signals import ending_signals_raise, ending_signals_wait
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
@@ -194,11 +197,12 @@ def _make_staging(target: Path) -> tuple[Path, int]:
     parent = target if target.is_dir() else target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob(f".{glob.escape(target.name)}.writing-*"):
+        for left in (*parent.glob(f".{glob.escape(target.name)}.writing-*"), *target.glob(".*.replaced-*")):
             _remove_if_left(left)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
         # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
-        staging.chmod(0o775 & ~_umask())
+        # Its group stays that of the folder above, where that is asked for.
+        staging.chmod((staging.stat().st_mode & stat.S_ISGID) | (0o775 & ~umask()))
         lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
         raise _cannot_be_written(target, error) from error
@@ -220,13 +224,6 @@ def _remove_if_left(folder: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(descriptor)
-
-
-def _umask() -> int:
-    """What this process takes from the rights of what it makes. Reading it means setting it, for a moment."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
 
 
 def _is_of_files(error: Exception) -> bool:
@@ -476,29 +473,59 @@ def _save_structure(
 
 def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
     """Renames the finished folder to its name; the JSON, without which nothing loads, comes last."""
-    if not target.exists():
-        staging.rename(target)
-        sync_path(target.parent)
-        return
-    with ending_signals_wait():  # in the middle of it, neither the old partition is there nor the new one
-        _replace_files(staging, target, graph_name)
+    # No signal ends it in the middle, when neither the old partition is there nor the new one.
+    with _alone_in(target if target.is_dir() else target.parent), ending_signals_wait():
+        if not target.exists():
+            staging.rename(target)
+            sync_path(target.parent)
+        else:
+            _replace_files(staging, target, graph_name)
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Another process that has finished a partition for the same place waits: parts of two fit no JSON."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with contextlib.suppress(OSError):  # of a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _replace_files(staging: Path, target: Path, graph_name: str) -> None:
-    former = _part_folders(target / f"{graph_name}.json")
-    # The old JSON goes first: from here until the last rename the folder does not load, so no mixture is ever read.
-    (target / f"{graph_name}.json").unlink(missing_ok=True)
-    (target / MANIFEST_NAME).unlink(missing_ok=True)
-    sync_path(target)
-    for path in former:  # of more parts than there are now
-        if path.is_dir() and not (staging / path.name).exists():
-            shutil.rmtree(path)
+    """What is replaced stays, under other names, until all is there that replaces it, and comes back if that fails."""
     last = [MANIFEST_NAME, f"{graph_name}.json"]
-    for path in sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1):
-        destination = target / path.name
-        if destination.is_dir():
-            shutil.rmtree(destination)
-        if path.name == last[-1]:
-            sync_path(target)
-        path.rename(destination)
+    new = sorted(staging.iterdir(), key=lambda path: last.index(path.name) if path.name in last else -1)
+    # The old JSON goes first: from here until the last rename the folder does not load, so no mixture is ever read.
+    former = [target / name for name in reversed(last)]
+    former += [path for path in _part_folders(target / last[-1]) if path.is_dir()]  # of more parts than there are now
+    former += [target / path.name for path in new]
+    aside: list[tuple[Path, Path]] = []
+    moved: list[Path] = []
+    try:
+        for path in dict.fromkeys(former):
+            if path.exists():
+                # In the same folder: a part of another user's may be renamed there, and nowhere else.
+                hidden = target / f".{path.name}.replaced-{secrets.token_hex(4)}"
+                path.rename(hidden)
+                aside.append((hidden, path))
+        sync_path(target)
+        for path in new:
+            if path.name == last[-1]:
+                sync_path(target)
+            path.rename(target / path.name)
+            moved.append(path)
+    except OSError:
+        for path in reversed(moved):
+            (target / path.name).rename(path)
+        for hidden, path in reversed(aside):
+            hidden.rename(path)
+        raise
     sync_path(target)
+    for hidden, _ in aside:
+        if hidden.is_dir():
+            shutil.rmtree(hidden, ignore_errors=True)
+        else:
+            hidden.unlink()

@@ -8,7 +8,7 @@ other random functions on rows do not, and are refused where there are replicas.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -35,13 +35,17 @@ _UNREPLICATED: frozenset[Callable[..., Any]] = frozenset(
         F.rrelu,
         torch.alpha_dropout,
         torch.alpha_dropout_,
+        torch._sample_dirichlet,
+        torch._standard_gamma,
         torch.bernoulli,
+        torch.binomial,
         torch.dropout_,
         torch.feature_alpha_dropout,
         torch.feature_alpha_dropout_,
         torch.feature_dropout,
         torch.feature_dropout_,
         torch.multinomial,
+        torch.native_dropout,
         torch.normal,
         torch.poisson,
         torch.rand_like,
@@ -67,6 +71,7 @@ _TRAINS_AT: dict[Callable[..., Any], int] = {
     torch.feature_alpha_dropout_: 2,
     torch.feature_dropout: 2,
     torch.feature_dropout_: 2,
+    torch.native_dropout: 2,
     torch.rrelu: 3,
     torch.rrelu_: 3,
 }
@@ -323,7 +328,7 @@ def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[st
     tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
     at = _TRAINS_AT.get(func, len(args))
     trains = args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True))
-    if tensor is not None and tensor.dim() and step.has_rows(len(tensor)) and trains:
+    if tensor is not None and _is_of_rows(step, tensor.shape) and trains:
         _raise_unreplicated(func)
 
 
@@ -333,8 +338,13 @@ def _refuse_factory(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[s
         shape = args[0] if args and not isinstance(args[0], int) else args
     elif shape is None:
         shape = next((arg for arg in args if isinstance(arg, (tuple, list))), args[:1] or (kwargs.get("n"),))
-    if len(shape) and isinstance(shape[0], int) and step.has_rows(shape[0]):
+    if _is_of_rows(step, shape):
         _raise_unreplicated(func)
+
+
+def _is_of_rows(step: Step, shape: Sequence[Any]) -> bool:
+    """Whether any dimension may count rows: the first, or, before the last, that of several draws for each."""
+    return any(isinstance(size, int) and step.has_rows(size) for size in (*shape[:1], *shape[1:-1]))
 
 
 def _raise_unreplicated(func: Any) -> NoReturn:

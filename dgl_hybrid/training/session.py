@@ -12,6 +12,7 @@ import contextlib
 import inspect
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -268,10 +269,13 @@ class _Session:
         if step.communicator.world_size == 1:
             return None  # the weight is one
         num_tensors = num_weighted = 0
+        hiding: list[str] = []
 
         def weigh(value: Any) -> Any:
             nonlocal num_tensors, num_weighted
             if not isinstance(value, Tensor):
+                if _hides_gradient(value):
+                    hiding.append(type(value).__name__)
                 return value
             num_tensors += 1
             if not value.requires_grad:
@@ -289,13 +293,21 @@ class _Session:
                 "those of a loss lack the loss weight of this rank. Call loss.backward() there, which applies it, or "
                 "return the logits. If it only evaluates, call it under torch.no_grad() and enable gradients inside."
             )
-        if num_tensors == 0 and torch.is_grad_enabled() and not step.was_backed:
+        if (num_tensors == 0 or hiding) and torch.is_grad_enabled() and not step.was_backed:
             raise BlockError(
-                f"the model returned a {type(output).__name__}, in which no tensor can be found: the loss weight of "
-                f"this rank could not be applied to it. Return tensors, in tuples, lists, dicts, dataclasses or "
-                f"namespaces."
+                f"the model returned a {(hiding or [type(output).__name__])[0]}, in which no tensor can be found: the "
+                f"loss weight of this rank could not be applied to it. Return tensors, in tuples, lists, dicts, "
+                f"dataclasses or namespaces."
             )
         return weighted
+
+
+def _hides_gradient(value: Any) -> bool:
+    """Whether an object that is not looked into (a distribution, a set) has a tensor of which a loss may be made."""
+    if isinstance(value, (LayerBlock, nn.Module)):
+        return False
+    inside = value if isinstance(value, (set, frozenset, deque)) else getattr(value, "__dict__", {}).values()
+    return any(isinstance(x, Tensor) and x.requires_grad for x in inside)
 
 
 def _check_batch_norm(module: nn.Module, call: _Call) -> None:

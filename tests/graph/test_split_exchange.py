@@ -566,6 +566,7 @@ def test_no_call_adds_several_gradients_to_one_row() -> None:
     grads, total = torch.rand(5, 3, dtype=torch.float64), torch.rand(3, 3, dtype=torch.float64)
     expected = total.index_add(0, send_index, grads)
     with mock.patch.object(split_exchange, "choose_backend", return_value=SimpleNamespace(add_rows=add_rows)):
-        split_exchange._add_returned(part, grads, (total,))  # type: ignore[arg-type]
+        exchange: Any = SimpleNamespace(layer=SimpleNamespace(parts=(part,)))
+        split_exchange.SplitExchange._add_returned(exchange, 0, grads, (total,))
     assert torch.equal(total, expected)
     assert added == [[0, 2], [0, 1, 2]]

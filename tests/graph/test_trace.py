@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import tiny_runs, trace_record
-from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, flatten, map_leaves, shape_of
+from dgl_hybrid.graph.call_template import CallTemplate, StaticFields, _RowsOf, flatten, map_leaves, shape_of
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
@@ -327,6 +327,77 @@ def test_an_extreme_over_vertices_is_refused(way: str, by_column: bool, width: i
         model = kind(dglnn.GraphConv(width, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=scaled)
         with pytest.raises(BlockError, match=r"mixes rows of different vertices .* a mean or a maximum over nodes"):
             trace(model, in_feats=width)
+
+
+class _Weighing(nn.Module):
+    """Weighs edges, or scales rows, by what is made of all of them, or of each alone."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.layers = nn.ModuleList([dglnn.GraphConv(IN, HIDDEN, norm="none"), dglnn.GraphConv(HIDDEN, OUT)])
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.mix = nn.Linear(HIDDEN, HIDDEN)
+
+    def weigh(self, w: Tensor) -> Tensor:
+        ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "by the greatest": lambda w: w / w.max(),
+            "by the least": lambda w: w / w.min(),
+            "by their mean": lambda w: w - w.mean(0),
+            "by a softmax of all": lambda w: w.softmax(0),
+            "each": lambda w: w.sqrt() / (1 + w),
+        }
+        return ways[self.way](w) if self.way in ways else w
+
+    def forward(self, blocks: list[Any], x: Tensor, mask: Tensor | None = None) -> Tensor:
+        h: Tensor = self.layers[0](blocks[0], x, edge_weight=self.weigh(blocks[0].edata["w"]))
+        degrees = blocks[0].in_degrees().to(h).unsqueeze(1)
+        if self.way == "degrees":
+            h = h * (degrees / degrees.max())
+        elif self.way == "the logarithm of each degree":
+            h = h * (1 + degrees).log()
+        elif self.way == "a closed gate":
+            h = h + self.gate * self.mix(h.mean(0))
+        elif self.way == "a closed gate of each row":
+            h = h + self.gate * self.mix(h)
+        elif self.way == "a mask":
+            assert mask is not None
+            h = h - x[mask].mean() * x[~mask].mean()
+        elif self.way == "a mask of each row":
+            assert mask is not None
+            h = torch.where(mask[: len(h)].unsqueeze(1), h, 2 * h)
+        return self.layers[1](blocks[1], h)
+
+
+def trace_weighing(way: str) -> TraceResult:
+    fields = StaticFields(source={}, destination={}, edge={"w": ((), torch.float32)})
+    template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
+    if "mask" in way:
+        rows = _RowsOf("level", 0, (), torch.bool, requires_grad=False, is_static=False)
+        template = replace(template, args=(*template.args, rows))
+    torch.manual_seed(0)
+    return trace_model(_Weighing(way), template, 2)
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("by the greatest", "by the least", "by their mean", "by a softmax of all"),
+        *("degrees", "a closed gate", "a mask"),
+    ],
+)
+def test_what_is_made_of_all_edges_degrees_or_behind_a_gate_is_refused(way: str) -> None:
+    """Each rank has others, and a model whose gate begins closed lets them through once it trains."""
+    with pytest.raises(BlockError, match="mixes rows of different vertices"):
+        trace_weighing(way)
+
+
+@pytest.mark.parametrize(
+    "way", ["each", "the logarithm of each degree", "a closed gate of each row", "a mask of each row"]
+)
+def test_what_is_made_of_each_edge_degree_or_row_is_not(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    assert trace_weighing(way).dense_below == 0
+    assert not caplog.records
 
 
 class _WithScalar(nn.Module):

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 import dgl_hybrid
 from dgl_hybrid.cli import main
 from dgl_hybrid.errors import DatasetError, PartitionError
+from dgl_hybrid.launch import workspace
 from dgl_hybrid.launch.workspace import (
     DataConfig,
     PartitionConfig,
@@ -58,6 +60,19 @@ def test_a_workspace_is_never_everybodys(umask: int, mode: int, tmp_path: Path) 
     finally:
         os.umask(before)
     assert (tmp_path / "cache").stat().st_mode & 0o777 == mode
+
+
+def test_a_file_system_without_locks_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lustre as it is often mounted: nothing could be planned or trained from a workspace there."""
+    monkeypatch.setattr(workspace.fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOSYS, "not implemented")))
+    first = prepare(tmp_path)
+    left = first.parent.parent / f".x-{first.parent.name.rsplit('-', 1)[1]}.writing-1"
+    left.mkdir()
+    assert prepare(tmp_path) == first
+    assert left.is_dir(), "it may be another run's"
+    assert "do not start two runs of one graph at once" in caplog.text
 
 
 KILLED = """

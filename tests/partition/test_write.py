@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import resource
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +23,13 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition import LocalPartition, load_partition, partition_graph, read_partition_summary
+from dgl_hybrid.partition import (
+    LocalPartition,
+    load_partition,
+    partition_graph,
+    read_partition_summary,
+    verify_partition,
+)
 from tests.helpers.graphs import NAMED, hand_drawn, power_law, with_duplicates
 
 CASES = [(1, 1, "metis"), (2, 1, "random"), (3, 1, "metis"), (3, 2, "random"), (4, 3, "contiguous")]
@@ -480,7 +489,7 @@ def test_a_disk_that_is_full_where_libraries_write_is_told_as_such(kind: str, wo
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("renames", [0, 1, 2, 3])
+@pytest.mark.parametrize("renames", [0, 1, 3, 6])
 def test_killed_while_replacing_leaves_nothing_that_loads_or_all(renames: int, tmp_path: Path) -> None:
     """The process dies before its n-th rename; what is left must be a whole partition or fail to load."""
     write(power_law(), tmp_path / "p", 2)
@@ -502,8 +511,56 @@ partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="cont
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
     ended = subprocess.run([sys.executable, "-c", script], env=environment, timeout=600, check=False)
     assert ended.returncode == -signal.SIGKILL
+    if renames == 0:
+        verify_partition(tmp_path / "p" / "g.json")
+        return
     with pytest.raises(PartitionError, match=r"g\.json does not exist"):
         load_partition(tmp_path / "p" / "g.json", 0)
+
+
+@pytest.mark.parametrize("renames", range(8))
+def test_a_replacement_that_fails_leaves_the_old_one(
+    renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part of another user's, or one that a running job still has open (NFS): both partitions were lost."""
+    write(power_law(), tmp_path / "p", 2)
+    left, rename = renames, Path.rename
+
+    def failing(path: Path, target: Path) -> Path:
+        nonlocal left
+        left -= 1
+        if left == -1:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(PartitionError, match=r"cannot be written: .*Directory not empty"):
+        write(hand_drawn(), tmp_path / "p", 2)
+    monkeypatch.undo()
+    verify_partition(tmp_path / "p" / "g.json")
+    assert read_partition_summary(tmp_path / "p" / "g.json").num_nodes == power_law().num_nodes()
+    assert sorted(path.name for path in tmp_path.glob("**/.*")) == []
+    write(hand_drawn(), tmp_path / "p", 2)
+    assert read_partition_summary(tmp_path / "p" / "g.json").num_nodes == hand_drawn().num_nodes()
+
+
+def test_two_that_are_written_to_one_place_wait_for_each_other(tmp_path: Path) -> None:
+    """Each replaced parts of the other, and plain DistDGL, which knows no checksums, read the mixture."""
+    write(power_law(), tmp_path / "p", 2)
+    other = os.open(tmp_path / "p", os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    released: list[bool] = []
+
+    def release() -> None:
+        released.append(read_partition_summary(tmp_path / "p" / "g.json").num_nodes == power_law().num_nodes())
+        os.close(other)
+
+    timer = threading.Timer(3.0, release)
+    timer.start()
+    write(hand_drawn(), tmp_path / "p", 2)
+    timer.join()
+    assert released == [True], "nothing was moved before"
+    assert read_partition_summary(tmp_path / "p" / "g.json").num_nodes == hand_drawn().num_nodes()
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", -signal.SIGINT)])
@@ -576,3 +633,21 @@ def test_rights_follow_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "p", tmp_path / "p" / "part0")} == {0o750}
+    files = [path for path in (tmp_path / "p").rglob("*") if path.is_file()]
+    assert {path.name: path.stat().st_mode & 0o777 for path in files} == {path.name: 0o640 for path in files}
+
+
+def test_the_group_of_a_shared_folder_stays(tmp_path: Path) -> None:
+    tmp_path.chmod(0o2775)
+    write(hand_drawn(), tmp_path / "p", 2)
+    assert all(path.stat().st_mode & stat.S_ISGID for path in (tmp_path / "p", tmp_path / "p" / "part0"))
+
+
+@pytest.mark.parametrize("part_id", [0, 1, 2])
+def test_what_is_as_we_write_it_is_not_sorted_again(
+    part_id: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Edges of lower parts have smaller ids, and come after a part's own: all parts but the first were sorted."""
+    config = write(power_law(), tmp_path / "p", 3)
+    monkeypatch.setattr(torch, "argsort", lambda *_, **__: pytest.fail("they are in order"))
+    assert load_partition(config, part_id).part_id == part_id

@@ -140,6 +140,9 @@ class Communicator:
         """
         self._begin()
         self.num_calls += 1
+        if send.is_cuda and self.transport is not None and self.transport.device.type != "cuda":
+            # The copy to the host waits for it anyway: work of before is no part of the exchange.
+            torch.cuda.current_stream(send.device).synchronize()
         start_s = time.perf_counter()
         tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
         moved, transport = _as_moved(send.detach().contiguous()), self.transport

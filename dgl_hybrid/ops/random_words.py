@@ -51,7 +51,10 @@ def column_words(num_columns: int, device: torch.device) -> Tensor:
     """The words `c` of step 3, (num_columns,) int32: the same in every call, and shared by all."""
     with torch.inference_mode(False):
         words = _mix_ids(torch.arange(num_columns, device=device), _COLUMN_KEYS)
-        return words.view(torch.int32)[::2].contiguous()
+        found = words.view(torch.int32)[::2].contiguous()
+        if device.type == "cuda":  # the next one who reads them may do so on another stream
+            torch.cuda.current_stream(device).synchronize()
+        return found
 
 
 def element_words(rows: Tensor, columns: Tensor, *, out: Tensor, scratch: Tensor) -> None:

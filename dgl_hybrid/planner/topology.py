@@ -51,7 +51,8 @@ class Topology:
         rates += [rate for row in self.bandwidth_bytes_per_s for rate in row]
         if not all(math.isfinite(rate) and rate > 0 for rate in rates):
             raise ValueError(f"rates must be positive and finite (got {min(rates)} .. {max(rates)})")
-        if not all(math.isfinite(x) and x >= 0 for row in self.latency_s for x in row):
+        latencies = [self.allreduce_latency_s, *(x for row in self.latency_s for x in row)]
+        if not all(math.isfinite(x) and x >= 0 for x in latencies):
             raise ValueError("latencies must be finite and not negative")
 
     @property

@@ -292,7 +292,7 @@ class DistFields(GraphFields):
     """The node or edge fields of a `DistGraph`, as they are at each look.
 
     Args:
-        data: `g.ndata` or `g.edata`.
+        data: What `g.ndata` or `g.edata` looks at.
         ownership: Of the nodes or edges.
         first_of_machine: The first global id of this machine's partition.
         reads: Of the graph's client.
@@ -307,6 +307,11 @@ class DistFields(GraphFields):
     def __getitem__(self, name: str) -> DistField:
         if name not in self._data:
             raise KeyError(f"no field {name!r}; there are {sorted(self._data) or 'none'}")
+        if not isinstance(self._data[name], DistTensor):
+            raise TypeError(
+                f"field {name!r} must be a DistTensor, which servers hold, to be read by ids of the whole graph (got "
+                f"{type(self._data[name]).__name__})"
+            )
         return DistField(self._data[name], self._ownership, self._first_of_machine, self._reads)
 
     def __setitem__(self, name: str, value: DistTensor) -> None:
@@ -314,7 +319,8 @@ class DistFields(GraphFields):
         self._data[name] = value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(list(self._data))
+        """Of those that servers hold: a script may have put any other tensor there."""
+        return iter([name for name, value in self._data.items() if isinstance(value, DistTensor)])
 
     def __len__(self) -> int:
-        return len(self._data)
+        return len(list(iter(self)))

@@ -35,6 +35,7 @@ from dgl_hybrid.training.loader_arguments import (
     cached_of,
     check_autotune,
     check_budget,
+    check_device,
     check_model,
     config_of,
     dense_below_of,
@@ -179,6 +180,7 @@ class FullGraphLoader:
             config = config_of(strategy, planner)
             forced = None if plan is None else cached_of(plan, self.num_layers, g)
             check_budget(plan, config.memory_budget_bytes)
+            check_device(self.device, self.communicator.transport)
             sums_first = sums_first_of(plan, self.num_layers)
             local_seeds = seed_ids(nids, g)
             self._row_order = check_row_order(row_order)
@@ -290,6 +292,11 @@ class FullGraphLoader:
             )
             self._follow(self._choice.plan(model, template))
         else:
+            if config.memory_budget_bytes is not None and self.communicator.rank == 0:
+                _logger.warning(
+                    "the memory budget is kept from the second epoch on, when it is known how the model is called: in "
+                    "the first one everything is communicated at once. Give model= to keep it in all"
+                )
             nothing = [seeds[:0]] * self.num_layers
             self._build(nothing, self.num_layers)
 

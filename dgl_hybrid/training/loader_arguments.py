@@ -14,6 +14,7 @@ from dgl.distributed import DistTensor
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import PlanError
+from dgl_hybrid.exchange.transport import Transport
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, chunk_rows_within
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 
@@ -196,6 +197,20 @@ def check_budget(plan: object, budget_bytes: float | None) -> None:
         raise PlanError(
             f"the plan lets a rank hold {held:,.0f} bytes of other ranks' rows, and the memory budget is "
             f"{budget_bytes:,.0f}: plan again with this budget, or leave it out"
+        )
+
+
+def check_device(device: torch.device, transport: Transport | None) -> None:
+    """Checks that blocks lie where rows are moved from, if that is a GPU.
+
+    Raises:
+        ValueError: They would lie on another one.
+    """
+    gpu = None if transport is None else transport.device
+    if gpu is not None and gpu.type == "cuda" == device.type and gpu != device:
+        raise ValueError(
+            f"blocks would lie on {device}, and NCCL moves tensors of {gpu} on this rank: give device={str(gpu)!r}, or "
+            f"call torch.cuda.set_device before device='cuda'"
         )
 
 

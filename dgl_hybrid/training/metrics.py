@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from dgl.distributed import role
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
@@ -183,9 +184,16 @@ def _of_all_ranks(communicator: Communicator | None) -> Communicator | None:
         ValueError: It is not given, and there are other ranks, which would each get another number, and perhaps stop at
             another epoch.
     """
-    if communicator is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if communicator is None and (world_size := _world_size()) > 1:
         raise ValueError(
-            f"a metric over {dist.get_world_size()} ranks needs communicator= (of the PartitionedGraph or the loader): "
-            f"without it, each would count its own rows alone"
+            f"a metric over {world_size} ranks needs communicator= (of the PartitionedGraph or the loader): without "
+            f"it, each would count its own rows alone"
         )
     return communicator
+
+
+def _world_size() -> int:
+    """How many ranks there are, or trainers of DistDGL without a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return len(role.PER_ROLE_RANK.get("default", ()))

@@ -161,8 +161,9 @@ class PartitionedGraph:
             part = share_partition(g, communicator)
             view = PartitionedGraph(part, communicator)
             reads = StableReads(g._client, communicator, view.row_sets, view.nodes, view.edges)
-            view.ndata = DistFields(g.ndata, view.nodes, part.first_node_of_machine, reads)
-            view.edata = DistFields(g.edata, view.edges, part.first_edge_of_machine, reads)
+            # What DGL's views look at, not these: they hold the graph, which would not end with its last reference.
+            view.ndata = DistFields(g.ndata._data, view.nodes, part.first_node_of_machine, reads)
+            view.edata = DistFields(g.edata._data, view.edges, part.first_edge_of_machine, reads)
             view._reads = reads
             views[transport] = view, chosen_s
         view, made_with_s = views[transport]

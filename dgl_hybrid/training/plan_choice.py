@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from dgl_hybrid.errors import PlanError
+from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.planner import DependencyPlan
@@ -132,11 +132,14 @@ class PlanChoice:
             if not self.is_fixed:
                 return self.plan(model, template, is_trained=self._any_has_trained())
             self._is_checked = True
+            self._planned_for = template
             self.maker.trace(model, template)
         except TraceError as error:
             # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
             self.is_fixed = self._is_checked = True
-            _logger.warning("%s; no plan is made and nothing checked, everything stays as it is", error)
+            _logger.warning(
+                "%s; no plan is made and nothing checked, everything stays as it is%s", error, self._of_budget()
+            )
         return None
 
     def check_other_models(self) -> PlanOutcome | None:
@@ -202,6 +205,9 @@ class PlanChoice:
         took = self._communicator.gather_ints([time.perf_counter_ns() - start_ns])
         return outcome, max(ns for (ns,) in took) / 1e9
 
+    def _of_budget(self) -> str:
+        return "" if self.maker.memory_budget_bytes is None else "; the memory budget is not kept"
+
     def _seen_call(self) -> Call | None:
         """Returns the model and how it was called, if all ranks have seen it and it is still there."""
         seen = self.calls.first()
@@ -216,8 +222,9 @@ class PlanChoice:
                     "that alone, and not where a script adds something to it (a skip connection around it) that "
                     "trains, too. Where several modules use the blocks in turn, put these in one nn.Module and call "
                     "that; pass blocks as arguments, in lists, tuples, dicts, dataclasses or namespaces; where the "
-                    "model has fewer layers, make the loader for as many",
+                    "model has fewer layers, make the loader for as many%s",
                     self._num_layers,
+                    self._of_budget(),
                 )
         return seen if all(row[0] for row in told) else None
 
@@ -269,7 +276,9 @@ class PlanChoice:
             self.maker.forget_rates()
             try:
                 outcome, planning_s = self._make(*seen)
-            except PlanError as error:  # also if none fits the memory budget by now
+            except ExchangeError:
+                raise
+            except HybridError as error:  # none fits the memory budget by now, or the model is another one
                 _logger.warning("%s; the plans of before are tried again", error)
         trials.begin_anew(
             len(outcome.candidates), self.favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s

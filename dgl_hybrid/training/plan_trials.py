@@ -83,7 +83,7 @@ class PlanTrials:
     ) -> None:
         self._share, self._planning_s = share, planning_s
         self._trained_s = self._spent_s = self._dearest_turn_s = 0.0
-        self._is_first_turn = True
+        self._num_turns = 0
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
         self._begin(num_candidates, favourites, predicted_s)
@@ -168,11 +168,15 @@ class PlanTrials:
 
     def _end_turn(self) -> None:
         least_s = min(map(self._time_of, range(self._num_candidates)))
+        first_s, *rest_s = self._turn
         cost_s = self._change_s + sum(self._turn) - len(self._turn) * least_s
-        self._dearest_turn_s = max(self._dearest_turn_s, cost_s)
-        if not self._is_first_turn:  # that one would have been paid without any trials
+        # As turns usually are: one epoch of an hour (a machine that slept, an evaluation amid the batch) is spent, and
+        # is not what the next turn will take. Nor is what only the first turn of all does, such as compiling.
+        usual_s = self._change_s + first_s + len(rest_s) * _lower_quartile(rest_s) - len(self._turn) * least_s
+        self._dearest_turn_s = usual_s if self._num_turns == 1 else max(self._dearest_turn_s, usual_s)
+        if self._num_turns:  # the first would have been paid without any trials
             self._spent_s += cost_s
-        self._is_first_turn = False
+        self._num_turns += 1
         self._turn, self._change_s = [], 0.0
         while not self._waiting and self._finals < len(CLOSE):
             close = self._within(CLOSE[self._finals], or_predicted=self._finals == 0)

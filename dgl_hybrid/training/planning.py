@@ -163,6 +163,11 @@ class PlanMaker:
         """Of the same type on all ranks."""
 
     @property
+    def memory_budget_bytes(self) -> float | None:
+        """What plans are to keep to."""
+        return self._config.memory_budget_bytes
+
+    @property
     def measures_rates(self) -> bool:
         """Whether plans are made from rates measured here, which may change, and not from given ones."""
         return self._given_topology is None

@@ -149,7 +149,8 @@ class StableReads:
         kind = _kind_of(name)
         ids_global = self._row_sets.find(kind, id_tensor)
         if ids_global is None:
-            return None
+            # Some of a loader's ids, say: DGL reads none that are on a GPU.
+            return None if id_tensor.device.type == "cpu" else self._read(name, id_tensor.cpu()).to(id_tensor.device)
         key = (name, id(id_tensor))
         read = self._reads.get(key)
         if read is None or not self._is_current(name, read):
@@ -164,12 +165,17 @@ class StableReads:
         return read.rows
 
     def _pull(self, name: str, ids_global: Tensor, device: torch.device) -> Tensor:
+        # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
+        with torch.inference_mode(False):
+            return own_rows(self._read(name, ids_global).to(device))
+
+    def _read(self, name: str, ids: Tensor) -> Tensor:
+        """Reads from the servers."""
         self.num_pulls += 1
         self._is_pulling = True
         try:
-            # Kept for later reads, so an ordinary tensor even if an evaluation in inference mode comes first.
-            with torch.inference_mode(False):
-                return own_rows(self._client.pull(name=name, id_tensor=ids_global).to(device))
+            rows: Tensor = self._client.pull(name=name, id_tensor=ids)
+            return rows
         finally:
             self._is_pulling = False
 
@@ -214,6 +220,10 @@ class StableReads:
         self._handed_out = []
         try:
             rows = hand_out()
+            if rows.device.type == "cpu":
+                # DGL's copy to the host does not wait where pulls answer on a GPU, which only ours do.
+                for gpu in {read.rows.device for _, read in self._handed_out if read.rows.is_cuda}:
+                    torch.cuda.current_stream(gpu).synchronize()
             known = [(field, read.ids_global) for field, read in self._handed_out]
         finally:
             self._handed_out = None
@@ -240,8 +250,12 @@ class StableReads:
     @property
     def _has_open_step(self) -> bool:
         steps = [step for ref in self._steps if (step := ref()) is not None]
-        # Of a batch that the script has taken out of its loop only what comes before the model has run.
-        return any(not (step.is_over or step.is_replaced or (step.is_left and step.was_trained)) for step in steps)
+        # Of a batch that the script has taken out of its loop only what comes before the model has run; of one that it
+        # evaluates, as `infer` does, nothing: what else is learned meanwhile is its own.
+        return any(
+            step.with_gradients and not (step.is_over or step.is_replaced or (step.is_left and step.was_trained))
+            for step in steps
+        )
 
     def note_forward(self) -> None:
         """Takes care of the gradients of all rows that the script has made leaves itself; before their backward.

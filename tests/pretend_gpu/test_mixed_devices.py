@@ -60,7 +60,9 @@ class EmbeddingRows:
         self._name = self.name = self.kvstore_key = EMBEDDING
 
     def pull(self, name: str, id_tensor: Tensor) -> Tensor:
-        return self.data_store[name][id_tensor.cpu()]
+        if id_tensor.device.type != "cpu":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy")  # as DGL's
+        return self.data_store[name][id_tensor]
 
     def push(self, name: str, id_tensor: Tensor, data_tensor: Tensor) -> None:
         raise AssertionError("nobody writes")
@@ -99,6 +101,9 @@ def train_embedding(rank: int, world_size: int, ids_on: str, asked_for: str) -> 
         reads.note_forward()
         (read * 3.0).sum().backward()
     ((_, leaf),) = embedding._trace
+    some = rows.pull(name=EMBEDDING, id_tensor=ids[1:3])
+    assert some.device == ids.device, "where its ids are, as of a PartitionedGraph"
+    assert torch.equal(some.cpu(), rows.data_store[EMBEDDING][1:3])
     return leaf.grad.cpu(), settled
 
 

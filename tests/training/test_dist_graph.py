@@ -240,7 +240,7 @@ def test_average_gradients(partitions: PartitionStore) -> None:
 # ------------------------------------------------------------------------------------------------ standalone mode
 
 STANDALONE = """
-import sys
+import gc, sys, weakref
 import dgl_hybrid
 import dgl, torch
 dgl.distributed.initialize("none")
@@ -248,12 +248,28 @@ g = dgl.distributed.DistGraph("whole", part_config=sys.argv[1])
 sampler = dgl.dataloading.NeighborSampler([5, 5], prefetch_edge_feats=["w"])
 from tests.helpers.exactness import Case
 model = Case(kind="edge_weight_norm").build(g.ndata["feat"].shape[1])
+g.ndata["plain"] = torch.ones(g.num_nodes())  # DGL takes what it is given
 loader = dgl_hybrid.FullGraphLoader(g, torch.arange(g.num_nodes()), sampler)
-for _ in range(2):
-    for input_nodes, seeds, blocks in loader:
-        logits = model(blocks, g.ndata["feat"][input_nodes])
+for epoch in range(3):
+    with torch.set_grad_enabled(epoch < 2):
+        for input_nodes, seeds, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
 assert g.ndata["feat"][input_nodes] is g.ndata["feat"][input_nodes]
 torch.save((g.ndata["id"][seeds], logits.detach()), sys.argv[2])
+view = loader.graph
+assert "plain" not in set(view.ndata) and "feat" in set(view.ndata)
+try:
+    view.ndata["plain"]
+except TypeError as error:
+    assert "field 'plain' must be a DistTensor" in str(error), error
+else:
+    raise AssertionError("it is not the servers'")
+# A function that opens a graph and returns: it ends there on all ranks, not whenever Python looks for cycles.
+gc.collect()
+gc.disable()
+graph = weakref.ref(g)
+del loader, view, blocks, input_nodes, seeds, logits, g
+assert graph() is None
 """
 
 

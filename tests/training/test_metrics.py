@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from dgl.distributed import role
 from torch import Tensor
 
 from dgl_hybrid.exchange.connect import create_communicator
@@ -192,6 +193,15 @@ def count_alone(rank: int, world_size: int) -> list[str]:
     with pytest.raises(ValueError, match="a metric over 2 ranks needs communicator="):
         global_mean(torch.ones(3))
     return told
+
+
+def test_trainers_without_a_process_group_do_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who exchanges over DistDGL's servers needs no group."""
+    monkeypatch.setattr(role, "PER_ROLE_RANK", {"default": {5: 0, 6: 1}})
+    with pytest.raises(ValueError, match="a metric over 2 ranks needs communicator="):
+        global_mean(torch.ones(3))
+    monkeypatch.setattr(role, "PER_ROLE_RANK", {})
+    assert global_mean(torch.ones(3)) == 1.0
 
 
 def test_several_ranks_do_not_count_each_for_itself() -> None:

@@ -344,6 +344,37 @@ def test_trials_take_no_more_than_their_share(share: float) -> None:
     assert 2 * 25.0 / share <= 1.3 * starts[1] + 25.0 <= 2 * 25.0 / share + 30.0
 
 
+def test_one_epoch_of_an_hour_puts_off_the_next_turn_by_no_more_than_it_took() -> None:
+    """A machine that slept, or an evaluation amid the batch: three times as much had to be earned, for good."""
+    trials = PlanTrials(3, share=0.1)
+    run = Within(trials, [1.0, 1.1, 1.2], change_s=1.0, warm_up_s=0.5)
+    while trials.current != 1:
+        run.epoch()
+    run.epoch()
+    run.epoch()
+    trials.record(3600.0)
+    run.trained_s += 3600.0
+    run.ran.append(1)
+    while trials.current != 2:
+        run.epoch()
+    assert 36_000 < run.trained_s < 37_000, "what was spent, and not what three such turns would take"
+
+
+def test_what_only_the_first_turn_does_is_not_what_others_will_take() -> None:
+    """Compiling, say: thirty seconds, where a change of plans takes one."""
+    trials = PlanTrials(4, share=0.1)
+    run = Within(trials, [1.0, 1.1, 1.2, 1.3], change_s=1.0, warm_up_s=0.5)
+    trials.record(31.0)
+    run.trained_s += 31.0
+    run.ran.append(0)
+    while trials.current != 2:
+        run.epoch()
+    second_s = run.trained_s
+    while trials.current != 3:
+        run.epoch()
+    assert run.trained_s - second_s < 60
+
+
 def test_until_the_next_turn_epochs_run_by_the_best_plan_so_far() -> None:
     trials = PlanTrials(3, share=0.1)
     run = Within(trials, [1.0, 3.0, 0.5], change_s=10.0, warm_up_s=1.0)

@@ -153,10 +153,14 @@ def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_in_
         (embedding(torch.tensor([4, 4])) * 2).sum().backward()
         step.is_left, step.is_over = False, True
         (embedding(torch.tensor([4, 4])) * 2).sum().backward()
+        # As `infer` leaves it, which takes a batch and evaluates: sampled training that comes after is not of it.
+        step.is_left, step.is_over, step.was_trained, step.with_gradients = True, False, False, False
+        (embedding(torch.tensor([4, 4])) * 2).sum().backward()
 
 
 class UnfinishedStep:
     is_over = is_replaced = is_left = was_trained = False
+    with_gradients = True
 
 
 def test_embeddings_are_dgls_own_when_no_graph_is_left() -> None:

@@ -74,6 +74,10 @@ def cubin_source(nvrtc: Nvrtc, source: str, cache: CodeCache) -> Callable[[Optio
     return cubin
 
 
+_TEGRA = frozenset({53, 62, 72, 87, 101})
+"""Of systems on a chip: what is compiled for one runs on no other GPU of its generation."""
+
+
 def choose_arch(capability: Capability, supported: Sequence[int]) -> str:
     """Returns the architecture to compile for: a GPU runs what was made for its generation or an earlier step of it.
 
@@ -84,7 +88,8 @@ def choose_arch(capability: Capability, supported: Sequence[int]) -> str:
         KernelError: The compiler knows no such architecture.
     """
     major, minor = capability
-    known = [arch for arch in supported if arch // 10 == major and arch % 10 <= minor]
+    own = 10 * major + minor
+    known = [arch for arch in supported if arch // 10 == major and arch <= own and (arch == own or arch not in _TEGRA)]
     if not known:
         raise KernelError(
             f"expected an NVRTC that compiles for compute capability {major}.{minor} (got one for "

@@ -63,9 +63,9 @@ def compare_rows_apart(
     """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
 
     Row 0 of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which it
-    may read a table of its own, and of what it first exchanges; of rows of edges that of its only one, and how many
-    edges it has. Once so that it has the least number of all rows in every column there, and once the greatest: a model
-    that mixes rows by one of both does not see the other.
+    may read a table of its own, and of what it first exchanges; of rows of edges that of its only one. Once so that it
+    has the least number of all rows in every column there, and once the greatest: a model that mixes rows by one of
+    both does not see the other. What is made of degrees of all vertices is warned of.
 
     A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
     has a copy and generators in the same state.
@@ -137,8 +137,8 @@ def compare_rows_apart(
             change = functools.partial(disturb, sign)
             disturbed = None
             with contextlib.suppress(Exception):  # of a table with one row, or ids that are known by identity
-                disturbed = run(change, _Disturber(sign), changes_ids=True, changes_degrees=sign > 0)
-            if disturbed is None:  # of a table of degrees, too
+                disturbed = run(change, _Disturber(sign), changes_ids=True)
+            if disturbed is None:
                 with contextlib.suppress(IndexError, RuntimeError):
                     disturbed = run(change, _Disturber(sign))
             if disturbed is None:
@@ -152,6 +152,18 @@ def compare_rows_apart(
                     )
                 if _are_close(*pairs[at]):
                     pairs[at] = before, after
+        by_degrees = plain
+        with contextlib.suppress(Exception):  # of a table of degrees, or of lengths that are no longer those of edges
+            by_degrees = run(copied, None, changes_degrees=True)
+        if any(
+            before.dim() and len(before) in sizes and not _are_close(before[1:], after[1:])
+            for before, after in zip(plain, by_degrees, strict=True)
+        ):
+            # No error: who takes degrees for lengths of segments does nothing wrong.
+            _logger.warning(
+                "what the model makes of vertices depends on how many edges another one has: of degrees of all "
+                "vertices (d / d.max(), say) each rank has its own. Scale by numbers of the whole graph instead"
+            )
     return pairs
 
 
@@ -180,7 +192,8 @@ def notes_on(
                 f"number of seeds: a loss over all of these rows would not be that of the full graph. {advice}",
             )
         is_of_rows = of_lower_level or of_edges or rows == sizes[-1]
-        if not is_of_rows and not torch.allclose(before, after, equal_nan=True):
+        is_other = before.shape != after.shape or not torch.allclose(before, after, equal_nan=True)
+        if not is_of_rows and is_other:
             yield (
                 "scalar",
                 f"the model returns a tensor of shape {tuple(before.shape)} that is made of rows. On each rank it is "

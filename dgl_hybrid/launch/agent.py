@@ -18,6 +18,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -99,6 +100,7 @@ class Agent:
     def __init__(self) -> None:
         self._parent = os.getppid()
         self._orders = LineSplitter()
+        self._heard: deque[bytes] = deque()
         self._selector = selectors.DefaultSelector()
         self._parts: dict[int, _RunningPart] = {}
         self._silent_ports: dict[str, int] = {}
@@ -136,9 +138,10 @@ class Agent:
     def _turn(self, timeout_s: float = TURN_S) -> None:
         for key, _ in self._selector.select(timeout_s):
             if key.fd == 0:
-                self._read_orders()
+                self._hear()
             else:
                 self._relay(key.data, key.fileobj)  # type: ignore[arg-type]
+        self._obey()
         self._find_listening()
         self._reap()
         self._check_controller()
@@ -153,17 +156,23 @@ class Agent:
                 if select.select([], [1], [], TURN_S)[1]:
                     data = data[os.write(1, data[: select.PIPE_BUF]) :]
                 else:
+                    if select.select([0], [], [], 0)[0]:
+                        self._hear()
                     self._check_controller()
         except OSError as error:
             raise _ControllerGone("it does not read what is sent") from error
 
-    def _read_orders(self) -> None:
+    def _hear(self) -> None:
         data = os.read(0, 65536)
         if not data:
             raise _ControllerGone("it has closed the connection")
         self._last_heard = time.monotonic()
-        for line in self._orders.feed(data):
-            match decode(line):
+        self._heard.extend(self._orders.feed(data))
+
+    def _obey(self) -> None:
+        """Carries out what was heard; more may be heard meanwhile."""
+        while self._heard:
+            match decode(self._heard.popleft()):
                 case Prepare() as order:
                     self._prepare(order)
                 case StartPart() as order:

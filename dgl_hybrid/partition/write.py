@@ -197,7 +197,7 @@ def _make_staging(target: Path) -> tuple[Path, int]:
     parent = target if target.is_dir() else target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for left in (*parent.glob(f".{glob.escape(target.name)}.writing-*"), *target.glob(".*.replaced-*")):
+        for left in parent.glob(f".{glob.escape(target.name)}.writing-*"):
             _remove_if_left(left)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
         # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
@@ -504,6 +504,8 @@ def _replace_files(staging: Path, target: Path, graph_name: str) -> None:
     former += [target / path.name for path in new]
     aside: list[tuple[Path, Path]] = []
     moved: list[Path] = []
+    for path in target.glob(".*.replaced-*"):  # of one that was killed here
+        _remove(path)
     try:
         for path in dict.fromkeys(former):
             if path.exists():
@@ -518,14 +520,19 @@ def _replace_files(staging: Path, target: Path, graph_name: str) -> None:
             path.rename(target / path.name)
             moved.append(path)
     except OSError:
-        for path in reversed(moved):
-            (target / path.name).rename(path)
-        for hidden, path in reversed(aside):
-            hidden.rename(path)
+        for now, then in [*((target / path.name, path) for path in reversed(moved)), *reversed(aside)]:
+            with contextlib.suppress(OSError):  # as much as possible, and the error that was first
+                now.rename(then)
         raise
     sync_path(target)
     for hidden, _ in aside:
-        if hidden.is_dir():
-            shutil.rmtree(hidden, ignore_errors=True)
-        else:
-            hidden.unlink()
+        _remove(hidden)
+
+
+def _remove(path: Path) -> None:
+    """Removes a file or folder, as far as this user may."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()

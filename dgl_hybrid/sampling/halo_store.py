@@ -8,11 +8,12 @@ field when it is first read. Scripts whose loaders say nothing are learnt from (
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,6 +136,16 @@ class HaloStore:
         passed_s = time.perf_counter() - self._first_plan_at
         return len(self._planned) < _FREE_PLANS or self._planning_s <= _PLANNING_SHARE * passed_s
 
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """Counts what is done inside as planning."""
+        start_s = time.perf_counter()
+        self._first_plan_at = self._first_plan_at or start_s
+        try:
+            yield
+        finally:
+            self._planning_s += time.perf_counter() - start_s
+
     def plan_for(self, loader: LoaderAccess) -> None:
         """Adds a loader's reads to what is expected, and decides anew what is held."""
         if self._lists is None or loader.key in self._planned:
@@ -143,7 +154,6 @@ class HaloStore:
         if loader.is_layer_wise and not self._is_unlimited:
             return  # what is read once is not worth room that the training loader could use
         start_s = time.perf_counter()
-        self._first_plan_at = self._first_plan_at or start_s
         edge_type_of = self._edge_type_of if len(self._etypes) > 1 else None
         new = expect_reads(loader, self._lists, make_known=self._explore, edge_type_of=edge_type_of)
         self._expected = add_reads(self._expected, new)
@@ -167,7 +177,6 @@ class HaloStore:
                 int(choice.rows.sum()),
                 time.perf_counter() - start_s,
             )
-        self._planning_s += time.perf_counter() - start_s
 
     def _explore(self, ids: Tensor, reads: Tensor) -> None:
         """Fetches the lists of a frontier that are not known, those drawn from most often first, up to a limit."""

@@ -132,9 +132,10 @@ class HaloPlugin:
         g = graph_of_loader(collate_fn)
         store = None if g is None else self._store_of(g, share=_has_samplers())
         if store is not None and store.can_plan:  # ends of edges are asked of their owners
-            access = read_loader(g, dataset, batch_size, drop_last, collate_fn, seen=store.edge_loaders)
-            if access is not None:
-                store.plan_for(access)
+            with store.planning():  # ends of edges take longer than what is made of them
+                access = read_loader(g, dataset, batch_size, drop_last, collate_fn, seen=store.edge_loaders)
+                if access is not None:
+                    store.plan_for(access)
         original(loader, dataset, batch_size, shuffle, collate_fn, drop_last, queue_size)
 
     def _draw_neighbours(

@@ -152,14 +152,18 @@ class TrainingRun:
         self.progress = _resume(self.checkpoints, config) if self.checkpoints is not None else None
         before = None if self.progress is None else self.progress.approximate
         self.approximate = join_approximations(before, config.approximate)
-        self.loader, self._first_plan = make_loader(self.job, self.g, self.model)
-        if self.progress is not None:
-            self.loader.load_state_dict(self.progress.loader)
-            if config.approximate not in (None, "bf16") and self.g.rank() == 0:
-                _logger.warning(
-                    "approximate rows (%s) begin anew with --resume: weights are not those of a run without a break",
-                    config.approximate,
-                )
+        try:
+            self.loader, self._first_plan = make_loader(self.job, self.g, self.model)
+            if self.progress is not None:
+                self.loader.load_state_dict(self.progress.loader)
+        except BaseException:
+            self.close()
+            raise
+        if self.progress is not None and config.approximate not in (None, "bf16") and self.g.rank() == 0:
+            _logger.warning(
+                "approximate rows (%s) begin anew with --resume: weights are not those of a run without a break",
+                config.approximate,
+            )
         communicator = self.g.communicator
         self._wrapped: nn.Module = self.model
         if communicator.transport is not None:

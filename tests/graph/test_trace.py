@@ -366,7 +366,8 @@ class _Weighing(nn.Module):
         elif self.way == "a mask of each row":
             assert mask is not None
             h = torch.where(mask[: len(h)].unsqueeze(1), h, 2 * h)
-        return self.layers[1](blocks[1], h)
+        out: Tensor = self.layers[1](blocks[1], h)
+        return out[mask[: len(out)]] if self.way == "rows of a mask" and mask is not None else out
 
 
 def trace_weighing(way: str) -> TraceResult:
@@ -383,13 +384,38 @@ def trace_weighing(way: str) -> TraceResult:
     "way",
     [
         *("by the greatest", "by the least", "by their mean", "by a softmax of all"),
-        *("degrees", "a closed gate", "a mask"),
+        *("a closed gate", "a mask"),
     ],
 )
-def test_what_is_made_of_all_edges_degrees_or_behind_a_gate_is_refused(way: str) -> None:
+def test_what_is_made_of_all_edges_or_behind_a_gate_is_refused(way: str) -> None:
     """Each rank has others, and a model whose gate begins closed lets them through once it trains."""
     with pytest.raises(BlockError, match="mixes rows of different vertices"):
         trace_weighing(way)
+
+
+def test_what_is_made_of_all_degrees_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    trace_weighing("degrees")
+    assert "depends on how many edges another one has" in caplog.text
+
+
+def test_degrees_may_be_lengths_of_segments(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the rows of edges, which lie by destination."""
+
+    class Segments(_Weighing):
+        def forward(self, blocks: list[Any], x: Tensor, mask: Tensor | None = None) -> Tensor:
+            h = super().forward(blocks, x)
+            rows = blocks[1].edata["w"].unsqueeze(1)
+            return h + dgl.ops.segment_reduce(blocks[1].in_degrees(), rows, "sum")
+
+    fields = StaticFields(source={}, destination={}, edge={"w": ((), torch.float32)})
+    template = CallTemplate.of_convention({"feat": Field(IN)}, fields)
+    assert trace_model(Segments("each"), template, 2).dense_below == 0
+
+
+def test_rows_that_a_mask_chooses_may_be_returned(caplog: pytest.LogCaptureFixture) -> None:
+    """There is one fewer, or more, where the mask is another one."""
+    assert trace_weighing("rows of a mask").dense_below == 0
+    assert "that is made of rows" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -516,6 +516,9 @@ partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="cont
         return
     with pytest.raises(PartitionError, match=r"g\.json does not exist"):
         load_partition(tmp_path / "p" / "g.json", 0)
+    write(hand_drawn(), tmp_path / "p", 2)
+    verify_partition(tmp_path / "p" / "g.json")
+    assert sorted(path.name for path in tmp_path.glob("**/.*.replaced-*")) == []
 
 
 @pytest.mark.parametrize("renames", range(8))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -167,7 +168,7 @@ def test_what_is_held_goes_to_samplers_alone(num_samplers: int, monkeypatch: pyt
 def test_loaders_are_read_where_anything_may_be_held(can_plan: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ends of all edges were asked of their owners for nothing, by `depcomm`."""
     read, planned, made = list[Any](), list[Any](), list[Any]()
-    store = SimpleNamespace(can_plan=can_plan, plan_for=planned.append, edge_loaders=set())
+    store = SimpleNamespace(can_plan=can_plan, plan_for=planned.append, edge_loaders=set(), planning=nullcontext)
     halo_plugin = plugin_module.HaloPlugin(HaloConfig())
     monkeypatch.setattr(halo_plugin, "_store_of", lambda g, share: store)
     monkeypatch.setattr(plugin_module, "graph_of_loader", lambda collate: "a graph")

@@ -22,7 +22,7 @@ from torch import Tensor
 import dgl_hybrid
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
-from dgl_hybrid.errors import CheckpointError
+from dgl_hybrid.errors import CheckpointError, PlanError
 from dgl_hybrid.planner import durable
 from dgl_hybrid.training import checkpoint
 from dgl_hybrid.training.checkpoint import BEST_NAME, LAST_NAME, load_model
@@ -177,6 +177,17 @@ def test_two_runs_do_not_write_into_one_folder(resume: bool, folder: Path, tmp_p
         os.close(other)
     run(job, 2)
     assert not writing.exists()
+
+
+def test_a_run_that_cannot_begin_keeps_no_other_out(folder: Path, tmp_path: Path) -> None:
+    """Its error may be held for long, by a notebook say, and what had been made of it with that."""
+    job = make_job(folder, 1, tmp_path / "c")
+    wrong = replace(job, strategy=StrategyConfig(plan=str(tmp_path / "none")))
+    with pytest.raises(PlanError) as kept:
+        train(wrong)
+    train(job)
+    assert kept.value is not None
+    assert (tmp_path / "c" / LAST_NAME).exists()
 
 
 def test_a_file_system_without_locks_will_do(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, uniform_topology
 from dgl_hybrid.training.gradients import average_gradients
 from tests.helpers.graphs import NUM_CLASSES
+from tests.helpers.rates import assumed_slowdowns
 
 TOLERANCE = 1e-9
 """Of |a - b| relative to max(|b|, max|tensor|): float64 sums in another order stay far below it."""
@@ -244,7 +245,8 @@ def forced_plan(
         topology = uniform_topology(g.nodes.world_size)
         seeds = g.owned_nodes("train_mask")
         sampler = dgl.dataloading.MultiLayerFullNeighborSampler(case.num_layers, prefetch_edge_feats=["w"])
-        made = FullGraphLoader(g, seeds, sampler, model=model, topology=topology, autotune=False)
+        with assumed_slowdowns():
+            made = FullGraphLoader(g, seeds, sampler, model=model, topology=topology, autotune=False)
         assert made.outcome is not None
         assert isinstance(ids, list)
         return replace(made.outcome.plan, cached=tuple(ids))
@@ -301,22 +303,23 @@ def step_on(
         planner = PlannerConfig(strategy=strategy)
         if limit:
             planner = replace(planner, max_halo_edges=int(limit[0]))
-    loader = FullGraphLoader(
-        graph,
-        g.owned_nodes("train_mask"),
-        sampler,
-        case.device,
-        plan=plan,
-        model=None if plan else model,
-        planner=planner,
-        topology=uniform_topology(world_size, **MIXING_RATES),
-        seed=7,
-        row_order=case.row_order,
-        overlap=case.overlap,
-        chunk_rows=case.chunk_rows,
-        partial_sums=case.partial_sums,
-        transport=transport,
-    )
+    with assumed_slowdowns():
+        loader = FullGraphLoader(
+            graph,
+            g.owned_nodes("train_mask"),
+            sampler,
+            case.device,
+            plan=plan,
+            model=None if plan else model,
+            planner=planner,
+            topology=uniform_topology(world_size, **MIXING_RATES),
+            seed=7,
+            row_order=case.row_order,
+            overlap=case.overlap,
+            chunk_rows=case.chunk_rows,
+            partial_sums=case.partial_sums,
+            transport=transport,
+        )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
     losses = []
     g.communicator.clock.drain()

@@ -33,7 +33,9 @@ class BuildWithCompat(build_py):
             shutil.copy(patch, folder)
 
     def get_outputs(self, include_bytecode: bool = True) -> list[str]:
-        """Names what an install has written: pips older than 23.1 remove what is in this list, and nothing else."""
+        """Names what an install has written: a pip that runs `setup.py install` (older than 23.1, without `wheel`)
+        removes what is in this list, and nothing else.
+        """
         found = list(super().get_outputs(include_bytecode))
         if self.editable_mode:
             return found
@@ -46,13 +48,15 @@ class BuildWithCompat(build_py):
 
 
 class DevelopByWheel(develop):
-    """Refuses how pips older than 23.1 may install `--editable`: by a link to the checkout, and no start-up hook."""
+    """Refuses how pips may install `--editable` (older than 23.1, or newer beside `wheel` and an old setuptools): by a
+    link to the checkout, and no start-up hook.
+    """
 
     def run(self) -> None:
         if hasattr(self, "install_for_development"):  # of a setuptools whose `develop` does not go by pip itself
             raise SystemExit(
                 "dgl_hybrid: expected an install by a wheel, which brings the start-up hook (got setup.py develop); "
-                "add --use-pep517 to pip install --editable, or update pip"
+                "add --use-pep517 to pip install --editable, or update pip and setuptools"
             )
         super().run()
 

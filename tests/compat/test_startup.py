@@ -188,7 +188,7 @@ def test_install_use_and_uninstall(bare_venv: Path, source: Path, kind: str) -> 
 
 @pytest.mark.slow
 def test_an_install_names_all_that_it_writes(source: Path, tmp_path: Path) -> None:
-    """Pips older than 23.1 install this way, and remove what is named."""
+    """Pips without `wheel`, older than 23.1, install this way, and remove what is named."""
     command = [sys.executable, "setup.py", "-q", "install", "--single-version-externally-managed"]
     options = ["--root", str(tmp_path / "root"), "--record", str(tmp_path / "record")]
     done = subprocess.run([*command, *options], cwd=source, capture_output=True, text=True, timeout=600, check=False)

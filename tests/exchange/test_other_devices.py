@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -26,6 +26,7 @@ from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.transport import NO_TAG, CollectiveTransport, ExchangeTag
+from dgl_hybrid.training.loader_arguments import check_device
 from tests.helpers.world import run_ranks
 
 FAR = torch.device("meta")
@@ -178,6 +179,17 @@ def test_nccl_moves_tensors_of_the_gpu_that_its_group_is_bound_to(
     assert transport.device == torch.device("cuda", expected)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # as in a thread that has just begun
     assert transport.device == torch.device("cuda", expected)
+
+
+def test_blocks_lie_where_nccl_moves_rows_from() -> None:
+    """The first exchange failed, and a peer was blamed for it."""
+    transport: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    with pytest.raises(ValueError, match=r"blocks would lie on cuda:0, and NCCL .* of cuda:1 .*: give device='cuda:1'"):
+        check_device(torch.device("cuda", 0), transport)
+    check_device(torch.device("cuda", 1), transport)
+    for device, of_transport in (("cuda:0", "cpu"), ("cpu", "cuda:1"), ("cpu", "cpu")):
+        check_device(torch.device(device), cast(Any, SimpleNamespace(device=torch.device(of_transport))))
+    check_device(torch.device("cuda", 0), None)
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def test_malformed_numbers() -> None:
         dataclasses.replace(topology, row_bytes_per_s=0.0)
     with pytest.raises(ValueError, match=r"latencies must be finite"):
         dataclasses.replace(topology, latency_s=((0.0, -1.0), (0.0, 0.0)))
+    with pytest.raises(ValueError, match=r"latencies must be finite"):
+        dataclasses.replace(topology, allreduce_latency_s=float("nan"))
     with pytest.raises(PlanError, match=r"rank must lie in 0..1, the probed ranks \(got 2\)"):
         cost_model(trace, topology, 2)
     costs = cost_model(trace, topology, 0)

@@ -136,3 +136,23 @@ def test_lists_that_could_not_be_held_are_not_asked_for(monkeypatch: pytest.Monk
     nothing_came_back, first, *later = lists.asked
     assert (nothing_came_back, first) == (0, (2000 - 4) // 16)
     assert max(later) < 5, "the rest of the room takes no list"
+
+
+def test_planning_has_a_share_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script that made a loader over other seeds in each epoch was planned for each time, however long it took."""
+    clock = SimpleNamespace(now_s=100.0)
+    monkeypatch.setattr(halo_store, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+    store: Any = object.__new__(HaloStore)
+    store._lists, store._planned, store._first_plan_at, store._planning_s = object(), set(), 0.0, 0.0
+    for number in range(8):
+        assert store.can_plan, "training, validation and test are planned for, however long it takes"
+        with store.planning():
+            clock.now_s += 10.0
+        store._planned.add(number)
+    assert not store.can_plan
+    clock.now_s = 100.0 + 799.0
+    assert not store.can_plan
+    clock.now_s = 100.0 + 801.0
+    assert store.can_plan, "80 s are a tenth by now"
+    store._lists = None
+    assert not store.can_plan

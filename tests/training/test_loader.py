@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer, partition_graph
-from dgl_hybrid.errors import PartitionError, PlanError
+from dgl_hybrid.errors import BlockError, ExchangeError, PartitionError, PlanError
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
@@ -1100,7 +1100,7 @@ def test_a_change_of_plans_that_was_interrupted_is_told(partitions: PartitionSto
     assert set(said) == {"a change of plans was interrupted and has left no blocks: make the loader anew"}
 
 
-def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
+def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: str, error: Exception) -> tuple[str, str]:
     g, model = open_graph(part_config)
     loader = FullGraphLoader(
         g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(world_size), autotune=float("inf")
@@ -1110,7 +1110,7 @@ def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: st
             F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
 
     def nothing_fits(*args: object, **kwargs: object) -> None:
-        raise PlanError("the plan needs at least 9 bytes for halo rows")
+        raise error
 
     outcome = loader.outcome
     assert outcome is not None
@@ -1125,9 +1125,24 @@ def plan_where_nothing_fits_any_more(rank: int, world_size: int, part_config: st
     return before, loader.outcome.plan.strategy
 
 
-def test_where_no_plan_fits_after_a_drift_those_of_before_stay(partitions: PartitionStore) -> None:
-    by_rank = run_ranks(2, plan_where_nothing_fits_any_more, partitions.get("power_law", power_law(), 2))
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlanError("the plan needs at least 9 bytes for halo rows"),
+        BlockError("the model does not use the blocks of layers [1]"),  # as it is by now: it trains all the same
+    ],
+)
+def test_where_no_plan_is_found_after_a_drift_those_of_before_stay(
+    error: Exception, partitions: PartitionStore
+) -> None:
+    by_rank = run_ranks(2, plan_where_nothing_fits_any_more, partitions.get("power_law", power_law(), 2), error)
     assert by_rank[0] == by_rank[1]
+
+
+def test_ranks_that_part_ways_as_they_plan_anew_are_told(partitions: PartitionStore) -> None:
+    folder, error = partitions.get("power_law", power_law(), 2), ExchangeError("a peer left")
+    for raised in run_ranks_expect_errors(2, plan_where_nothing_fits_any_more, folder, error):
+        assert (raised.type_name, raised.message) == ("ExchangeError", "a peer left")
 
 
 def plan_for_other_ranks(rank: int, world_size: int, part_config: str) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import itertools
@@ -473,13 +474,18 @@ def _save_structure(
 
 def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:
     """Renames the finished folder to its name; the JSON, without which nothing loads, comes last."""
-    # No signal ends it in the middle, when neither the old partition is there nor the new one.
-    with _alone_in(target if target.is_dir() else target.parent), ending_signals_wait():
-        if not target.exists():
+    if not target.exists():
+        try:
             staging.rename(target)
-            sync_path(target.parent)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process has come first
+                raise
         else:
-            _replace_files(staging, target, graph_name)
+            sync_path(target.parent)
+            return
+    # No signal ends it in the middle, when neither the old partition is there nor the new one.
+    with _alone_in(target), ending_signals_wait():
+        _replace_files(staging, target, graph_name)
 
 
 @contextlib.contextmanager
@@ -504,8 +510,9 @@ def _replace_files(staging: Path, target: Path, graph_name: str) -> None:
     former += [target / path.name for path in new]
     aside: list[tuple[Path, Path]] = []
     moved: list[Path] = []
-    for path in target.glob(".*.replaced-*"):  # of one that was killed here
-        _remove(path)
+    for path in list(target.iterdir()):  # what one that was killed here has left
+        if re.fullmatch(r"\..+\.replaced-[0-9a-f]{8}", path.name):
+            _remove(path)
     try:
         for path in dict.fromkeys(former):
             if path.exists():

@@ -521,6 +521,36 @@ partition_graph(hand_drawn(), "g", 2, {str(tmp_path / "p")!r}, part_method="cont
     assert sorted(path.name for path in tmp_path.glob("**/.*.replaced-*")) == []
 
 
+def test_of_two_new_ones_the_last_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has written there since it was looked at. Nobody waits for who has locked the folder above."""
+    (tmp_path / "p").mkdir()
+    write(power_law(), tmp_path / "p" / "q", 2)
+    (tmp_path / "p" / "q" / ".notes.replaced-by-me").write_text("not ours")
+    above = os.open(tmp_path / "p", os.O_RDONLY)
+    fcntl.flock(above, fcntl.LOCK_EX)
+    exists, target = Path.exists, tmp_path / "p" / "q"
+    unseen = [target]
+
+    def not_yet(path: Path, **options: bool) -> bool:
+        return False if path == target and unseen else exists(path, **options)
+
+    rename = Path.rename
+
+    def renamed(path: Path, to: Path) -> Path:
+        if to == target:
+            unseen.clear()
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "exists", not_yet)
+    monkeypatch.setattr(Path, "rename", renamed)
+    write(hand_drawn(), target, 2)
+    monkeypatch.undo()
+    os.close(above)
+    verify_partition(target / "g.json")
+    assert read_partition_summary(target / "g.json").num_nodes == hand_drawn().num_nodes()
+    assert (target / ".notes.replaced-by-me").read_text() == "not ours"
+
+
 @pytest.mark.parametrize("renames", range(8))
 def test_a_replacement_that_fails_leaves_the_old_one(
     renames: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -47,15 +47,22 @@ _PIECE_NUMBERS = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What does not depend on rows: which op, its slope, the dropout of the held edges and of each part's.
+    """What does not depend on rows: which op, its slope, the dropout of the layer's edges.
 
     And whether a backward will follow.
     """
 
     op: AttentionOp
     slope: float
-    dropouts: tuple[EdgeDropout | None, ...]
+    dropout: EdgeDropout | None
     for_backward: bool
+
+    def dropout_of(self, positions: Tensor) -> EdgeDropout | None:
+        """Returns the dropout of some of the edges: made where it is used, as their keys are eight bytes each."""
+        if self.dropout is None:
+            return None
+        assert self.dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
+        return replace(self.dropout, edge_keys=self.dropout.edge_keys[positions])
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +172,7 @@ class SplitAttention:
         """
         heads = x.shape[1]
         flat = x.reshape(len(x), heads, x.shape[2:].numel())
-        call = _Call("gat", float(negative_slope), self._dropouts(dropout), _is_recorded(x, el, er))
+        call = _Call("gat", float(negative_slope), dropout, _is_recorded(x, el, er))
         out: Tensor = _Attention.apply(self, call, flat, el.reshape(len(x), heads), er.reshape(len(er), heads), None)
         return out.reshape(len(er), heads, *x.shape[2:])
 
@@ -185,16 +192,9 @@ class SplitAttention:
             (N, H, D).
         """
         recorded = _is_recorded(x_src, x_dst, attention)
-        call = _Call("gatv2", float(negative_slope), self._dropouts(dropout), recorded)
+        call = _Call("gatv2", float(negative_slope), dropout, recorded)
         out: Tensor = _Attention.apply(self, call, x_src, None, x_dst, attention.reshape(x_src.shape[1:]))
         return out
-
-    def _dropouts(self, dropout: EdgeDropout | None) -> tuple[EdgeDropout | None, ...]:
-        if dropout is None:
-            return (None,) * (1 + len(self.layer.parts))
-        assert dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
-        positions = [self.layer.held_edge_positions, *(_positions_of(part) for part in self.layer.parts)]
-        return tuple(replace(dropout, edge_keys=dropout.edge_keys[where]) for where in positions)
 
     def forward(
         self, call: _Call, sources: _Sources, dst: Tensor, attention: Tensor | None
@@ -205,15 +205,17 @@ class SplitAttention:
 
         def held() -> None:
             nonlocal result
-            result = _attend(call, call.dropouts[0], self.layer.held, sources, dst, attention)
+            dropout = call.dropout_of(self.layer.held_edge_positions)
+            result = _attend(call, dropout, self.layer.held, sources, dst, attention)
             result.lse[self._without_held] = _MINUS_INF
 
         def use(position: int, wire: Tensor) -> None:
             rows = sources.unpacked(wire)
             if not self.fetches_again:
                 received.append(rows)
+            of_part = call.dropout_of(_positions_of(self.layer.parts[position]))
             for readers in self._readers[position]:
-                dropout = readers.dropout(call.dropouts[1 + position])
+                dropout = readers.dropout(of_part)
                 its_dst = dst.index_select(0, readers.rows)
                 result.add(readers.rows, _attend(call, dropout, readers.edges, rows, its_dst, attention))
 
@@ -247,11 +249,12 @@ class SplitAttention:
 
         def make(position: int) -> list[Tensor]:
             total: list[Tensor] = []
+            of_part = call.dropout_of(_positions_of(self.layer.parts[position]))
             for readers in self._readers[position]:
                 its_dst, its_out, its_lse, its_grad = (
                     value.index_select(0, readers.rows) for value in (dst, result.out, result.lse, grad)
                 )
-                some, dropout = _Attended(its_out, its_lse, None), readers.dropout(call.dropouts[1 + position])
+                some, dropout = _Attended(its_out, its_lse, None), readers.dropout(of_part)
                 d_rows, d_some, found = _attend_backward(
                     call, dropout, readers.edges, received[position], attention, its_dst, some, its_grad
                 )
@@ -269,7 +272,7 @@ class SplitAttention:
 
         def held() -> list[Tensor]:
             nonlocal d_dst, d_sources
-            dropout = call.dropouts[0]
+            dropout = call.dropout_of(self.layer.held_edge_positions)
             d_sources, d_held, found = _attend_backward(
                 call, dropout, self.layer.held, sources, attention, dst, result, grad
             )

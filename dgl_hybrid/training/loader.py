@@ -548,6 +548,7 @@ class FullGraphLoader:
         previous: Step | None = self.__dict__.get("_step")
         if previous is not None:
             previous.is_replaced = True
+        del previous  # this frame stays for an epoch, and the step with it, which may hold keys of all edges
         step = Step(
             communicator=self.communicator,
             level_sizes=self.sets.sizes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 from typing import Any
 
 import dgl
@@ -16,6 +17,7 @@ from dgl import function as fn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.graph.optimize import optimize
+from dgl_hybrid.ops import EdgeDropout
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.planner.items import build_items
@@ -371,3 +373,23 @@ def run_corners(rank: int, world_size: int, folder: str, chunk_rows: int | None)
 def test_corners(chunk_rows: int | None, partitions: PartitionStore) -> None:
     for checks in run_ranks(3, run_corners, partitions.get("power_law", power_law(), 3), chunk_rows):
         assert all(checks.values()), checks
+
+
+def keys_left_by_an_epoch(rank: int, world_size: int, folder: str) -> int:
+    """Returns how many dropouts of edges, with keys of their own, are alive while the script still has the loss."""
+    g = PartitionedGraph.open(folder)
+    model = optimize(Case(kind="gat_attn_drop", num_layers=2).build(g.ndata["feat"].shape[1]))
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, strategy="depcomm", autotune=False)
+    for input_nodes, seeds, blocks in loader:
+        loss = F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+        loss.backward()
+        assert all(block._split is not None for block in blocks)
+        dropouts = [one for one in gc.get_objects() if isinstance(one, EdgeDropout) and one.edge_keys is not None]
+        shared = {block.structure.num_edges for block in blocks}
+        return sum(len(one.edge_keys) not in shared for one in dropouts)  # type: ignore[arg-type]
+    return -1
+
+
+def test_no_keys_of_edges_outlive_a_backward(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    assert run_ranks(2, keys_left_by_an_epoch, folder) == [0, 0]

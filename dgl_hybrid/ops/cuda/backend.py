@@ -80,14 +80,14 @@ class CudaBackend(PlainRows):
         row_factors: Tensor | None = None,
     ) -> None:
         sums, _ = self.spmm(rows, x, w, "sum")
-        out.index_add_(0, targets, sums if row_factors is None else sums * row_factors.view(-1, 1, 1))
+        out.index_add_(0, targets, sums if row_factors is None else sums.mul_(row_factors.view(-1, 1, 1)))
 
     def scaled_sums(
         self, rows: Adjacency, x: Tensor, source_factors: Tensor | None, row_factors: Tensor | None
     ) -> Tensor:
         scaled = x if source_factors is None else x * source_factors.view(-1, 1, 1)
         sums, _ = self.spmm(rows, scaled, None, "sum")
-        return sums if row_factors is None else sums * row_factors.view(-1, 1, 1)
+        return sums if row_factors is None else sums.mul_(row_factors.view(-1, 1, 1))
 
     def spmm_select_backward(self, out_rows: Adjacency, grad: Tensor, arg: Tensor, w: Tensor | None) -> Tensor:
         num_heads, width = grad.shape[1:]

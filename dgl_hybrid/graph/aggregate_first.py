@@ -34,7 +34,7 @@ from dgl_hybrid.graph.row_products import (
     is_relu,
     narrowed_rows,
     product,
-    rows_and_own,
+    rows_and_first,
     sum_of_products,
     vector_columns,
 )
@@ -46,6 +46,9 @@ from dgl_hybrid.ops.op_counts import count
 
 _REDUCES: Mapping[str, Callable[..., Any]] = MappingProxyType({"sum": fn.sum, "mean": fn.mean})
 """Of `GINConv`, where the sum of products is the product of the sum."""
+
+_EXACT = (torch.float32, torch.float64)
+"""Of whose sums nothing is lost if they are rounded before they are divided."""
 
 
 def forward_graphconv(
@@ -131,8 +134,14 @@ def _forward_plain_graphconv(self: Any, graph: LayerBlock, feat: Tensor, weight:
     # DGL scales the wide rows, before the product.
     is_scaled = self._norm in ("left", "both")
     factors = _degree_factors(graph, feat, self._norm, of_sources=True) if is_scaled else None
-    rst = _sum(graph, _narrowed(feat, weight, factors), None)[:, :num_columns]
-    if self._norm in ("right", "both"):
+    rows = _narrowed(feat, weight, factors)
+    if self._norm not in ("right", "both"):
+        rst = _sum(graph, rows, None)[:, :num_columns]
+    elif rows.dtype in _EXACT:
+        of_sums = _degree_factors(graph, rows, self._norm, of_sources=False)
+        rst = _scaled_sum(graph, rows, of_sums, of_sources=False)[:, :num_columns]
+    else:
+        rst = _sum(graph, rows, None)[:, :num_columns]
         rst = rst * _degree_factors(graph, rst, self._norm, of_sources=False)
     count("graphconv", "ours: fewer passes")
     rst = rst + self.bias if self.bias is not None else rst
@@ -232,8 +241,8 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
             else:
                 rst = layer.own_and_sum(x, self.fc_neigh, self.fc_self, num_dst)
         elif is_sum_first:
-            rows, own = rows_and_own(x, self.fc_self, num_dst)
-            rst = product(_mean(graph, rows), weight.t(), None, addend=own, relu=relu)
+            rows, first = rows_and_first(x, num_dst)
+            rst = sum_of_products(first, self.fc_self, _mean(graph, rows), self.fc_neigh, relu=relu)
         else:
             rows, own = narrowed_rows(x, self.fc_neigh, self.fc_self, num_dst)
             rst = own + _mean(graph, rows)[:, : self._out_feats]
@@ -242,7 +251,7 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
 
 def _mean(graph: LayerBlock, rows: Tensor) -> Tensor:
     """(C, F) to the means over in-edges of the destinations. Collective."""
-    if rows.dtype not in (torch.float32, torch.float64):  # sums would be rounded before they are divided
+    if rows.dtype not in _EXACT:
         return _sum(graph, rows, None, fn.mean)
     return _scaled_sum(graph, rows, _degree_factors(graph, rows, "right", of_sources=False), of_sources=False)
 

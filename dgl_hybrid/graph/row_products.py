@@ -54,24 +54,18 @@ class _NarrowedRows(torch.autograd.Function):
         return grad_x, grad_w_all, grad_w_own, grad_bias if needs_bias else None, None, None
 
 
-class _RowsAndOwn(torch.autograd.Function):
-    """(C, A) -> the same, and (N, O): the first N rows times w_own."""
+class _RowsAndFirst(torch.autograd.Function):
+    """(C, A) -> the same, and its first N rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w_own: Tensor, bias: Tensor | None, num_own: int) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(x, w_own)
-        ctx.num_own = num_own
-        return x, products([x[:num_own]], [w_own.t()], bias=bias)
+    def forward(ctx: Any, x: Tensor, num_first: int) -> tuple[Tensor, Tensor]:
+        return x, x[:num_first]
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         is_ours = is_nobody_elses(grads)
-        grad_all, grad_own = grads
-        x, w_own = ctx.saved_tensors
-        needs_x, needs_w_own, needs_bias, _ = ctx.needs_input_grad
-        grad_x_own, grad_w_own, grad_bias = gradients_of(x[: ctx.num_own], w_own, grad_own, needs_x, needs_w_own)
-        grad_x = None if grad_x_own is None else _add_to_first(grad_all, grad_x_own, in_place=is_ours)
-        return grad_x, grad_w_own, grad_bias if needs_bias else None, None
+        grad_all, grad_first = grads
+        return _add_to_first(grad_all, grad_first, in_place=is_ours), None
 
 
 def gradients_of(
@@ -112,9 +106,10 @@ def sum_of_products(x: Rows, of_x: nn.Linear, y: Rows, of_y: nn.Linear, *, relu:
     w_x, w_y = of_x.weight.t(), of_y.weight.t()
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return products([x, y], [w_x, w_y], bias=of_x.bias, relu=relu)
+    # The dense one last: what ends a layer is done in the same pass over its result.
     if isinstance(y, Tensor):
-        return product(x, w_x, of_x.bias, addend=product(y, w_y, None), relu=relu)
-    return product(y, w_y, of_x.bias, addend=product(x, w_x, None), relu=relu)
+        return product(y, w_y, of_x.bias, addend=product(x, w_x, None), relu=relu)
+    return product(x, w_x, of_x.bias, addend=product(y, w_y, None), relu=relu)
 
 
 @unseen
@@ -192,11 +187,11 @@ def narrowed_rows(x: Tensor, of_all: nn.Linear, of_own: nn.Linear, num_own: int)
 
 
 @unseen
-def rows_and_own(x: Tensor, of_own: nn.Linear, num_own: int) -> tuple[Tensor, Tensor]:
-    """Returns `x` and `of_own(x[:num_own])`, where `are_plain((of_own,), x)` holds: both gradients in one tensor."""
+def rows_and_first(x: Tensor, num_first: int) -> tuple[Tensor, Tensor]:
+    """Returns `x` and `x[:num_first]`: gradients of both meet in one tensor."""
     if not x.requires_grad:  # nor must it seem to: its rows travel, and so would a gradient that nobody asks for
-        return x, products([x[:num_own]], [of_own.weight.t()], bias=of_own.bias)
-    both: tuple[Tensor, Tensor] = _RowsAndOwn.apply(x, of_own.weight, of_own.bias, num_own)
+        return x, x[:num_first]
+    both: tuple[Tensor, Tensor] = _RowsAndFirst.apply(x, num_first)
     return both
 
 

@@ -119,10 +119,10 @@ class SplitExchange:
             assert pending is not None
             with _ended_in_any_case(pending):
                 following = make(position + 1) if position + 1 < len(parts) else None
-            rows = pending.wait(part.send_counts)
+            returned = _returned(pending, part)
             sent = None if following is None else self._send_gradients(parts[position + 1], following, codec)
             with _ended_in_any_case(sent):
-                self._add_returned(position, rows, totals, source_factors)
+                self._add_returned(position, returned, totals, source_factors)
             pending = sent
         return totals
 
@@ -144,7 +144,7 @@ class SplitExchange:
     def return_gradients(self, position: int, grads: Sequence[Tensor], totals: Sequence[Tensor]) -> None:
         """Sends the gradients of one part's rows home and adds what comes home to `totals`. Collective."""
         part = self.layer.parts[position]
-        self._add_returned(position, self._send_gradients(part, grads).wait(part.send_counts), totals)
+        self._add_returned(position, _returned(self._send_gradients(part, grads), part), totals)
 
     # ---------------------------------------------------------------- messages
 
@@ -174,7 +174,14 @@ class SplitExchange:
             send = self._take_rows(len(grads[0]), grads, None)
             for grads_RF, columns in zip(grads, _columns_of(send, grads), strict=True):
                 columns.copy_(grads_RF)
-        return self._start(part.recv_counts, part.send_counts, send, codec, backward=True)
+        return self._start(
+            part.recv_counts,
+            part.send_counts,
+            send,
+            codec,
+            backward=True,
+            is_added_by_rank=part.send_index is not None,
+        )
 
     def _take_rows(self, count: int, fields: Sequence[Tensor], codec: RowCodec | None) -> Tensor:
         """Memory for rows that are sent as they are, or encoded first."""
@@ -189,6 +196,7 @@ class SplitExchange:
         codec: RowCodec | None,
         *,
         backward: bool,
+        is_added_by_rank: bool = False,
     ) -> _Pending:
         communicator, send, out = self._communicator, rows, None
         if codec is not None:
@@ -196,8 +204,10 @@ class SplitExchange:
             key = (self._seed, communicator.num_calls, communicator.rank, int(backward))
             with record_function("dgl_hybrid::encode"):
                 codec.encode(rows, key=key, out=send)
-        # Rows of one other rank can be read where they lie, if no message follows while they are.
-        if communicator.world_size > 2 or len(self.layer.parts) > 1:
+        # Rows can be read where they lie, if no message follows while they are: those of one other rank, and gradients
+        # that are added rank by rank.
+        is_read_by_rank = communicator.world_size == 2 or (backward and is_added_by_rank and codec is None)
+        if not is_read_by_rank or len(self.layer.parts) > 1:
             out = communicator.buffers.take((sum(recv_counts), send.shape[1]), send.dtype, send.device)
         pending = communicator.start_exchange(
             send, send_counts, recv_counts, layer=self.number, backward=backward, out=out
@@ -211,25 +221,29 @@ class SplitExchange:
             return codec.decode(wire, width, dtype, out=rows)
 
     def _add_returned(
-        self, position: int, rows: Tensor, totals: Sequence[Tensor], source_factors: Tensor | None = None
+        self,
+        position: int,
+        returned: Sequence[Tensor],
+        totals: Sequence[Tensor],
+        source_factors: Tensor | None = None,
     ) -> None:
         part = self.layer.parts[position]
         with record_function("dgl_hybrid::unpack"):
-            for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
-                backend = choose_backend(total_CF)
-                if part.send_index is None:
-                    # Where they belong: sums of their own would be as many rows as are held here.
-                    sources, sums = self._sums_by_source(position)
-                    factors = None if source_factors is None else source_factors.index_select(0, sources)
+            if part.send_index is None:
+                (rows,) = returned
+                # Where they belong: sums of their own would be as many rows as are held here.
+                sources, sums = self._sums_by_source(position)
+                factors = None if source_factors is None else source_factors.index_select(0, sources)
+                for grads_SF, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
+                    backend = choose_backend(total_CF)
                     backend.add_sums(total_CF.unsqueeze(1), sources, sums, grads_SF.unsqueeze(1), None, factors)
-                    continue
-                # Added, not written: a row sent to several peers gets a gradient from each of them. Peer by peer, as a
-                # GPU adds several to one row in no fixed order.
-                for targets, grads in zip(
-                    part.send_index.split(part.send_counts), grads_SF.split(part.send_counts), strict=True
-                ):
-                    if len(targets) > 0:
-                        backend.add_rows(total_CF, targets, grads, source_factors)
+                return
+            # Added, not written: a row sent to several peers gets a gradient from each of them. Peer by peer, as a GPU
+            # adds several to one row in no fixed order.
+            for targets, rows in zip(part.send_index.split(part.send_counts), returned, strict=True):
+                if len(targets) > 0:
+                    for grads, total_CF in zip(_columns_of(rows, totals), totals, strict=True):
+                        choose_backend(total_CF).add_rows(total_CF, targets, grads, source_factors)
 
     def _sums_by_source(self, position: int) -> tuple[Tensor, Adjacency]:
         """Returns the held rows that are in any sum which a part sends, ascending, and which sums each is in."""
@@ -257,6 +271,19 @@ class _Pending:
         by_rank = self._rows.wait()
         rows = by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
         return rows if self._decode is None else self._decode(rows)
+
+    def wait_by_rank(self, counts: tuple[int, ...]) -> Sequence[Tensor]:
+        """Returns the rows of each rank; `counts` says how many came from each."""
+        if self._out is None and self._decode is None:
+            return self._rows.wait()
+        return self.wait(counts).split(counts)
+
+
+def _returned(pending: _Pending, part: RowsPart) -> Sequence[Tensor]:
+    """Waits for gradients that come home: of sums all in one, of rows by rank."""
+    if part.send_index is None:
+        return [pending.wait(part.send_counts)]
+    return pending.wait_by_rank(part.send_counts)
 
 
 @contextlib.contextmanager

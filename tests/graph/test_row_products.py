@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dgl_hybrid import optimize
 from dgl_hybrid.graph import gradient_owners
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, product, rows_and_own, sum_of_products
+from dgl_hybrid.graph.row_products import are_plain, is_relu, narrowed_rows, product, rows_and_first, sum_of_products
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.graph.tiny_blocks import build_block_of
 from dgl_hybrid.ops import SparseRows
@@ -154,7 +154,8 @@ def test_weights_of_layers_may_lie_by_columns(inputs: int, outputs: int, by_colu
         layer.weight = nn.Parameter(values.t().contiguous().t() if by_columns else values)
     weights = [layer.weight for layer in layers]
     num_own = len(x) - 2
-    (all_rows, own), (rows, only_own) = narrowed_rows(x, *layers, num_own), rows_and_own(x, layers[1], num_own)
+    (all_rows, own), (rows, first) = narrowed_rows(x, *layers, num_own), rows_and_first(x, num_own)
+    only_own = product(first, layers[1].weight.t(), None)
     ours = torch.cat([all_rows[:, :outputs], own, only_own]).square().sum() + rows.square().sum()
     of_all, of_own = (layer(x) for layer in layers)
     expected = torch.cat([of_all, of_own[:num_own], of_own[:num_own]]).square().sum() + x.square().sum()
@@ -224,19 +225,16 @@ def test_sums_of_products_of_sparse_rows(sparse: str, bias: bool) -> None:
     torch.testing.assert_close(gradients([ours], inputs), gradients([expected], inputs))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("num_own", [0, 4, 11])
-def test_rows_and_own(bias: bool, num_own: int) -> None:
+@pytest.mark.parametrize("num_first", [0, 4, 11])
+def test_rows_and_first(num_first: int) -> None:
     """What reaches the rows from elsewhere is left as it is: others may hold it."""
-    _, of_own = linears(6, 3, bias=bias)
     x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
-    rows, own = rows_and_own(x, of_own, num_own)
-    expected = [x * 1.0, of_own(x[:num_own])]
-    torch.testing.assert_close([rows, own], expected)
-    inputs = [x, *of_own.parameters()]
-    torch.testing.assert_close(gradients([rows, own], inputs), gradients(expected, inputs))
+    rows, first = rows_and_first(x, num_first)
+    expected = [x * 1.0, x[:num_first] * 1.0]
+    torch.testing.assert_close([rows, first], expected)
+    torch.testing.assert_close(gradients([rows, first], [x]), gradients(expected, [x]))
     given = torch.ones_like(x)
-    torch.autograd.backward([rows, own], [given, torch.ones_like(own)])
+    torch.autograd.backward([rows, first], [given, torch.ones_like(first)])
     assert torch.equal(given, torch.ones_like(x))
 
 
@@ -270,11 +268,12 @@ def test_a_gradient_that_others_hold_is_not_written_to(holder: str, is_view: boo
     made: list[int] = []
     kept: list[Tensor] = []
     where: list[int] = []
-    earlier = 1.0 * seen  # its node comes after that of `rows_and_own`, and waits with the gradient it has been given
+    earlier = 1.0 * seen  # its node comes after that of `rows_and_first`, and waits with the gradient it has been given
     earlier.retain_grad()
     rows_in = 1.0 * x
     rows_in.register_hook(lambda grad: where.append(grad.data_ptr()))
-    rows, own = rows_and_own(rows_in, of_own, 4)
+    rows, first = rows_and_first(rows_in, 4)
+    own = product(first, of_own.weight.t(), None)
     if holder == "hook":
         rows.register_hook(lambda grad: kept.append(grad))
     if holder == "prehook":
@@ -322,7 +321,8 @@ def test_gradients_that_are_recorded_are_not_written_to() -> None:
         x = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
         rows_in, where, made = 1.0 * x, [], []
         rows_in.register_hook(lambda grad, where=where: where.append(grad.data_ptr()))
-        rows, own = rows_and_own(rows_in, of_own, 4)
+        rows, first = rows_and_first(rows_in, 4)
+        own = product(first, of_own.weight.t(), None)
         result = _Twice.apply(rows, made, None).sum() + own.sum()
         with _Recorder() if is_recorded else contextlib.nullcontext():
             result.backward()
@@ -354,8 +354,8 @@ def test_second_derivatives() -> None:
 
     def both(x: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
         rows, own = narrowed_rows(x, of_all, of_own, 2)
-        wide, other = rows_and_own(x * x, of_own, 3)
-        return rows, own, wide, other, sum_of_products(x, of_own, x * x, of_all)
+        wide, first = rows_and_first(x * x, 3)
+        return rows, own, wide, of_own(first), sum_of_products(x, of_own, x * x, of_all)
 
     inputs = (x, *of_all.parameters(), *of_own.parameters())
     assert torch.autograd.gradcheck(both, inputs)

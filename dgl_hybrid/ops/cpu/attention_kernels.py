@@ -27,7 +27,8 @@ class AttentionSpec:
     """What a kernel is compiled for.
 
     `block` are its heads; of gat, `positive`: with `backend.PositiveSums`, `past_cache`: how sums are written,
-    `asks_early`: whether rows are asked for while weights are made.
+    `asks_early`: whether rows are asked for while weights are made, `dots_at_end`: whether products of x and gradients
+    are made of sums, one for a source, and not one for an entry.
     """
 
     value: Kind
@@ -39,6 +40,7 @@ class AttentionSpec:
     positive: bool = False
     past_cache: bool = False
     asks_early: bool = False
+    dots_at_end: bool = False
 
 
 def emit_statistics(kind: Kind, block: Block, with_er: bool, with_d_er: bool) -> str:

@@ -21,7 +21,7 @@ from dgl_hybrid.ops.cpu.attention import (
 )
 from dgl_hybrid.ops.cpu.gat_kernels import emit_backward_by_source, emit_forward
 from dgl_hybrid.ops.cpu.ir import Kind
-from dgl_hybrid.ops.cpu.lanes import summed_elements
+from dgl_hybrid.ops.cpu.lanes import holds_two_sums, summed_elements
 from dgl_hybrid.ops.cpu.launch import RowPlan, Rows, address, dropout_arguments, run
 from dgl_hybrid.ops.cpu.memory import goes_past_cache, new_tensor
 from dgl_hybrid.ops.cpu.reductions import Columns, Operand, sum_rows
@@ -170,8 +170,9 @@ def _backward(
         *drop,
     ]
     past_cache = goes_past_cache(dx, columns.begin, block.size)
+    dots_at_end = holds_two_sums(block.size, x.dtype)
     spec = spec_of(rows, index, x.dtype, block, dropout)
-    spec = replace(spec, past_cache=past_cache, asks_early=_are_far(columns))
+    spec = replace(spec, past_cache=past_cache, asks_early=_are_far(columns), dots_at_end=dots_at_end)
     run(emit_backward_by_source, (spec,), rows.bounds, arguments)
 
 

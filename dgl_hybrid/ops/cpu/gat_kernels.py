@@ -169,6 +169,10 @@ def emit_forward(spec: AttentionSpec) -> str:
 def emit_backward_by_source(spec: AttentionSpec) -> str:
     """dx[u] = Σ w grad[v] and d_el[u] = Σ d_logit * leaky_relu'(z), as Σ dot * (w * leaky_relu') less the rest.
 
+    Where registers are many (`dots_at_end`), that first sum is x[u] · Σ (w * leaky_relu') grad[v]: a second sum of the
+    same rows takes less than a product with x[u] for each of them. 0.95 to 1.24 times as fast, median 1.06 (AVX-512,
+    Zen 4; fifteen runs, 0.6 to 5 M edges, rows of 40 to 400 floats).
+
     Rows are sources.
     """
     k = KernelBuilder()
@@ -215,6 +219,29 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
     pieces, head_pieces = block.pieces(kind), block.head_pieces(kind)
     groups = head_groups(block, kind)
     distance = prefetch_distance(block.size * ELEMENT_BYTES[kind])
+    summed = k.scratch(kind, block.size) if spec.dots_at_end else None
+
+    def add_up_and_dot(row: Value, begin: Value, end: Value) -> None:
+        """Sums the row's neighbours by both kinds of weights that are in the buffers, and adds to d_el."""
+        assert summed is not None
+        totals, slope_totals = zero_variables(k, pieces, kind), zero_variables(k, pieces, kind)
+        with entries.sums(begin, end, [*totals, *slope_totals]) as (entry, sums):
+            grad.at(entries.column(entries.ahead(entry, distance)) * grad_stride).prefetch(0, block.size)
+            values = load_pieces(pieces, grad.at(entries.column(entry) * grad_stride))
+            j = entry - begin + filled.get()
+            for chunk, terms in ((weights, sums[: len(pieces)]), (slopes, sums[len(pieces) :])):
+                for piece, term, value in zip(pieces, terms, values, strict=True):
+                    term.set(value.multiply_add(piece.spread(chunk.row(j)), term.get()))
+        store_pieces(pieces, dx.at(row * stride), get_all(totals), past_cache=spec.past_cache)
+        store_pieces(pieces, summed, get_all(slope_totals))
+        own = x.at(row * stride)
+
+        def product(piece: Piece) -> Value:
+            return own.load(piece.begin, piece.lanes) * summed.load(piece.begin, piece.lanes)
+
+        for heads, dot in grouped_head_sums(k, block, kind, product):
+            at = row * head_stride + heads[0]
+            d_el.store(at, d_el.load(at, len(heads)) + dot)
 
     def add_up(row: Value, begin: Value, end: Value) -> None:
         """Sums the row's neighbours by the weights that are in the buffers, and adds to d_el."""
@@ -241,5 +268,5 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
             at = row * head_stride + heads[0]
             d_el.store(at, d_el.load(at, len(heads)) + total)
 
-    _run_twice(k, entries, filled, weigh, add_up)
+    _run_twice(k, entries, filled, weigh, add_up_and_dot if spec.dots_at_end else add_up)
     return k.finish()

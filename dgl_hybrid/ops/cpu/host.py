@@ -36,6 +36,11 @@ class VectorUnit:
         """The same where kernels keep the largest and where it came from: what half the registers hold of both."""
         return min(self.register_bytes * self.num_registers // 4, 256)
 
+    @property
+    def paired_bytes(self) -> int:
+        """The same where kernels keep two sums of each column: what half of the registers hold, if there are many."""
+        return self.register_bytes * self.num_registers // 4 if self.num_registers >= 32 else 0
+
 
 @cache
 def _target() -> Any:

@@ -186,6 +186,11 @@ def compared_elements(dtype: torch.dtype) -> int:
     return vector_unit().compared_bytes // dtype.itemsize
 
 
+def holds_two_sums(num_columns: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel may keep two sums of each of so many columns."""
+    return num_columns * dtype.itemsize <= vector_unit().paired_bytes
+
+
 def column_blocks(heads: int, width: int, size: int) -> Iterator[tuple[int, Block]]:
     """Cuts heads × width columns into blocks of at most `size` elements: whole heads, or parts of one.
 

@@ -78,6 +78,16 @@ def test_rows_that_are_asked_for_early_give_the_same(graph: str, monkeypatch: py
     assert all(spec.asks_early for spec in specs)
 
 
+@pytest.mark.parametrize("dots_at_end", [True, False])
+def test_products_of_sums_and_of_entries_give_the_same(dots_at_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gat, "holds_two_sums", lambda *_: dots_at_end)
+    monkeypatch.setattr(compiler, "_kernels", {})
+    for heads, width in ((4, 32), (3, 23), (1, 41)):
+        check_gat(CpuBackend(), Case("power-law", heads=heads, width=width))
+    specs = [key[1] for key in compiler._kernels if key[0] is gat_kernels.emit_backward_by_source]
+    assert {spec.dots_at_end for spec in specs} == {dots_at_end}
+
+
 @pytest.mark.parametrize("width", [513, 1030])
 def test_heads_wider_than_any_block(width: int) -> None:
     check_spmm(CpuBackend(), Case("hand", heads=2, width=width))
@@ -169,6 +179,7 @@ def test_kernels_compile_for_other_machines_without_calls(monkeypatch: pytest.Mo
         "gatv2": gatv2_kernels.emit_forward(attention),
         "attention statistics": emit_statistics("f32", block, True, True),
         "gat backward": gat_kernels.emit_backward_by_source(attention),
+        "gat backward of sums": gat_kernels.emit_backward_by_source(replace(attention, dots_at_end=True)),
         "gatv2 backward": gatv2_kernels.emit_backward_by_source(attention),
         "gatv2 destinations": gatv2_kernels.emit_backward_by_destination(AttentionSpec("f32", "i32", block, True)),
     }

@@ -2,7 +2,7 @@
 """The ops on a GPU: for each, the kernels of `message_passing.cu` that answer it, their arguments and buffers.
 
 The head of `message_passing.cu` states every kernel's arguments. Nothing here waits for the device, except that the
-tasks of a structure are made when it is first used (see `tasks.cut_rows`).
+tasks of a structure are made when it is first used (see `tasks.cut_rows`), and its lots (`row_lots`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from dgl_hybrid.ops.cuda.layout import (
     index_option,
     softmax_layout,
 )
+from dgl_hybrid.ops.cuda.row_lots import RowLots, chosen
 from dgl_hybrid.ops.cuda.tasks import TaskList, TaskLists
 from dgl_hybrid.ops.edge_dropout import EdgeDropout
 from dgl_hybrid.ops.plain_rows import PlainRows
@@ -37,6 +38,8 @@ from dgl_hybrid.ops.sparse_graph import Adjacency
 Weight = Literal["NONE", "HEAD", "COLUMN"]
 Source = Literal["NODES", "EDGES"]
 
+_LEAST_SUMS = 8192
+"""Of few rows so many sums may be made at a time: fewer would cost more in launches than they save."""
 _ATTENTION_WORKERS = 4096
 """Partial sums of GATv2's d_attention: enough groups to fill the largest GPU, few enough to add up at no cost. A
 constant, because the order of the sums follows from it."""
@@ -61,6 +64,7 @@ class CudaBackend(PlainRows):
             launcher = create_launcher()
         self._launcher = launcher
         self._task_lists = task_lists or TaskLists()
+        self._row_lots = RowLots()
 
     def spmm(self, rows: Adjacency, x: Tensor | None, w: Tensor | None, reduce: Reduce) -> tuple[Tensor, Tensor | None]:
         tasks = self._task_lists.of(rows.indptr)
@@ -79,6 +83,13 @@ class CudaBackend(PlainRows):
         w: Tensor | None,
         row_factors: Tensor | None = None,
     ) -> None:
+        # No more at a time than the rows they are of: many may read a message of few.
+        most = max(len(x), _LEAST_SUMS)
+        if rows.num_rows > most:
+            for lot in self._row_lots.of(rows, most):
+                its_w = w if rows.edge_ids is not None else chosen(w, lot.entries)
+                self.add_sums(out, targets[lot.rows], lot.adjacency, x, its_w, chosen(row_factors, lot.rows))
+            return
         sums, _ = self.spmm(rows, x, w, "sum")
         out.index_add_(0, targets, sums if row_factors is None else sums.mul_(row_factors.view(-1, 1, 1)))
 

@@ -156,17 +156,19 @@ class MendingFinder:
         Raises:
             CompatError: when the text is neither the released one nor mended by hand.
         """
-        from dgl_hybrid.compat.patchfile import apply_patches
+        from dgl_hybrid.compat.patchfile import apply_patches, take_out_patches
         from dgl_hybrid.errors import CompatError
 
         always = [(fix.name, patch) for fix, patch in self._by_module.get(module, [])]
         every = always + [(fix.name, patch) for fix, patch in self._switchable.get(module, [])]
-        if enabled or len(every) == len(always):
-            return apply_patches(source, every)
         try:
+            if enabled or len(every) == len(always):
+                return apply_patches(source, every)
             return apply_patches(source, always) if always else source
         except CompatError:
             try:
+                if enabled:  # mended by hand, without what can be switched
+                    return apply_patches(take_out_patches(source, always), every)
                 if apply_patches(source, every) is source:
                     return source  # mended by hand, with what could have been switched
             except CompatError:

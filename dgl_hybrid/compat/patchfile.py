@@ -184,15 +184,12 @@ def apply_patches(source: str, patches: Sequence[tuple[str, FilePatch]]) -> str:
         CompatError: when the text is neither the released nor the mended one, or when two fixes overlap.
     """
     lines = source.splitlines()
-    named = sorted(
-        ((name, patch.path, h) for name, patch in patches for h in patch.hunks), key=lambda n: n[2].old_start
-    )
     mismatch: str | None = None
     by_hand = True
     mended: list[str] = []
     done = shift = 0
     previous = ""
-    for name, path, hunk in named:
+    for name, path, hunk in _in_order(patches):
         start = hunk.old_start - 1 if hunk.old else hunk.old_start
         if start < done and previous != name:
             raise CompatError(f"{previous} and {name} both change {path}:{start + 1}: make one fix of them")
@@ -211,6 +208,33 @@ def apply_patches(source: str, patches: Sequence[tuple[str, FilePatch]]) -> str:
         f"{mismatch}. The file differs from the released DGL: reinstall it "
         "(pip install --force-reinstall --no-deps 'dgl==2.1.*'), or apply all fixes to your version by hand."
     )
+
+
+def take_out_patches(source: str, patches: Sequence[tuple[str, FilePatch]]) -> str:
+    """Takes out of one file the fixes that were applied by hand: all of those given, and no others.
+
+    Args:
+        source: The file's text; not modified.
+        patches: As for `apply_patches`.
+    Returns:
+        The released text.
+    Raises:
+        CompatError: when the text is not the released one with these fixes.
+    """
+    backwards: list[tuple[str, FilePatch]] = []
+    shift = 0
+    for name, path, hunk in _in_order(patches):
+        start = (hunk.old_start - 1 if hunk.old else hunk.old_start) + shift
+        back = Hunk(old_start=start + 1 if hunk.new else start, old=hunk.new, new=hunk.old)
+        backwards.append((name, FilePatch(path=path, hunks=(back,))))
+        shift += len(hunk.new) - len(hunk.old)
+    return apply_patches(source, backwards)
+
+
+def _in_order(patches: Sequence[tuple[str, FilePatch]]) -> list[tuple[str, str, Hunk]]:
+    """Returns the hunks of all fixes for one file by where they stand in it, each with its fix's name and its path."""
+    named = ((name, patch.path, hunk) for name, patch in patches for hunk in patch.hunks)
+    return sorted(named, key=lambda found: found[2].old_start)
 
 
 def _mismatch(lines: list[str], start: int, expected: tuple[str, ...], what: str) -> str | None:

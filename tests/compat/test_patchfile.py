@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dgl_hybrid.compat.fixes import load_fixes, patches_folder
-from dgl_hybrid.compat.patchfile import FilePatch, apply_patches, read_fix
+from dgl_hybrid.compat.patchfile import FilePatch, apply_patches, read_fix, take_out_patches
 from dgl_hybrid.compat.versions import SUPPORTED_DGL, dgl_version, find_dgl, is_in
 from dgl_hybrid.errors import CompatError
 
@@ -75,6 +75,24 @@ def test_two_fixes_for_one_file(tmp_path: Path) -> None:
     clash = read_fix(write(tmp_path, HEADER + diff.replace("-4,2 +4,3", "-3,2 +3,3").replace("fifth", "x"))).files[0]
     with pytest.raises(CompatError, match=r"one and two both change dgl/counting/__init__\.py:3: make one fix"):
         apply_patches(SOURCE, [("one", one), ("two", clash)])
+
+
+def test_takes_out_what_was_applied_by_hand(tmp_path: Path) -> None:
+    """Also where hunks of a fix only add or only remove lines; not from a text that has other fixes, too."""
+    one = read_fix(write(tmp_path, HEADER + DIFF)).files[0]
+    names = "--- a/dgl/counting/__init__.py\n+++ b/dgl/counting/__init__.py\n"
+    diff = names + "@@ -3,0 +4 @@\n+3.5\n@@ -4,2 +5,0 @@\n-fourth\n-fifth\n"
+    two = read_fix(write(tmp_path, HEADER + diff)).files[0]
+    both = [("one", one), ("two", two)]
+    by_hand = apply_patches(SOURCE, both)
+    assert by_hand == MENDED.replace("fourth\nfifth\n", "3.5\n")
+    assert take_out_patches(by_hand, both) == SOURCE
+    assert take_out_patches(MENDED, [("one", one)]) == SOURCE
+    assert take_out_patches(apply_patches(SOURCE, [("two", two)]), [("two", two)]) == SOURCE
+    with pytest.raises(CompatError, match=r"one does not fit dgl/counting/__init__\.py:6"):
+        take_out_patches(by_hand, [("one", one)])
+    with pytest.raises(CompatError, match=r"one does not fit dgl/counting/__init__\.py:2"):
+        take_out_patches(SOURCE.replace("second", "2nd"), [("one", one)])
 
 
 @pytest.mark.parametrize(

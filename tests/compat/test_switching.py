@@ -317,6 +317,12 @@ def test_files_with_all_fixes_by_hand_are_recognised() -> None:
         assert by_hand not in (released, FINDER.mend(name, released, enabled=False))
         assert FINDER.mend(name, by_hand, enabled=False) is by_hand
         assert FINDER.mend(name, by_hand, enabled=True) is by_hand
+        # Of the first kind alone, as for a DGL that is to work without this package: the others are added in memory.
+        first_kind = FINDER.mend(name, released, enabled=False)
+        assert FINDER.mend(name, first_kind, enabled=False) is first_kind
+        assert FINDER.mend(name, first_kind, enabled=True) == by_hand
+        with pytest.raises(CompatError, match="does not fit dgl/"):
+            FINDER.mend(name, "\n" + first_kind, enabled=True)
 
 
 ORPHAN = """

@@ -258,7 +258,8 @@ def _existing(location: str, ranks: int | None) -> PreparedGraph:
             f"{part_config} has {summary.num_parts} parts (asked for: {ranks}). Start {summary.num_parts} ranks, or "
             f"partition the graph into {ranks} parts."
         )
-    dataset, num_classes = _read_description(part_config) or (summary.graph_name, None)
+    described = _read_description(part_config) if summary.has_sidecar else None
+    dataset, num_classes = described or (summary.graph_name, None)
     return PreparedGraph(part_config=part_config, dataset=dataset, num_classes=num_classes, num_parts=summary.num_parts)
 
 

@@ -16,6 +16,11 @@ MANIFEST_NAME = "hybrid_manifest.json"
 SIDECAR_NAME = "hybrid.safetensors"
 FORMAT_VERSION = 1
 _REMEDY = "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
+WRITTEN_OVER_REMEDY = (
+    f"If something else has partitioned into this folder since, delete {MANIFEST_NAME} and part*/{SIDECAR_NAME} to "
+    "read what it wrote as plain DistDGL."
+)
+"""To follow what is said of a file that is not as it was written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +103,25 @@ def read_manifest(folder: Path) -> Manifest | None:
     return Manifest(graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
 
 
+def is_manifest_of(manifest: Manifest, part_config: Path) -> bool:
+    """Tells whether a partition's JSON file is the one that was written with the manifest beside it.
+
+    DGL's own `partition_graph` leaves the manifest and the sidecars of the partition that it writes over.
+    """
+    return manifest.files.get(part_config.name) == hash_file(part_config)
+
+
 def partition_digest(part_config: Path) -> str:
-    """SHA-256 of the manifest, which has the checksums of all files; of the JSON file where there is no manifest."""
-    manifest = part_config.parent / MANIFEST_NAME
-    return hash_file(manifest if manifest.is_file() else part_config).sha256
+    """SHA-256 of the manifest, which has the checksums of all files; of the JSON file where there is no manifest, or
+    one of another partition.
+    """
+    path = part_config.parent / MANIFEST_NAME
+    try:
+        manifest = read_manifest(part_config.parent)
+        is_foreign = manifest is not None and not is_manifest_of(manifest, part_config)
+    except PartitionError:
+        is_foreign = False  # a damaged one: whoever reads the partition says so
+    return hash_file(path if path.is_file() and not is_foreign else part_config).sha256
 
 
 def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = True) -> None:
@@ -118,14 +138,16 @@ def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = 
     size = path.stat().st_size
     if size < record.num_bytes or (checksum and size != record.num_bytes):
         word = "truncated" if size < record.num_bytes else "longer than written"
-        raise PartitionError(f"{path} is {word}: {record.num_bytes} bytes were written (got {size}). {_REMEDY}")
+        raise PartitionError(
+            f"{path} is {word}: {record.num_bytes} bytes were written (got {size}). {_REMEDY} {WRITTEN_OVER_REMEDY}"
+        )
     if not checksum:
         return
     found = hash_file(path)
     if found.sha256 != record.sha256:
         raise PartitionError(
             f"{path}: checksum mismatch: sha256 {record.sha256[:16]}... was written "
-            f"(got {found.sha256[:16]}...). {_REMEDY}"
+            f"(got {found.sha256[:16]}...). {_REMEDY} {WRITTEN_OVER_REMEDY}"
         )
 
 

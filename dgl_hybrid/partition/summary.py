@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition.manifest import MANIFEST_NAME, as_count, check_inside, read_json_object, read_manifest
+from dgl_hybrid.partition.manifest import (
+    MANIFEST_NAME,
+    as_count,
+    check_inside,
+    is_manifest_of,
+    read_json_object,
+    read_manifest,
+)
 
 _REMEDY = "Write the folder anew with dgl_hybrid.partition_graph."
 
@@ -34,7 +41,10 @@ class PartitionSummary:
     part_method: str
     is_homogeneous: bool
     has_sidecar: bool
-    """Whether `hybrid_manifest.json` is there and speaks of this graph."""
+    """Whether `hybrid_manifest.json` is there and of this partition, and so are the sidecars."""
+    manifest_graph_name: str | None
+    """Of the partition that `hybrid_manifest.json` is of: this one, or another one that was written over; None where
+    there is no manifest."""
     node_offsets: tuple[int, ...]
     """P+1 prefix sums of owned vertices."""
     edge_offsets: tuple[int, ...]
@@ -77,7 +87,7 @@ def read_partition_summary(part_config: str | Path) -> PartitionSummary:
         node_offsets = _offsets(content, "node_map", num_parts, num_nodes, path)
         edge_offsets = _offsets(content, "edge_map", num_parts, num_edges, path)
     manifest = read_manifest(path.parent)
-    has_sidecar = manifest is not None and manifest.graph_name == graph_name
+    has_sidecar = manifest is not None and manifest.graph_name == graph_name and is_manifest_of(manifest, path)
     if has_sidecar and manifest is not None and manifest.num_parts != num_parts:
         raise PartitionError(
             f"{path.parent / MANIFEST_NAME}: num_parts must equal the {num_parts} of {path.name} "
@@ -93,6 +103,7 @@ def read_partition_summary(part_config: str | Path) -> PartitionSummary:
         part_method=str(content.get("part_method", "unknown")),
         is_homogeneous=is_homogeneous,
         has_sidecar=has_sidecar,
+        manifest_graph_name=None if manifest is None else manifest.graph_name,
         node_offsets=node_offsets,
         edge_offsets=edge_offsets,
         part_files=tuple(_part_files(content, part_id, path) for part_id in range(num_parts)),

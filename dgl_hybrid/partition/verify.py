@@ -3,11 +3,22 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
-from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, check_file, read_manifest
+from dgl_hybrid.partition.manifest import (
+    MANIFEST_NAME,
+    SIDECAR_NAME,
+    WRITTEN_OVER_REMEDY,
+    Manifest,
+    check_file,
+    read_manifest,
+)
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
+
+_logger = logging.getLogger(__name__)
+_REMEDY = "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
 
 
 def verify_partition(
@@ -15,7 +26,8 @@ def verify_partition(
 ) -> None:
     """Checks the files of one part, or of all, against the manifest before any of them is parsed.
 
-    Not collective. A plain DistDGL folder has no checksums; its files must exist and not be empty.
+    Not collective. A plain DistDGL folder has no checksums; its files must exist and not be empty. So it is with one
+    that DGL has written over one of ours, leaving what was beside its own files; a warning says so.
 
     Args:
         part_config: Path of `<graph name>.json`.
@@ -32,7 +44,16 @@ def verify_partition(
     part_ids = range(summary.num_parts) if part_id is None else (part_id,)
     for part in part_ids:
         _check_present(summary, part)
-    manifest = read_manifest(summary.folder) if summary.has_sidecar else None
+    manifest = read_manifest(summary.folder)
+    if manifest is not None and not summary.has_sidecar:
+        if checksums and manifest.graph_name == summary.graph_name:
+            # Somebody has changed it, or DGL has written another partition of this name: nobody can tell.
+            raise PartitionError(
+                f"{summary.part_config}: checksum mismatch: it is not the file that {MANIFEST_NAME} lists. {_REMEDY} "
+                f"{WRITTEN_OVER_REMEDY}"
+            )
+        _logger.warning("%s", _manifest_of_another(summary))
+        return
     if manifest is None or not (checksums or sizes):
         return
     wanted = {summary.part_config.name}
@@ -43,13 +64,40 @@ def verify_partition(
         if summary.is_homogeneous:
             wanted.add(f"part{part}/{SIDECAR_NAME}")
     for name in sorted(wanted):
-        record = manifest.files.get(name)
-        if record is None:
-            raise PartitionError(
-                f"{summary.folder / name} is not listed in {MANIFEST_NAME}, which is damaged or of another partition. "
-                "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
-            )
-        check_file(summary.folder, name, record, checksum=checksums)
+        _check_listed(summary, manifest, name, checksum=checksums)
+
+
+def verify_sidecar(summary: PartitionSummary, part_id: int) -> None:
+    """Compares a part's sidecar and the structure that it is of with the manifest's checksums; reads both files.
+
+    Not collective. For who takes facts from a sidecar and the structure from elsewhere.
+
+    Raises:
+        PartitionError: one of them is not what was written; names it.
+    """
+    manifest = read_manifest(summary.folder)
+    if manifest is None or not summary.has_sidecar:
+        raise PartitionError(_manifest_of_another(summary))
+    for name in (summary.part_files[part_id].part_graph, f"part{part_id}/{SIDECAR_NAME}"):
+        _check_listed(summary, manifest, name, checksum=True)
+
+
+def _manifest_of_another(summary: PartitionSummary) -> str:
+    return (
+        f"{summary.folder / MANIFEST_NAME} is of another partition than {summary.part_config.name}, which something "
+        f"else has written or changed since: that one is read as plain DistDGL, without original ids and checksums. "
+        f"Delete {MANIFEST_NAME} and part*/{SIDECAR_NAME}, or partition anew with dgl_hybrid.partition_graph."
+    )
+
+
+def _check_listed(summary: PartitionSummary, manifest: Manifest, name: str, *, checksum: bool) -> None:
+    record = manifest.files.get(name)
+    if record is None:
+        raise PartitionError(
+            f"{summary.folder / name} is not listed in {MANIFEST_NAME}, which is damaged or of another partition. "
+            f"{_REMEDY}"
+        )
+    check_file(summary.folder, name, record, checksum=checksum)
 
 
 def _check_present(summary: PartitionSummary, part_id: int) -> None:
@@ -58,18 +106,12 @@ def _check_present(summary: PartitionSummary, part_id: int) -> None:
         path = summary.folder / name
         if not path.is_file() or path.stat().st_size == 0:
             word = "is empty" if path.is_file() else "is missing"
-            raise PartitionError(
-                f"{path} {word}; {summary.part_config.name} names it. "
-                "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
-            )
+            raise PartitionError(f"{path} {word}; {summary.part_config.name} names it. {_REMEDY}")
     sidecar = summary.folder / f"part{part_id}" / SIDECAR_NAME
-    if not summary.has_sidecar and sidecar.exists():
+    if summary.manifest_graph_name is None and sidecar.exists():
         raise PartitionError(
             f"{summary.folder / MANIFEST_NAME} is missing although {sidecar.relative_to(summary.folder)} is there. "
             "Copy it from the original folder, or delete the hybrid.safetensors files to read this as plain DistDGL."
         )
     if summary.has_sidecar and summary.is_homogeneous and not sidecar.is_file():
-        raise PartitionError(
-            f"{sidecar} is missing; {MANIFEST_NAME} lists it. "
-            "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
-        )
+        raise PartitionError(f"{sidecar} is missing; {MANIFEST_NAME} lists it. {_REMEDY}")

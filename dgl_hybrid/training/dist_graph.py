@@ -30,6 +30,7 @@ from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, partition_digest
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
+from dgl_hybrid.partition.verify import verify_sidecar
 from dgl_hybrid.sampling.written import is_served
 from dgl_hybrid.training.fields import GraphField, GraphFields
 from dgl_hybrid.training.stable_reads import StableReads
@@ -228,10 +229,12 @@ def _find_sidecar(
         return None
     try:
         summary = read_partition_summary(part_config)
-        if not summary.has_sidecar or summary.graph_name != g.graph_name:
+        if summary.manifest_graph_name is None or summary.graph_name != g.graph_name:
             return None
         if list(summary.node_offsets) != node_bounds or list(summary.edge_offsets) != edge_bounds:
             return None
+        # DGL's own partition_graph leaves the sidecar of what it writes over, and that may differ in out-degrees alone.
+        verify_sidecar(summary, part)
         sidecar = read_sidecar(
             summary.folder / f"part{part}" / SIDECAR_NAME,
             part_id=part,

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import dgl
+import dgl.distributed
 import numpy as np
 import pytest
 import torch
@@ -315,6 +317,10 @@ def test_a_description_is_believed_for_its_own_partition_only(tmp_path: Path) ->
     assert described(folder, name)[1] == 2
     dgl_hybrid.partition_graph(DataConfig(data=SMALL).load().graph, name, 2, folder)
     assert described(folder, name) == (name, None)
+    assert partition_into(folder, str(tmp_path / "a.npz")) == 0
+    assert described(folder, name)[1] == 2
+    dgl.distributed.partition_graph(DataConfig(data=SMALL).load().graph, name, 2, str(folder))
+    assert described(folder, name) == (name, None), "DGL leaves our files of the former one"
 
 
 def test_somebody_elses_file_is_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

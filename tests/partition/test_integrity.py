@@ -16,7 +16,7 @@ import torch
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition import load_partition, partition_graph, read_partition_summary, verify_partition
-from dgl_hybrid.partition.manifest import hash_file
+from dgl_hybrid.partition.manifest import hash_file, partition_digest
 from tests.helpers.graphs import power_law
 
 FILES = ["graph.dgl", "node_feat.dgl", "edge_feat.dgl", "hybrid.safetensors"]
@@ -207,6 +207,61 @@ def test_one_machine_needs_only_its_own_part(folder: Path) -> None:
     shutil.rmtree(folder / "part0")
     shutil.rmtree(folder / "part2")
     assert load_partition(folder / "g.json", 1).halo_global.numel() > 0
+
+
+# --- partitions that DGL has written over ours ---
+
+
+def partition_over(folder: Path, name: str, num_parts: int = 3, graph: dgl.DGLGraph | None = None) -> Path:
+    """Has DGL itself partition into the folder, where it leaves the manifest and the sidecars."""
+    dgl.seed(1)
+    graph = power_law() if graph is None else graph
+    dgl.distributed.partition_graph(graph, name, num_parts, str(folder), num_hops=2, part_method="random")
+    return folder / f"{name}.json"
+
+
+def test_another_graph_that_dgl_wrote_over_ours_is_read_as_plain(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was refused: the manifest, which is there, were missing."""
+    other = power_law(40, 150, seed=3)
+    config = partition_over(folder, "h", graph=other)
+    assert not read_partition_summary(config).has_sidecar
+    assert partition_digest(config) == hash_file(config).sha256
+    for options in ({}, {"checksums": False}, {"checksums": False, "sizes": False}):
+        verify_partition(config, **options)
+    caplog.clear()
+    parts = [load_partition(config, part_id) for part_id in range(3)]
+    assert sum(part.lists.src_global.numel() for part in parts) == other.num_edges()
+    assert all(part.out_degrees is None and part.orig_node_ids is None for part in parts)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "hybrid_manifest.json is of another partition than h.json" in caplog.text
+    with pytest.raises(PartitionError, match=r"part0/\S+ is .* If something else has partitioned into this"):
+        load_partition(folder / "g.json", 0)  # whose parts are gone
+
+
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_one_of_the_same_name_that_dgl_wrote_over_ours(
+    num_parts: int, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its files were compared with what the former ones had been. Nobody can tell it from ours with a changed JSON."""
+    before = partition_digest(folder / "g.json")
+    config = partition_over(folder, "g", num_parts, graph=power_law(40, 150, seed=3))
+    assert partition_digest(config) not in (before, hash_file(folder / "hybrid_manifest.json").sha256)
+    for call in (lambda: verify_partition(config), lambda: load_partition(config, 1)):
+        with pytest.raises(
+            PartitionError,
+            match=r"g\.json: checksum mismatch: it is not the file that .* lists\. .* write it anew with .* delete "
+            r"hybrid_manifest\.json and part\*/hybrid\.safetensors to read what it wrote as plain DistDGL",
+        ):
+            call()
+    verify_partition(config, checksums=False)  # as before a job is launched
+    unchecked = load_partition(config, 1, verify=False)
+    assert unchecked.out_degrees is None
+    assert caplog.text.count("is of another partition than g.json") == 2
+    for left in (folder / "hybrid_manifest.json", *folder.glob("part*/hybrid.safetensors")):
+        left.unlink()  # as we are told to
+    assert load_partition(config, 1).num_inner == unchecked.num_inner
 
 
 # --- plain DistDGL folders ---

@@ -21,7 +21,7 @@ from dgl_hybrid.errors import ExchangeError, PartitionError
 from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
-from dgl_hybrid.partition import SharedLists, SharedStructure
+from dgl_hybrid.partition import SharedLists, SharedStructure, partition_graph
 from dgl_hybrid.training import dist_graph, partitioned_graph
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure
@@ -81,6 +81,40 @@ def test_machines_with_other_files_are_refused(tmp_path: Path, monkeypatch: pyte
         )
         with pytest.raises(PartitionError, match=message):
             dist_graph.share_partition(graph, known)
+
+
+def test_a_sidecar_of_a_partition_that_was_written_over_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A graph of nearest neighbours, made anew: all in-degrees are the same, and so is the JSON file that DGL writes.
+
+    Norms of `GraphConv` were made of the old graph's out-degrees.
+    """
+
+    def nearest(step: int) -> dgl.DGLGraph:
+        nodes = torch.arange(12)
+        return dgl.graph((nodes // step, nodes), num_nodes=12)
+
+    def find() -> Any:
+        part = dgl.load_graphs(str(tmp_path / "part0" / "graph.dgl"))[0][0]
+        graph: Any = SimpleNamespace(graph_name="g")
+        return dist_graph._find_sidecar(graph, SharedStructure.of_graph(part), 0, [0, 12], [0, 12])
+
+    config = tmp_path / "g.json"
+    monkeypatch.setenv("DGL_CONF_PATH", str(config))
+    partition_graph(nearest(2), "g", 1, tmp_path, part_method="random")
+    assert find().out_degrees.tolist() == [2] * 6 + [0] * 6
+    written = config.read_bytes()
+    assert caplog.text == ""
+    dgl.distributed.partition_graph(nearest(3), "g", 1, str(tmp_path), part_method="random")
+    assert config.read_bytes() == written, "nothing but the structure tells"
+    assert find() is None
+    assert "original ids and out-degrees are not read from the partition folder: " in caplog.text
+    assert "part0/graph.dgl" in caplog.text
+    caplog.clear()
+    dgl.distributed.partition_graph(nearest(3), "g", 1, str(tmp_path), part_method="metis")
+    assert find() is None
+    assert "hybrid_manifest.json is of another partition than g.json" in caplog.text
 
 
 def test_a_machine_without_a_trainer() -> None:

@@ -198,8 +198,10 @@ def _make_staging(target: Path) -> tuple[Path, int]:
     parent = target if target.is_dir() else target.parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
-        for left in parent.glob(f".{glob.escape(target.name)}.writing-*"):
-            _remove_if_left(left)
+        # In both places: one that was killed before there was a target has written beside it.
+        for place in dict.fromkeys((parent, target.parent)):
+            for left in place.glob(f".{glob.escape(target.name)}.writing-*"):
+                _remove_if_left(left)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.writing-", dir=parent))
         # mkdtemp makes the folder private; a partition is read by other users and machines, as DGL's is.
         # Its group stays that of the folder above, where that is asked for.
@@ -214,10 +216,12 @@ def _make_staging(target: Path) -> tuple[Path, int]:
 
 def _remove_if_left(folder: Path) -> None:
     """Removes what a killed process was writing, which may be as large as a partition; not what somebody writes now,
-    or may be about to lock.
+    or may be about to lock, nor a user's own folder of such a name.
     """
     with contextlib.suppress(OSError):
         if folder.is_symlink() or time.time() - folder.stat().st_mtime < _YOUNG_S:
+            return
+        if not all(re.fullmatch(r"part\d+|.+\.json", path.name) for path in folder.iterdir()):
             return
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

@@ -391,6 +391,31 @@ def test_what_killed_processes_were_writing_is_removed(is_there: bool, tmp_path:
     assert len(list(beside.glob(".*.writing-*"))) == len(names) - 1, "nor is there one of this run"
 
 
+def test_what_a_killed_first_write_left_is_removed_though_the_target_is_there_now(tmp_path: Path) -> None:
+    """Run again within a minute, it was taken for one that is being written; later ones looked in the target only."""
+    left = tmp_path / ".p.writing-k2_0x9ab"
+    (left / "part0").mkdir(parents=True)
+    (left / "g.json").write_text("{")
+    own = tmp_path / ".p.writing-together"
+    own.mkdir()
+    (own / "notes.txt").write_text("a user's own")
+    write(hand_drawn(), tmp_path / "p", 2)
+    assert left.exists(), "somebody may be about to lock it"
+    old = time.time() - 1e4
+    for folder in (left, own):
+        os.utime(folder, (old, old))
+    writer = os.open(left, os.O_RDONLY)
+    try:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        write(hand_drawn(), tmp_path / "p", 2)
+        assert left.exists(), "somebody writes there"
+    finally:
+        os.close(writer)
+    write(hand_drawn(), tmp_path / "p", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [own.name, "p"]
+    assert (own / "notes.txt").exists()
+
+
 def test_what_is_of_no_partition_is_not_replaced(tmp_path: Path) -> None:
     """Scripts choose the names: somebody's own files may have them."""
     notes = tmp_path / "a" / "g.json"

@@ -350,8 +350,8 @@ class Controller:
                 port = state.part.machine.port + state.part.local_index
                 raise ClusterFailure(
                     f"{state.part} does not listen on port {port} after {self._job.start_timeout_s:g} s. "
-                    "Servers load their partition in dgl.distributed.initialize; give them more time with "
-                    "start_timeout_s if the partition is large.",
+                    "Servers load their partition in dgl.distributed.initialize; if it is large, give them more time "
+                    "with --start-timeout-s (start_timeout_s= of a ClusterJob).",
                     details=self._details(state),
                     part=state.part.name,
                 )

@@ -126,7 +126,7 @@ class PartitionConfig:
     partition: str | None = None
     """Existing partition to train on, a folder or its JSON file, instead of loading and partitioning a graph."""
     workspace: str | None = None
-    """Folder that keeps partitions for later runs; ~/.cache/dgl_hybrid if not given."""
+    """Folder that keeps partitions for later runs; dgl_hybrid in XDG_CACHE_HOME, else in ~/.cache, if not given."""
 
     def __post_init__(self) -> None:
         """Checks every field."""

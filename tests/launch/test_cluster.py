@@ -464,6 +464,7 @@ def test_a_server_that_never_comes_up(tmp_path: Path) -> None:
     assert job.ip_config is not None
     port = job.ip_config.read_text().splitlines()[1].split()[1]
     assert str(error).startswith(f"server 1 on machine 1 (127.0.0.1) does not listen on port {port} after 1.5 s.")
+    assert "with --start-timeout-s (start_timeout_s= of a ClusterJob)" in str(error)
     assert "loading" in error.details
 
 

@@ -24,32 +24,37 @@ def normalise_edge_weights(
     Args:
         block: The DGL block of held and received sources.
         edge_weight: (E,) floating weights of the block's edges.
-        find_out_weights: Answers with the (C + R,) full-graph weighted out-degrees of all sources.
+        find_out_weights: Answers with the (C + R,) full-graph weighted out-degrees of all sources, and raises if any
+            weight of the graph is not positive.
         norm: "none", "right" (by in-weights) or "both" (by out- and in-weights).
         eps: Added to the weighted degrees.
 
     Raises:
-        DGLError: As stock DGL does, for weights that are not scalar, or not positive with norm "both".
+        DGLError: As stock DGL does, for weights that are not scalar, or not positive with norm "both"; other ranks than
+            those that own such a weight raise a HybridError with its words.
         BlockError: With norm "both", for weights that are not a static field of the graph.
     """
     if edge_weight.dim() > 1:
         raise DGLError(f"edge weights must be scalar, one for each edge (got shape {tuple(edge_weight.shape)})")
-    if norm == "both" and bool((edge_weight <= 0).any()):
-        raise DGLError("edge weights must be positive with norm='both': their sums are taken to the power -1/2")
     if norm == "none":
         return edge_weight
-    if norm == "both" and edge_weight.requires_grad:
-        raise BlockError("EdgeWeightNorm(norm='both') on a LayerBlock takes static weights; these require a gradient")
+    out_weight = None
+    if norm == "both":
+        if edge_weight.requires_grad:
+            raise BlockError(
+                "EdgeWeightNorm(norm='both') on a LayerBlock takes static weights; these require a gradient"
+            )
+        # All ranks check their weights there together: one that found a zero here would be missed in that collective.
+        out_weight = find_out_weights(edge_weight).to(edge_weight) + eps
     with block.local_scope():
         block.edata["w"] = edge_weight
         block.update_all(fn.copy_e("w", "m"), fn.sum("m", "in_weight"))
         in_weight = block.dstdata["in_weight"] + eps
-        if norm == "right":
+        if out_weight is None:
             block.dstdata["scale"] = 1.0 / in_weight
             block.apply_edges(fn.e_mul_v("w", "scale", "scaled"))
             scaled: Tensor = block.edata["scaled"]
             return scaled
-        out_weight = find_out_weights(edge_weight).to(edge_weight) + eps
         block.srcdata["scale"] = torch.pow(out_weight, -0.5)
         block.dstdata["scale"] = torch.pow(in_weight, -0.5)
         block.apply_edges(fn.u_mul_v("scale", "scale", "scaled"))

@@ -172,11 +172,12 @@ class FullGraphLoader:
         g = as_partitioned(g, transport, timeout_s=timeout_s)
         self.graph = g
         self.communicator = g.communicator
-        self.device = device_of("cpu" if device is None else device)
-        self.num_layers = num_layers_of(sampler)
-        self.prefetch = Prefetch.from_sampler(sampler)
-        """Which fields the blocks come with."""
         with self.communicator.agreed():
+            self.device = device_of("cpu" if device is None else device)
+            self.num_layers = num_layers_of(sampler)
+            self.prefetch = Prefetch.from_sampler(sampler)
+            """Which fields the blocks come with."""
+            self.prefetch.shapes(g)  # they are there: ranks read them together
             config = config_of(strategy, planner)
             forced = None if plan is None else cached_of(plan, self.num_layers, g)
             check_budget(plan, config.memory_budget_bytes)
@@ -287,9 +288,10 @@ class FullGraphLoader:
                 owners_aggregate=keep_static and keeps_first_layer(plan),
             )
         elif model is not None:
-            template = CallTemplate.of_convention(
-                g.ndata, self.prefetch.shapes(g), self._runs_on.type, is_static=self._runs_on == self.device
-            )
+            with self.communicator.agreed():
+                template = CallTemplate.of_convention(
+                    g.ndata, self.prefetch.shapes(g), self._runs_on.type, is_static=self._runs_on == self.device
+                )
             self._follow(self._choice.plan(model, template))
         else:
             if config.memory_budget_bytes is not None and self.communicator.rank == 0:

@@ -7,12 +7,13 @@ nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from dgl import DGLError
 from dgl.distributed import DistGraph
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.exchange.locality import LocalPlaces
-from dgl_hybrid.partition import RankPart, load_partition, read_partition_summary
+from dgl_hybrid.partition import LocalPartition, RankPart, load_partition, read_partition_summary
 from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
@@ -102,7 +103,8 @@ class PartitionedGraph:
                 was given, or ten minutes (see `create_communicator`). The same on all ranks.
 
         Raises:
-            PartitionError: Missing, damaged or unsuitable folder, or a number of ranks other than its parts.
+            PartitionError: Missing, damaged or unsuitable folder, parts with different fields, or a number of ranks
+                other than its parts.
             ValueError: A timeout for a communicator that has its own.
         """
         chosen = communicator
@@ -122,12 +124,14 @@ class PartitionedGraph:
                 )
             partition = load_partition(part_config, chosen.rank, verify=verify)
             digest = partition_digest(Path(part_config))
-        of_ranks = chosen.gather_json(digest)
-        if (other := next((r for r in range(len(of_ranks)) if of_ranks[r] != of_ranks[0]), None)) is not None:
+        of_ranks = chosen.gather_json([digest, _fields_of(partition)])
+        if (other := next((r for r in range(len(of_ranks)) if of_ranks[r][0] != of_ranks[0][0]), None)) is not None:
             raise PartitionError(
                 f"rank {other} of {chosen.world_size} has opened another partition than rank 0 has ({part_config} on "
                 f"rank {chosen.rank}): names, sizes or checksums differ. Copy one partition folder to all hosts again."
             )
+        # Nothing in a plain DistDGL folder says what its parts hold, each of which may have been written by itself.
+        _check_same_fields(part_config, [fields for _, fields in of_ranks])
         return PartitionedGraph(partition, chosen, node_data=partition.node_data, edge_data=partition.edge_data)
 
     @staticmethod
@@ -269,17 +273,52 @@ class PartitionedGraph:
         as they were read.
 
         Collective where the field is known; which it is follows from the program, alike on every rank.
+
+        Raises:
+            DGLError: On all ranks (on those that own none of them as a HybridError), if any weight of the field is not
+                positive.
         """
         for name, field in self.edata.items():
             if field.has_as_it_is(edge_weight):
                 known, state = self._weighted_out_degrees.get(name), (field.key, field.version)
                 if known is None or known[0] != state:
+                    with self.communicator.agreed():
+                        if bool((field.local <= 0).any()):
+                            raise DGLError(
+                                "edge weights must be positive with norm='both': their sums are taken to the power -1/2"
+                            )
                     # Ranks of one machine share its edges, so those of own nodes need not be own edges.
                     local = fetch_rows(self.communicator, self.edges, field.local, self.partition.lists.all_eids())
                     known = (state, self.sum_over_out_edges(local.reshape(len(local))))
                     self._weighted_out_degrees[name] = known
                 return self.fetch_nodes(known[1], ids_global)
         return None
+
+
+def _fields_of(partition: LocalPartition) -> dict[str, str]:
+    """Returns what the rows of each field are, in words, for ranks to compare."""
+    return {
+        f"{kind} field {name!r}": f"{rows.dtype} rows of shape {tuple(rows.shape[1:])}"
+        for kind, data in (("node", partition.node_data), ("edge", partition.edge_data))
+        for name, rows in data.items()
+    }
+
+
+def _check_same_fields(part_config: str | Path, of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """Checks that what ranks would exchange as one field is of one kind. Not collective; alike on all ranks.
+
+    Raises:
+        PartitionError: A part lacks a field, or has other rows in it.
+    """
+    first = of_ranks[0]
+    for rank, fields in enumerate(of_ranks):
+        for name in (*first, *fields):
+            if fields.get(name) != first.get(name):
+                raise PartitionError(
+                    f"all parts of {part_config} must have the same fields: the {name} is {first.get(name, 'missing')} "
+                    f"in the part of rank 0, and {fields.get(name, 'missing')} in that of rank {rank} of "
+                    f"{len(of_ranks)}. Write the partition anew, or the field of that part as the others have it."
+                )
 
 
 def as_partitioned(

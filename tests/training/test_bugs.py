@@ -947,6 +947,28 @@ def test_the_loss_of_a_borrowed_seed_may_be_nan(world_size: int, partitions: Par
             assert_same_gradients(results[ignored][1], expected, f"class {ignored} ignored")
 
 
+def normalise_weights(rank: int, world_size: int, part_config: str) -> None:
+    """One weight in the part of rank 1 is 0."""
+    g = PartitionedGraph.open(part_config)
+    weights = g.edata["w"].local.clone()
+    if rank == 1:
+        weights[0] = 0.0
+    g.edata["w"] = weights
+    sampler = dgl.dataloading.NeighborSampler([1], prefetch_edge_feats=["w"])
+    loader = FullGraphLoader(g, g.owned_nodes(), sampler, plan=[torch.empty(0, dtype=torch.int64)])
+    for _, _, (block,) in loader:
+        dglnn.EdgeWeightNorm("both")(block, block.edata["w"])
+
+
+def test_a_weight_that_is_not_positive_is_refused_on_all_ranks(folder: str) -> None:
+    """Its rank raised, and the others waited for it to sum weights of out-edges."""
+    errors = run_ranks_expect_errors(RANKS, normalise_weights, folder, timeout=60)
+    assert [error.type_name for error in errors] == ["HybridError", "DGLError", "HybridError"]
+    for error in errors:
+        assert "edge weights must be positive with norm='both'" in error.message
+        assert error.rank == 1 or "rank 1 of 3" in error.message
+
+
 def seeds_but_of_rank_one(rank: int, world_size: int, part_config: str) -> Tensor:
     g = PartitionedGraph.open(part_config)
     return original_ids(g, g.owned_nodes("train_mask")[: 0 if rank == 1 else None])

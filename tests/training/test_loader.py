@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from dgl.data.utils import load_tensors, save_tensors
 from dgl.distributed import DistTensor
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -32,6 +33,7 @@ from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.training import planning
+from dgl_hybrid.training.fields import StoredFields
 from dgl_hybrid.training.gradients import average_gradients
 from dgl_hybrid.training.loader_arguments import dense_below_of, num_layers_of
 from tests.helpers.exactness import Case, Model, assert_close
@@ -424,6 +426,7 @@ def test_a_wrong_state_is_refused(partitions: PartitionStore) -> None:
 def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> None:
     g, model = open_graph(part_config)
     seeds, options = g.owned_nodes("train_mask"), {"topology": uniform_topology(world_size)}
+    sampler: Any = 2
     if mistake == "seed out of range" and rank == 1:
         seeds = torch.tensor([0, g.num_nodes()])
     elif mistake == "no seeds":
@@ -478,13 +481,29 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
     elif mistake == "mask of two columns":
         with g.communicator.agreed():
             pass
+    elif mistake == "no such device" and rank == 1:
+        options["device"] = "gpu"
+    elif mistake == "no layers" and rank == 2:
+        sampler = 0
+    elif mistake == "nothing to prefetch" and rank == 0:
+        sampler = dgl.dataloading.NeighborSampler([1, 1], prefetch_edge_feats=["colour"])
+    elif mistake == "two types to prefetch" and rank == 1:
+        sampler = dgl.dataloading.NeighborSampler([1, 1], prefetch_labels={"a": ["label"], "b": ["label"]})
+    elif mistake == "no input":
+        options["model"] = model
+        if rank == 1:
+            g.ndata = StoredFields({"x1": torch.zeros(len(g.nodes.owned()), 2)}, g.nodes, g.row_sets, "node")
     elif mistake == "function to infer":
         infer(lambda blocks, x: x, g, 2)  # type: ignore[arg-type]
     elif mistake == "mixing in a dataclass":
         options["model"] = _Wrapped(_Centred(model))
     elif mistake == "mixing":
         options["model"] = _Centred(model)
-    FullGraphLoader(g, seeds, 2, **options)
+    FullGraphLoader(g, seeds, sampler, **options)
+
+
+MISTAKE_TIMEOUT_S = 120.0
+"""Ranks that are left alone wait for three quarters of it."""
 
 
 class _Field(DistTensor):  # type: ignore[misc]
@@ -562,6 +581,11 @@ class _Centred(nn.Module):
         ("autotune in words", r"autotune must be a bool or a share of at least 0 \(got 'yes'\)"),
         ("model by name", r"model must be the torch\.nn\.Module that is trained, or None \(got str\)"),
         ("mask of two columns", r"a mask has one entry for each node \(field 'feat' has \(\d+,\)\)"),
+        ("no such device", "Expected one of cpu, cuda"),
+        ("no layers", r"the number of layers must be at least 1 \(got 0\)"),
+        ("nothing to prefetch", "no edge field .{1,3}colour"),
+        ("two types to prefetch", r"prefetch_labels names fields of 2 types \(a, b\)"),
+        ("no input", r"cannot tell which node field is the model's input.* \(got fields \['x1'\]\)"),
         ("function to infer", r"infer needs a torch\.nn\.Module, called as model\(blocks, x\) \(got function\)"),
         ("model depth", "zip|does not use the blocks"),
         ("last norm", "normalises the output of its last layer"),
@@ -570,7 +594,8 @@ class _Centred(nn.Module):
     ],
 )
 def test_a_mistake_on_one_rank_is_raised_on_all(mistake: str, message: str, partitions: PartitionStore) -> None:
-    errors = run_ranks_expect_errors(3, make_loader, partitions.get("power_law", power_law(), 3), mistake)
+    folder = partitions.get("power_law", power_law(), 3)
+    errors = run_ranks_expect_errors(3, make_loader, folder, mistake, timeout=MISTAKE_TIMEOUT_S)
     assert len(errors) == 3
     for error in errors:
         assert re.search(message, error.message), error.message
@@ -764,6 +789,33 @@ def test_ranks_on_different_partitions_are_told(tmp_path: Path) -> None:
     for said in run_ranks(2, open_another, [str(tmp_path / name / "g.json") for name in ("old", "new")]):
         assert said.startswith("rank 1 of 2 has opened another partition than rank 0 has")
         assert "Copy one partition folder to all hosts again" in said
+
+
+@pytest.mark.parametrize("fault", ["no field", "narrower", "another dtype", "edges", "none in rank 0"])
+def test_parts_with_other_fields_are_told(fault: str, tmp_path: Path) -> None:
+    """Nothing in a plain folder says what its parts hold: one rank failed where it read, and the others waited for it,
+    or took its bytes for rows of their own width.
+    """
+    dgl.distributed.partition_graph(power_law(), "g", 3, str(tmp_path), part_method="random")
+    part = 0 if fault == "none in rank 0" else 2
+    kind, key = ("edge", "_N:_E:_N/w") if fault == "edges" else ("node", "_N/feat")
+    path = tmp_path / f"part{part}" / f"{kind}_feat.dgl"
+    data = load_tensors(str(path))
+    if fault in ("no field", "none in rank 0"):
+        del data[key]
+    elif fault == "narrower":
+        data[key] = data[key][:, 1:].contiguous()
+    elif fault == "another dtype":
+        data[key] = data[key].to(torch.float16)
+    else:
+        data[key] = data[key][:, None].expand(-1, 2).contiguous()
+    save_tensors(str(path), data)
+    other = 1 if part == 0 else 2
+    for error in run_ranks_expect_errors(3, open_wrong_number, str(tmp_path / "g.json")):
+        assert error.type_name == "PartitionError"
+        assert f"the {kind} field {key.partition('/')[2]!r} is " in error.message
+        assert "in the part of rank 0, and " in error.message
+        assert f"in that of rank {other} of 3" in error.message
 
 
 def make_with_loss(rank: int, world_size: int, part_config: str, **of_rank: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a user-defined reduce gives on a rank without edges: zeros of the right shape that stay in the graph.
+"""What user-defined functions give on a rank without edges: zeros of the right shape that stay in the graph.
 
-Stock DGL leaves the result unset there. Here the other ranks may have edges in the same layer, and run an exchange
-backward for every field that the functions used: this rank has to take part in those, and in no others.
+Stock DGL leaves the result of a reduce unset there. Here the other ranks may have edges in the same layer, and run an
+exchange backward for every field that the functions used: this rank has to take part in those, and in no others.
 """
 
 from __future__ import annotations
@@ -38,37 +38,76 @@ def reduce_of_nothing(
         Each field the reduce returns, (num_dst, ...) zeros. A backward from them reaches the fields and the parameters
         that the functions used.
     """
-    device = next((rows.device for fields in (sources, destinations, edges) for rows in fields.values()), None)
-    # Not `.to(device)`, which DGL's build for CPUs refuses where features are on a GPU.
-    probe = move_graph(dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1), device or "cpu")
     results: dict[str, Tensor] = {}
 
     def reduce_and_note(nodes: Any) -> dict[str, Tensor]:
         results.update(reduce_func(nodes))
         return results
 
-    # What needs a gradient, as it is here and as it is made up there.
-    real: list[Tensor] = []
-    leaves: list[Tensor] = []
-    num_made_up = 0
-    for data, fields in ((probe.srcdata, sources), (probe.dstdata, destinations), (probe.edata, edges)):
-        for name, value in fields.items():
-            rows = _made_up(value, num_made_up)
-            num_made_up += rows.numel()
-            if value.requires_grad:
-                real.append(value)
-                leaves.append(rows.requires_grad_())
-                rows = rows.clone()  # functions may write into what they are given
-            data[name] = rows
-    probe.update_all(message_func, reduce_and_note)
-    zeros = {}
-    for name, value in results.items():
-        zeros[name] = torch.zeros((num_dst, *value.shape[1:]), dtype=value.dtype, device=value.device)
-        if value.requires_grad:
-            reached = _leaves_of(value)
-            used = [field for field, leaf in zip(real, leaves, strict=True) if id(leaf) in reached]
-            zeros[name] = _Anchored.apply(zeros[name], value, *used)
-    return zeros
+    edge = _MadeUpEdge(sources, destinations, edges)
+    edge.graph.update_all(message_func, reduce_and_note)
+    return {name: edge.zeros_like(value, num_dst) for name, value in results.items()}
+
+
+def messages_of_nothing(
+    message_func: Any, *, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], edges: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Runs a message function on one made-up edge. Not collective.
+
+    Args:
+        message_func, sources, destinations, edges: As of `reduce_of_nothing`.
+
+    Returns:
+        Each field it returns, (0, ...). A backward from them reaches the fields and the parameters that it used.
+    """
+    results: dict[str, Tensor] = {}
+
+    def note(edges: Any) -> dict[str, Tensor]:
+        results.update(message_func(edges))
+        return {}
+
+    edge = _MadeUpEdge(sources, destinations, edges)
+    edge.graph.apply_edges(note)
+    return {name: edge.zeros_like(value, 0) for name, value in results.items()}
+
+
+class _MadeUpEdge:
+    """A graph of one edge, with one row of each field."""
+
+    def __init__(
+        self, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], edges: Mapping[str, Tensor]
+    ) -> None:
+        device = next((rows.device for fields in (sources, destinations, edges) for rows in fields.values()), None)
+        # Not `.to(device)`, which DGL's build for CPUs refuses where features are on a GPU.
+        block = dgl.create_block(([0], [0]), num_src_nodes=1, num_dst_nodes=1)
+        self.graph = move_graph(block, device or "cpu")
+        # What needs a gradient, as it is here and as it is made up there.
+        self._real: list[Tensor] = []
+        self._leaves: list[Tensor] = []
+        num_made_up = 0
+        for data, fields in (
+            (self.graph.srcdata, sources),
+            (self.graph.dstdata, destinations),
+            (self.graph.edata, edges),
+        ):
+            for name, value in fields.items():
+                rows = _made_up(value, num_made_up)
+                num_made_up += rows.numel()
+                if value.requires_grad:
+                    self._real.append(value)
+                    self._leaves.append(rows.requires_grad_())
+                    rows = rows.clone()  # functions may write into what they are given
+                data[name] = rows
+
+    def zeros_like(self, value: Tensor, num_rows: int) -> Tensor:
+        """Returns so many zero rows like those that were made of this edge's, in the graph where these are."""
+        zeros = torch.zeros((num_rows, *value.shape[1:]), dtype=value.dtype, device=value.device)
+        if not value.requires_grad:
+            return zeros
+        reached = _leaves_of(value)
+        used = [field for field, leaf in zip(self._real, self._leaves, strict=True) if id(leaf) in reached]
+        anchored: Tensor = _Anchored.apply(zeros, value, *used)
+        return anchored
 
 
 def _made_up(value: Tensor, num_before: int) -> Tensor:

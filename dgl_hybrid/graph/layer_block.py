@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 import dgl
 import torch
 from dgl import function as fn
-from dgl.udf import NodeBatch
+from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor
 
-from dgl_hybrid.errors import BlockError
+from dgl_hybrid.errors import BlockError, HybridError
 from dgl_hybrid.exchange.approximate import ApproximateRows
 from dgl_hybrid.exchange.closure import LayerStructure, ReplicaRows
 from dgl_hybrid.exchange.communicator import Communicator
@@ -29,7 +29,7 @@ from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.block_interface import DELEGATED, HINTS, DestinationNodes, SourceNodes
 from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
-from dgl_hybrid.graph.edgeless_reduce import reduce_of_nothing
+from dgl_hybrid.graph.edgeless_reduce import messages_of_nothing, reduce_of_nothing
 from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, source_fields_of, targets_of
 from dgl_hybrid.graph.split_block import SplitBlock
@@ -502,6 +502,7 @@ class LayerBlock:
         has_edges = self._block.num_edges() > 0
         if not has_edges and not isinstance(reduce_func, fn.BuiltinFunction):
             return self._reduce_nothing(message_func, reduce_func)
+        message_func = self._taking_no_edges(message_func)
         seen: dict[str, Tensor] = {}
 
         def look(nodes: NodeBatch) -> dict[str, Tensor]:
@@ -540,7 +541,7 @@ class LayerBlock:
                 for name, zeros in self._reduce_nothing(message_func, reduce_func).items():
                     self._block.dstdata[name] = zeros
                 return
-            reduce_func = _of_nothing(reduce_func)
+            message_func, reduce_func = self._taking_no_edges(message_func), _of_nothing(reduce_func)
         with _without_empty_edge_warning():
             self._block.update_all(message_func, reduce_func)
 
@@ -657,7 +658,7 @@ class LayerBlock:
         self._complete(func)
         self._observe(func)
         with _without_empty_edge_warning():
-            self._block.apply_edges(func)
+            self._block.apply_edges(self._taking_no_edges(func))
 
     @unseen
     def complete_sources(self, names: Sequence[str]) -> list[Tensor]:
@@ -728,19 +729,54 @@ class LayerBlock:
 
     def _reduce_nothing(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
         """A user-defined reduce on a rank without edges: zeros that take part in the backward as they do elsewhere."""
-        sources = {name: self._block.srcdata[name] for name in self._names_read_by(message_func)}
-        self.is_dry_run = True
-        try:
+        with self._dry_run():
             return reduce_of_nothing(
                 message_func,
                 reduce_func,
-                sources={**self._source, **sources},  # those that are read with their received rows
+                sources=self._sources_read_by(message_func),
                 destinations=dict(self._block.dstdata),
                 edges=dict(self._block.edata),
                 num_dst=self.structure.num_dst,
             )
+
+    def _taking_no_edges(self, message_func: Any) -> Any:
+        """Returns a function that gives messages of no edges where the user's may fail at them, on this rank alone:
+        `h.reshape(len(h), -1)` cannot tell how wide no rows are.
+        """
+        if self._block.num_edges() or isinstance(message_func, fn.BuiltinFunction):
+            return message_func
+
+        def run(edges: EdgeBatch) -> dict[str, Tensor]:
+            # As it is first: what it has taken from around it by edge has no rows either, and does not fit to one.
+            before = torch.get_rng_state()
+            try:
+                messages: dict[str, Tensor] = message_func(edges)
+                return messages
+            except HybridError:
+                raise
+            except Exception:
+                torch.set_rng_state(before)  # a random call that is repeated so counts once, as on other ranks
+                with self._dry_run():
+                    return messages_of_nothing(
+                        message_func,
+                        sources=self._sources_read_by(message_func),
+                        destinations=dict(self._block.dstdata),
+                        edges=dict(self._block.edata),
+                    )
+
+        return run
+
+    @contextlib.contextmanager
+    def _dry_run(self) -> Iterator[None]:
+        self.is_dry_run = True
+        try:
+            yield
         finally:
             self.is_dry_run = False
+
+    def _sources_read_by(self, message_func: Any) -> dict[str, Tensor]:
+        """Returns all source fields, those that are read with their received rows."""
+        return {**self._source, **{name: self._block.srcdata[name] for name in self._names_read_by(message_func)}}
 
     # ---------------------------------------------------------------- the rest
 

@@ -86,6 +86,27 @@ class UserReduce(nn.Module):
         block.apply_edges(lambda edges: {"e": edges.src["h"] * 2.0})
         block.update_all(fn.copy_e("e", "m"), fn.max("m", "h"))
 
+    def flattened_messages(self, block: Any, x: Tensor) -> None:
+        def flatten(edges: Any) -> dict[str, Tensor]:
+            rows = F.dropout(edges.src["h"], 0.5) * self.edge(edges.data["w"][:, None])
+            return {"m": rows.reshape(len(rows), -1)}
+
+        block.update_all(flatten, fn.max("m", "h"))
+
+    def flattened_and_applied(self, block: Any, x: Tensor) -> None:
+        def flatten(edges: Any) -> dict[str, Tensor]:
+            return {"m": edges.src["h"].reshape(len(edges), -1)}
+
+        block.update_all(flatten, fn.mean("m", "a"), lambda nodes: {"h": nodes.data["a"] + 0.0 * nodes.data["h"]})
+
+    def flattened_edges(self, block: Any, x: Tensor) -> None:
+        block.apply_edges(lambda edges: {"e": edges.src["h"].reshape(len(edges), -1)})
+        block.update_all(fn.copy_e("e", "m"), fn.sum("m", "h"))
+
+    def messages_times_outer(self, block: Any, x: Tensor) -> None:
+        by_edge = self.edge(block.edata["w"][:, None])
+        block.update_all(lambda edges: {"m": torch.cat([edges.src["h"], by_edge], 1)}, fn.sum("m", "h"))
+
     def direct_max(self, block: Any, x: Tensor) -> None:
         y = dgl.ops.u_mul_e_max(block, x, self.edge(block.edata["w"][:, None]))
         # DGL answers -inf where there is no in-edge, here as on the whole graph.
@@ -179,7 +200,7 @@ def run_reads_some(rank: int, world_size: int, part_config: str, kind: str, *, i
 def run_user_reduce(rank: int, world_size: int, part_config: str, kind: str) -> dict[str, Any]:
     torch.manual_seed(1)
     model = UserReduce(kind)
-    g, x, (block, _) = one_layer(part_config, edgeless_rank=0, prefetch_edge_feats=["w"])
+    g, x, (block, loader) = one_layer(part_config, edgeless_rank=0, prefetch_edge_feats=["w"])
     with torch.no_grad():
         evaluated = model(block, x)
     g.communicator.clock.drain()
@@ -192,6 +213,7 @@ def run_user_reduce(rank: int, world_size: int, part_config: str, kind: str) -> 
         "events": events,
         "of_nothing": float(y[no_edges].abs().sum() + evaluated[no_edges].abs().sum()),
         "edge_grad": model.edge.weight.grad is not None,
+        "random_calls": loader._step.num_random_calls,
     }
 
 

@@ -39,16 +39,22 @@ def isolated_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize(
     "kind",
-    ["overwrite", "two_exchanges", "table_lookup", "dropped_messages", "edge_field", "max_of_edges", "direct_max"],
+    [
+        *("overwrite", "two_exchanges", "table_lookup", "dropped_messages", "edge_field", "max_of_edges", "direct_max"),
+        *("flattened_messages", "flattened_and_applied", "flattened_edges", "messages_times_outer"),
+    ],
 )
 def test_a_rank_without_edges_takes_part(kind: str, isolated_folder: str) -> None:
+    """Also where a function cannot take no edges at all (`h.reshape(len(h), -1)`), and where it cannot take one."""
     results = run_ranks(3, run_user_reduce, isolated_folder, kind, timeout=120)
     assert results[0]["edges"] == 0
     assert all(result["edges"] > 0 for result in results[1:])
     for result in results:
         assert result["events"] == results[0]["events"]
         assert result["of_nothing"] == 0.0
-        assert result["edge_grad"] == (kind in ("edge_field", "direct_max"))
+        assert result["random_calls"] == results[0]["random_calls"]
+        with_edges = ("edge_field", "direct_max", "flattened_messages", "messages_times_outer")
+        assert result["edge_grad"] == (kind in with_edges)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -154,8 +154,12 @@ def _resident_bytes(held: Bytes) -> int:
 
 @functools.cache
 def _folder_on_disk() -> Path | None:
-    """Returns the folder for temporary files (`TMPDIR`); None if it lies in memory."""
-    folder = Path(tempfile.gettempdir()).resolve()
+    """Returns the folder for temporary files (`TMPDIR`); None if it lies in memory, or nobody may write to any."""
+    try:
+        folder = Path(tempfile.gettempdir()).resolve()
+    except OSError as error:  # of this rank alone, maybe in the middle of training
+        _logger.info("raw rows stay in memory: %s", error)
+        return None
     kinds: dict[Path, str] = {}
     with contextlib.suppress(OSError):
         kinds = {Path(partition.mountpoint): partition.fstype for partition in psutil.disk_partitions(all=True)}

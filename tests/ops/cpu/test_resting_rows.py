@@ -169,3 +169,20 @@ def test_a_folder_in_memory_is_none(kind: str, is_disk: bool, monkeypatch: pytes
         assert resting_rows._folder_on_disk() == (tmp_path.resolve() if is_disk else None)
     finally:
         resting_rows._folder_on_disk.cache_clear()
+
+
+def test_without_any_folder_for_temporary_files_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python says so by an error, on one rank alone maybe, and in the middle of training."""
+    monkeypatch.undo()
+
+    def raise_error() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp', '/usr/tmp', '/']")
+
+    monkeypatch.setattr(resting_rows.tempfile, "gettempdir", raise_error)
+    resting_rows._folder_on_disk.cache_clear()
+    try:
+        rows = made_up()
+        assert leave_on_disk(rows) == 0
+        assert rows[1, 0] == 16
+    finally:
+        resting_rows._folder_on_disk.cache_clear()

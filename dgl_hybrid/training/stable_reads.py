@@ -67,6 +67,9 @@ class _Read:
     is_dropped: bool = False
     """Whether the field was written to since, as far as this rank knows, or the rows are not asked for again."""
 
+    def without_rows(self) -> _Read:
+        return replace(self, rows=torch.empty(0), is_dropped=True)
+
 
 class StableReads:
     """Answers a KVStore client's pulls, and watches its pushes and barriers, for as long as this object lives, but from
@@ -158,6 +161,8 @@ class StableReads:
                 weakref.finalize(id_tensor, self._reads.pop, key, None)
             else:
                 self._settle_if_learned(name, read.ids_global, read.rows)
+                # Before others come, or there would be those of two reads.
+                read = self._reads[key] = read.without_rows()
             rows = self._pull(name, ids_global, id_tensor.device)
             read = self._reads[key] = _Read(rows, rows._version, _Stamp.of(self._local(name)), ids_global.data)
         if self._handed_out is not None:
@@ -187,7 +192,7 @@ class StableReads:
         """Drops the rows of one id tensor; they are read again if asked for."""
         for key, read in list(self._reads.items()):
             if key[1] == id(ids):
-                self._reads[key] = replace(read, rows=torch.empty(0), is_dropped=True)
+                self._reads[key] = read.without_rows()
 
     def has_as_it_is(self, name: str, rows: Tensor) -> bool:
         """Whether `rows` is what a read of this field returned, and nobody has changed it since."""
@@ -330,7 +335,12 @@ class StableReads:
     def _drop(self, names: set[str]) -> None:
         # Replaced, not removed: each key has a finalizer already.
         for key, read in list(self._reads.items()):
-            if key[0] in names:
+            if key[0] not in names:
+                continue
+            if read.rows.requires_grad:  # a step has pushed into what it learns: the rows and their gradient may go
+                self._settle_if_learned(key[0], read.ids_global, read.rows)
+                self._reads[key] = read.without_rows()
+            else:
                 self._reads[key] = replace(read, is_dropped=True)
 
     def _local(self, name: str) -> Tensor | None:

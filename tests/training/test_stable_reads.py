@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import sys
 import tempfile
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -220,6 +221,73 @@ def test_rows_of_a_written_field_are_told_from_those_that_stay() -> None:
     again = client.pull(name=other, id_tensor=ids)
     assert again is not predictions
     assert reads.identify(other, again, is_current=True)
+    dgl_hybrid.disable()
+
+
+def test_what_was_learned_goes_when_a_step_is_done() -> None:
+    """Rows and their gradient lay here until others were read, and until then beside those."""
+    row_sets, ids = RowSets(Communicator(None)), torch.arange(3)
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    client = Client(torch.rand(3, 2))
+    reads = StableReads(client, Communicator(None), row_sets, owned, owned)
+    rows = client.pull(name=NAME, id_tensor=ids).requires_grad_()
+    rows.sum().backward()
+    learned = weakref.ref(rows)
+    client.push(NAME, ids, rows.detach() - rows.grad)
+    del rows
+    assert learned() is None
+    assert client.pull(name=NAME, id_tensor=ids) is client.pull(name=NAME, id_tensor=ids)
+    assert reads.num_pulls == 2
+    dgl_hybrid.disable()
+
+
+def test_rows_that_are_read_again_do_not_lie_beside_those_of_before() -> None:
+    row_sets, ids = RowSets(Communicator(None)), torch.arange(3)
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3]), rank=0)
+    before: list[weakref.ref[Tensor]] = []
+    were_there: list[bool] = []
+
+    class Watched(Client):
+        def pull(self, name: str, id_tensor: Tensor) -> Tensor:
+            were_there.extend(reference() is not None for reference in before)
+            return super().pull(name, id_tensor)
+
+    client = Watched(torch.rand(3, 2))
+    reads = StableReads(client, Communicator(None), row_sets, owned, owned)
+    before.append(weakref.ref(client.pull(name=NAME, id_tensor=ids)))
+    client.push(NAME, ids, torch.rand(3, 2))
+    client.pull(name=NAME, id_tensor=ids)
+    assert were_there == [False]
+    assert reads.num_pulls == 2
+    dgl_hybrid.disable()
+
+
+@pytest.mark.parametrize("is_leaf_of_script", [True, False])
+def test_gradients_of_rows_that_are_gone_are_still_summed(is_leaf_of_script: bool) -> None:
+    """Somebody else's push comes between the read of what is learned and the model's call."""
+    communicator = Communicator(None)
+    communicator.world_size = 2
+    row_sets, ids = RowSets(communicator), torch.arange(6)
+    row_sets.register_nodes(ids)
+    owned = Ownership(offsets=torch.tensor([0, 3, 6]), rank=0)
+    client = Rows(torch.rand(6, 4))
+    reads = StableReads(client, communicator, row_sets, owned, owned)
+    embedding = DistEmbedding.__new__(DistEmbedding)
+    embedding._tensor, embedding._trace = client, []
+    settled: list[Tensor] = []
+
+    def settle(grad: Tensor, ids_global: Tensor, *_: object) -> Tensor:
+        settled.append(ids_global)
+        return grad
+
+    with mock.patch.object(stable_reads, "settle_gradient", settle):
+        rows = client.pull(name=NAME, id_tensor=ids).requires_grad_() if is_leaf_of_script else embedding(ids)
+        client.push(NAME, torch.tensor([1]), torch.rand(1, 4))
+        reads.note_forward()
+        (2 * rows).sum().backward()
+    assert [found.tolist() for found in settled] == [list(range(6))]
     dgl_hybrid.disable()
 
 

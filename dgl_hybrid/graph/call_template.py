@@ -79,7 +79,9 @@ class CallTemplate:
     def of_call(
         args: tuple[Any, ...], kwargs: dict[str, Any], blocks: Sequence[LayerBlock], fields: StaticFields
     ) -> CallTemplate:
-        """Remembers a call that is being made, without keeping its rows (but a few of sparse features)."""
+        """Remembers a call that is being made, without keeping its rows (but a few of sparse features). Other tensors
+        among the arguments are kept as they are, for as long as the template is: the call cannot be made without them.
+        """
         num_seen: dict[int, int] = {}
         # The script may have moved the blocks itself: then those that the model is given tell where it runs.
         runs_on = blocks[0].device
@@ -260,7 +262,9 @@ def _rows_of(known: Tensor, count: int, positions: Tensor | None) -> Tensor:
 
 
 def _abstract_tensor(value: Tensor, blocks: Sequence[LayerBlock], num_seen: dict[int, int]) -> Any:
-    """Tells rows by their number; layers with equally many edges take such tensors in the order they come."""
+    """Tells rows by their number; layers with equally many edges take such tensors in the order they come. What is no
+    rows is returned itself.
+    """
     rows = len(value) if value.dim() else -1
     sizes = [blocks[0].num_src_nodes(), *(block.num_dst_nodes() for block in blocks)]
     edges = [block.num_edges() for block in blocks]

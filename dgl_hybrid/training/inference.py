@@ -82,6 +82,7 @@ def infer(
     if not isinstance(model, nn.Module):
         raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
     inner = without_ddp(model)
+    is_made_here = loader is None
     if loader is None:
         if device is None:
             device = next((parameter.device for parameter in inner.parameters()), None)
@@ -97,7 +98,8 @@ def infer(
         x = loader.graph.ndata[feature][input_nodes]
         output = inner(blocks, x)
         _check_once(inner, loader, blocks, x)
-    ids, order = seeds[: loader.num_seeds].sort()
+    communicator, num_seeds, is_scarce = loader.communicator, loader.num_seeds, loader.graph.is_memory_scarce
+    ids, order = seeds[:num_seeds].sort()
 
     def rows_asked_for(value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -107,10 +109,14 @@ def infer(
                 f"infer needs a model whose tensors have one row for each of the seeds (got one of shape "
                 f"{tuple(value.shape)} for {len(seeds)} seeds). Return the others apart from it, or none."
             )
-        return value[: loader.num_seeds][order]
+        return value[:num_seeds][order]
 
-    with loader.communicator.agreed():
-        return ids, map_leaves(output, rows_asked_for)
+    with communicator.agreed():
+        result = ids, map_leaves(output, rows_asked_for)
+    if is_made_here or is_scarce:
+        del loader, blocks, input_nodes, x  # of which some may lie where they arrived
+        communicator.drop_free_memory()
+    return result
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -268,14 +268,17 @@ class FullGraphLoader:
             is_fixed=forced is not None,
             given=plan if isinstance(plan, DependencyPlan) else None,
         )
+        g.loaders.add(self)
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
         self._steps_done = 0
         self._is_cast_otherwise = False
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
-        self._free_memory = FreeMemory(at_once=config.memory_budget_bytes is not None)
-        if config.memory_budget_bytes is None:
+        # How memory is freed is the process's: a loader without a budget (of `infer`, say) is not to undo another's.
+        g.is_memory_scarce |= config.memory_budget_bytes is not None
+        self._free_memory = FreeMemory(at_once=g.is_memory_scarce)
+        if not g.is_memory_scarce:
             keep_freed_memory()  # before planning, which times the model as epochs will run it
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
@@ -589,9 +592,12 @@ class FullGraphLoader:
         give_back_compiler()  # also of a kernel that a later epoch was the first to need
 
     def _forget_how_it_was_planned(self) -> None:
-        """Drops the structure of the halo, of which only plans ask, and none is made before epochs slow down."""
+        """Drops the structure of the halo, of which only plans ask, and none is made before epochs slow down; not while
+        plans of another loader take turns (this one may only evaluate): each change would fetch it again.
+        """
         self._choice.forget_basis()
-        if self.graph.in_edges.num_fetched_edges:
+        is_needed = any(loader._choice.is_in_trials for loader in self.graph.loaders)
+        if self.graph.in_edges.num_fetched_edges and not is_needed:
             self.graph.in_edges.forget_fetched()
             self._leave_memory(thoroughly=True)
 

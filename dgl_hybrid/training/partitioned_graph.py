@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,9 @@ from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_tr
 from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, find_stored_writes, spread_stored_writes
 from dgl_hybrid.training.stable_reads import StableReads
 from dgl_hybrid.training.step import Step
+
+if TYPE_CHECKING:
+    from dgl_hybrid.training.loader import FullGraphLoader
 
 
 class PartitionedGraph:
@@ -76,8 +80,12 @@ class PartitionedGraph:
         """Measured rates of these ranks, once they were probed."""
         self.num_loaders = 0
         """Made over this graph so far: the same on all ranks."""
+        self.loaders: WeakSet[FullGraphLoader] = WeakSet()
+        """Those of them that there still are."""
         self.is_told_of_moves = False
         """Whether the script was told what moving blocks costs: once, and not by every loader."""
+        self.is_memory_scarce = False
+        """Whether a loader has planned with a memory budget, for which the process is to hold no more than it must."""
         self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[tuple[str, int], Tensor]] = {}
 

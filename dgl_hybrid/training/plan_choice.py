@@ -76,6 +76,11 @@ class PlanChoice:
         return (self.outcome is not None or self.is_fixed) and (self.trials is None or self.trials.is_settled)
 
     @property
+    def is_in_trials(self) -> bool:
+        """Whether plans take turns, and more of them are to be built."""
+        return self.trials is not None and not self.trials.is_settled
+
+    @property
     def is_trying(self) -> bool:
         """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
         return (self.outcome is None and not self.is_fixed) or (self.trials is not None and self.trials.is_trying)

@@ -207,6 +207,7 @@ class PlanMaker:
                 trace, times = self._fastest(orders[: len(times_of_orders)], times_of_orders, sets, shares)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
+        del sets  # all in-edges of this rank: to find the plan takes most memory
         return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> TracedCall:

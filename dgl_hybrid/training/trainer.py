@@ -518,6 +518,8 @@ class Evaluator:
         right, total = sums[:-1].view_as(counts).unbind(1)
         shares = (right / total).tolist()  # 0 / 0 is NaN: a split without nodes
         mean_loss = float(sums[-1] / total[SPLITS.index("val_mask")])
+        if self._graph.is_memory_scarce:
+            self._graph.communicator.drop_free_memory()  # of exchanges that training has none of
         return Accuracy(epoch=epoch, train=shares[0], val=shares[1], test=shares[2], val_loss=mean_loss)
 
 

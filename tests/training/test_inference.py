@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import pytest
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange import locality
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.training import inference, planning
 from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
@@ -258,3 +259,43 @@ def test_who_only_evaluates_by_a_pure_plan_is_not_timed(
         assert (count > 0) == (num_timings > 0)
         for output in found[1:]:
             torch.testing.assert_close(output, found[0], rtol=1e-9, atol=1e-12)
+
+
+class Noted(nn.Module):
+    """Notes its calls; copies of it, too."""
+
+    events: ClassVar[list[str]] = []
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both").build(NUM_FEATURES)
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        self.events.append("call")
+        out: Tensor = self.model(blocks, x)
+        return out
+
+
+@pytest.mark.parametrize("is_scarce", [False, True])
+def test_memory_of_an_evaluations_exchanges_goes_with_it(
+    is_scarce: bool, monkeypatch: pytest.MonkeyPatch, partitions: PartitionStore
+) -> None:
+    """It stayed in nobody's use. Where evaluations come again it may, unless memory is scarce."""
+    monkeypatch.setattr(Communicator, "drop_free_memory", lambda communicator: Noted.events.append("drop"))
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    masks = g.ndata["train_mask"].local.bool()
+    g.ndata["val_mask"], g.ndata["test_mask"] = ~masks, ~masks
+    g.is_memory_scarce = is_scarce
+    model, evaluator = Noted(), Evaluator(g, 2)
+    loader = FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")
+    calls: dict[str, Callable[[], object]] = {
+        "infer": lambda: infer(model, g, 2),
+        "infer with a loader": lambda: infer(model, g, 2, loader=loader),
+        "measure": lambda: evaluator.measure(model, 1),
+    }
+    for name, call in calls.items():
+        call()  # the first time, loaders give back what building took
+        Noted.events.clear()
+        call()
+        assert "call" in Noted.events
+        assert (Noted.events[-1] == "drop") is (is_scarce or name == "infer"), name

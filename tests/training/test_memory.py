@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph, partition_graph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer, partition_graph
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.ops.cpu import compiler
 from dgl_hybrid.ops.cpu.memory import _mappings_in
@@ -191,6 +191,25 @@ def test_a_loader_keeps_freed_memory_before_it_plans_unless_memory_is_scarce(
     model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
     FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=PlannerConfig(memory_budget_bytes=budget))
     assert calls == (["keep", "plan"] if budget is None else ["plan"])
+
+
+@pytest.mark.parametrize("budget", [None, 1 << 34])
+def test_another_loader_leaves_memory_scarce(
+    budget: int | None, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, partitions: PartitionStore
+) -> None:
+    """That of `infer`, which takes no budget, had the process keep freed memory for the rest of the training."""
+    kept: list[None] = []
+    monkeypatch.setattr(loader_module, "keep_freed_memory", lambda: kept.append(None))
+    monkeypatch.setattr(loader_module, "_MANY_EDGES", 1)
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    config = PlannerConfig(memory_budget_bytes=budget)
+    FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=config)
+    given_back.clear()
+    infer(model, g, 2)
+    FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")
+    assert bool(kept) is (budget is None)
+    assert bool(given_back) is (budget is not None), "at once"
 
 
 @pytest.mark.parametrize("budget", [None, 1e10])

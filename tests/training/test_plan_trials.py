@@ -450,8 +450,11 @@ def train_tuned(
     bandwidths: tuple[float, ...] = (),
     nearly: str = "",
     settles: int | None = None,
+    evaluates_apart: bool = False,
 ) -> Tuned:
     """Every epoch ends at a time made up for the plan that it ran, so that the outcome is known.
+
+    It is evaluated after each, by the same loader or by one of a plan of its own.
 
     Up to so many epochs; fewer, where plans have been chosen `settles` times, by as long as epochs are then watched.
 
@@ -490,6 +493,8 @@ def train_tuned(
     PlanTrials.begin_anew = begin_anew
     try:
         loader = FullGraphLoader(g, seeds, 3, model=model, topology=topology, seed=5, autotune=autotune)
+        nothing = torch.empty(0, dtype=torch.int64)
+        evaluated = FullGraphLoader(g, seeds, 3, plan=[nothing] * 3, seed=5) if evaluates_apart else loader
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         tuned = Tuned([], [], [], [], [], [plan.strategy for plan in loader.outcome.candidates], [], [])
         tuned.candidates_s = loader.outcome.predicted_s
@@ -516,7 +521,7 @@ def train_tuned(
                 share = 100 if is_fast or rank == 0 else 101 if strategy == nearly else 10_000
                 made_up_ns += share * (1 + rank)
             with torch.no_grad():
-                for input_nodes, _, blocks in loader:  # an evaluation with the same loader takes no turn
+                for input_nodes, _, blocks in evaluated:  # an evaluation with the same loader takes no turn
                     model(blocks, g.ndata["feat"][input_nodes])
             tuned.losses.append(loss.item() * loader.loss_weight / world_size)
     finally:
@@ -654,11 +659,19 @@ def test_the_loader_stays_with_what_neutronstar_would_choose_if_a_hybrid_is_hard
         assert all(run.settled[-1] for run in runs)
 
 
-def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_down(partitions: PartitionStore) -> None:
+@pytest.mark.parametrize("evaluates_apart", [False, True])
+def test_lists_are_given_up_when_a_plan_stays_and_fetched_again_when_it_slows_down(
+    evaluates_apart: bool, partitions: PartitionStore
+) -> None:
+    """A loader that only evaluates gave up those of one whose plans took turns: each change fetched them again."""
     num_turns = 5 * (FIRST + FINAL)
     epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
-    runs = run_ranks(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns, settles=2)
+    runs = run_ranks(
+        *(3, train_tuned, part_config, epochs, "depcache", AT_ONCE, num_turns),
+        settles=2,
+        evaluates_apart=evaluates_apart,
+    )
     epochs = len(runs[0].settled)
     for run in runs:
         changes = [epoch for epoch in range(1, epochs) if run.settled[epoch] != run.settled[epoch - 1]]

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import random
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.exchange.approximate import Approximation
+from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.planner import ModelTimes, PlannerConfig, Topology, uniform_topology
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.planning import PlanMaker
@@ -317,3 +320,33 @@ def test_planning_fetches_what_its_strategy_can_use(partitions: PartitionStore) 
     limited = run_ranks(4, plan_knowing_less, folder, PlannerConfig(max_halo_edges=40))
     every = run_ranks(4, plan_knowing_less, folder, PlannerConfig())
     assert all(0 < some <= 40 < many for some, many in zip(limited, every, strict=True))
+
+
+def cut_without_sets(rank: int, world_size: int, part_config: str) -> list[bool]:
+    """Whether the structure that the model was timed on was still there when plans were looked for."""
+    g = PartitionedGraph.open(part_config)
+    model = Case(kind="gcn_both").build(NUM_FEATURES)
+    made: list[weakref.ref[LevelSets]] = []
+    are_there: list[bool] = []
+    close, propose = planning.close_levels, planning.propose_plans
+
+    def close_and_note(*args: Any, **options: Any) -> LevelSets:
+        sets = close(*args, **options)
+        made.append(weakref.ref(sets))
+        return sets
+
+    def look(*args: Any) -> Any:
+        gc.collect()  # timing leaves cycles
+        are_there.extend(reference() is not None for reference in made)
+        return propose(*args)
+
+    with (
+        mock.patch.object(planning, "close_levels", close_and_note),
+        mock.patch.object(planning, "propose_plans", look),
+    ):
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, seed=3)
+    return are_there
+
+
+def test_what_a_model_was_timed_on_is_gone_when_plans_are_looked_for(partitions: PartitionStore) -> None:
+    assert run_ranks(2, cut_without_sets, partitions.get("power_law", power_law(), 2)) == [[False], [False]]

@@ -2,9 +2,9 @@
 """Metrics over the rows of all ranks: the same number on every rank, whatever the partition.
 
 Each `global_*` function is collective over its communicator, which must be given where there are several ranks, and
-runs a fixed number of collectives, rows or none. A row counts with its `weight`; a row a rank merely borrowed (to have
-something to compute) has weight 0, and a row without label (-1 in integer labels, NaN in floating ones) never counts.
-Where nothing counts on any rank, the result is NaN.
+runs as many collectives on every rank, rows or none. A row counts with its `weight`; a row a rank merely borrowed (to
+have something to compute) has weight 0, and a row without label (-1 in integer labels, NaN in floating ones) never
+counts. Where nothing counts on any rank, the result is NaN.
 """
 
 from __future__ import annotations
@@ -72,11 +72,12 @@ def global_mean(values: Tensor, weight: Tensor | None = None, *, communicator: C
 def global_f1(
     logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> F1Scores:
-    """F1 over the rows of all ranks. One collective.
+    """F1 over the rows of all ranks. One collective; three where rows are labelled with a class that has no logit.
 
     Args:
         logits: (n, C) floating, C the same on every rank; with C = 1, class 1 is where the logit is positive.
-        labels: (n,) integer class, -1 for none; or (n, C) of 0 and 1, several classes per row: a class is then
+        labels: (n,) integer class, -1 for none, one without a logit (from C on, of which training has seen nothing)
+            for a class that is always missed; or (n, C) of 0 and 1, several classes per row: a class is then
             predicted where its logit is positive, and NaN or -1 leaves out one class of one row.
         weight: (n,) or None.
     """
@@ -84,24 +85,41 @@ def global_f1(
     if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
         raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
     if labels.dim() == 1:
+        num_classes = max(logits.shape[1], 2)
         weight_NC = _effective_weight(labels, weight).unsqueeze(1)
-        classes = torch.arange(max(logits.shape[1], 2), device=logits.device)
+        classes = torch.arange(num_classes, device=logits.device)
         actual_NC, predicted_NC = labels.unsqueeze(1) == classes, _predicted_class(logits).unsqueeze(1) == classes
+        has_no_logit_N = (labels >= num_classes) & (weight_NC[:, 0] != 0)
     else:
         weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
         actual_NC, predicted_NC = labels > 0, logits > 0
+        has_no_logit_N = torch.zeros(len(labels), dtype=torch.bool, device=labels.device)
     counts = [
         (pairs.double() * weight_NC).sum(0)
         for pairs in (actual_NC & predicted_NC, ~actual_NC & predicted_NC, actual_NC & ~predicted_NC)
     ]
-    hits, false_alarms, misses = _sum(torch.stack(counts), communicator)
+    without_logit = torch.stack([weight_NC[has_no_logit_N].sum(), has_no_logit_N.sum().double()])
+    sums = _sum(torch.cat([*counts, without_logit]), communicator)
+    hits, false_alarms, misses = sums[:-2].view(3, -1)
+    missed, num_missed = sums[-2:].tolist()
+    # Alike on all ranks.
+    num_others = _count_distinct(labels[has_no_logit_N], communicator) if num_missed else 0
     denominators = 2 * hits + false_alarms + misses
     seen = denominators > 0
-    if not bool(seen.any()):
+    if not bool(seen.any()) and not num_others:
         return F1Scores(micro=math.nan, macro=math.nan)
     return F1Scores(
-        micro=float(2 * hits.sum() / denominators.sum()), macro=float((2 * hits[seen] / denominators[seen]).mean())
+        micro=float(2 * hits.sum() / (denominators.sum() + missed)),
+        macro=float((2 * hits[seen] / denominators[seen]).sum() / (int(seen.sum()) + num_others)),
     )
+
+
+def _count_distinct(values: Tensor, communicator: Communicator | None) -> int:
+    """Returns how many different integers the ranks hold. Two collectives."""
+    own = [int(value) for value in values.unique().tolist()]
+    checked = _of_all_ranks(communicator)
+    by_rank = [own] if checked is None else checked.gather_json(own)
+    return len(set().union(*by_rank))
 
 
 def global_roc_auc(
@@ -122,7 +140,8 @@ def global_roc_auc(
     if labels.dim() == 1:
         labels = labels.unsqueeze(1)
         if scores.dim() == 2 and scores.shape[1] == 2:
-            scores = scores[:, 1] - scores[:, 0]
+            # Of a narrower type the difference is rounded, and what it told apart is tied.
+            scores = scores[:, 1].double() - scores[:, 0].double()
     scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
     packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)

@@ -138,6 +138,47 @@ def test_a_small_case_by_hand() -> None:
     assert global_roc_auc(logits, labels, torch.tensor([1.0, 3.0, 1.0, 1.0])) == pytest.approx(3.5 / 4)
 
 
+def f1_of_classes_without_logits(rank: int, world_size: int) -> list[F1Scores]:
+    """Rows predicted 0 and 1, then one of weight 0 and one without label; the last of several ranks has none."""
+    rows = [row for row in range(4) if row % max(1, world_size - 1) == rank]
+    logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [1.0, 0.0], [1.0, 0.0]])[rows]
+    weight = torch.tensor([1.0, 1.0, 0.0, 1.0])[rows]
+    communicator = create_communicator()
+    return [
+        global_f1(logits, torch.tensor(labels)[rows], weight, communicator=communicator)
+        for labels in ([0, 5, 7, -1], [5, 5, 7, -1], [5, 6, 7, -1], [0, 1, 7, -1])
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_classes_that_training_has_not_seen_are_missed(world_size: int) -> None:
+    """A row whose class has no column of logits was no miss of any class: half right was micro 2/3, macro 1/2."""
+    for found in run_ranks(world_size, f1_of_classes_without_logits):
+        # By hand: of class 0 a hit, of class 1 a false alarm, of class 5 a miss.
+        assert [(scores.micro, scores.macro) for scores in found] == [
+            (pytest.approx(1 / 2), pytest.approx(1 / 3)),
+            (0.0, 0.0),
+            (0.0, 0.0),
+            (1.0, 1.0),
+        ]
+
+
+def test_several_classes_without_logits_each_count_in_the_mean() -> None:
+    logits = torch.tensor([[2.0, 1.0], [2.0, 1.0], [2.0, 1.0], [0.0, 3.0]])
+    two = global_f1(logits, torch.tensor([0, 4, 5, 5]))
+    # Class 0: a hit, two false alarms; class 1: a false alarm; classes 4 and 5: misses.
+    assert (two.micro, two.macro) == (pytest.approx(2 / 8), pytest.approx((2 / 4) / 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_two_logits_that_differ_are_no_tie(dtype: torch.dtype) -> None:
+    """Their difference was taken in their own type, in which both rows came out alike."""
+    little = 0.01 if dtype != torch.float32 else 1e-6
+    logits = torch.tensor([[little, 100.5], [0.0, 100.5]], dtype=dtype)
+    assert global_roc_auc(logits, torch.tensor([0, 1])) == 1.0
+    assert global_roc_auc(logits, torch.tensor([1, 0])) == 0.0
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 1)])
 def test_a_single_logit_is_a_binary_class(shape: tuple[int, ...]) -> None:
     logits = torch.tensor([2.0, -1.0, 0.5]).reshape(shape)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from dgl_hybrid.planner import PlannerConfig, PlanProblem, cost_model, propose_p
 from dgl_hybrid.planner.bound import lower_bound
 from dgl_hybrid.planner.greedy import Prices
 from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.training.resident_memory import peak_rss_bytes
 
 RESULTS = Path(__file__).with_name("results.jsonl")
 LINKS = {"200 Mb/s": 25e6, "1 Gb/s": 125e6, "10 Gb/s": 1.25e9}
@@ -88,7 +88,7 @@ def plan_once(problem: PlanProblem, bandwidth_bytes_per_s: float) -> dict[str, A
     start, start_cpu = time.perf_counter(), time.process_time()
     candidates = propose_plans(problem, costs, PlannerConfig())
     elapsed_s, cpu_s = time.perf_counter() - start, time.process_time() - start_cpu
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = peak_rss_bytes()
     items = build_items(problem)
     bound = lower_bound(items, Prices.of(items, costs))
     objective = {c.plan.strategy: c.plan.objective_s for c in candidates}

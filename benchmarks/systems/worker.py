@@ -26,6 +26,7 @@ import torch.distributed as dist
 from benchmarks.systems.adaptors import SYSTEMS
 from benchmarks.systems.adaptors.base import System
 from benchmarks.systems.job import Job, Link
+from dgl_hybrid.training.resident_memory import peak_rss_bytes
 
 _PR_SET_PDEATHSIG = 1
 
@@ -75,10 +76,7 @@ class Orders:
 
     def peak(self) -> int:
         """Returns the most resident bytes since `forget_peak`."""
-        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        return peak_rss_bytes()
 
     def curve(self, folder: str, count: int, every: int) -> list[dict[str, Any]]:
         """Trains `count` epochs; keeps the weights after each `every` of them, and the seconds trained so far."""

@@ -22,8 +22,8 @@ from dgl.dataloading import DistNodeDataLoader, NeighborSampler
 from torch import Tensor, nn
 
 from dgl_hybrid.training.config import TrainJob
-from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.models import build_model
+from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 
 BATCH_SIZES = (8192, 1024)
 """Tried besides all seeds of a trainer at once, where it has more."""

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much memory this process holds, and held at most; and giving back what it holds for nothing."""
+"""Giving back memory that this process holds for nothing."""
 
 from __future__ import annotations
 
 import ctypes
 import gc
-import resource
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.ops.cpu.memory import ask_for_huge_heap, unmap_code_in
 from dgl_hybrid.ops.cpu.resting_rows import leave_on_disk, take_back_if_read
+from dgl_hybrid.training.resident_memory import current_rss_bytes
 
 _PLANNING_LIBRARIES = ("ortools",)
 """Whose code epochs do not run."""
@@ -26,17 +25,6 @@ _FAULT_RATE = 1e9
 cores, whose host takes what the guest frees, too)."""
 _FAULT_SHARE = 0.05
 """Of the time since memory was freed that this may take."""
-
-
-def current_rss_bytes() -> int:
-    """Returns the resident memory now."""
-    return int(psutil.Process().memory_info().rss)
-
-
-def peak_rss_bytes() -> int:
-    """Returns the most resident memory since the start of the process."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(peak) if sys.platform == "darwin" else int(peak) * 1024
 
 
 class FreeMemory:

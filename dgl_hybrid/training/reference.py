@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from dgl_hybrid.datasets import GraphDataset
 from dgl_hybrid.training.config import TrainJob
-from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.models import build_model
 from dgl_hybrid.training.report import PLAIN_DGL, Accuracy, EpochReport, LayerReport, TrainReport
+from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 
 
 def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:

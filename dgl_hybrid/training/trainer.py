@@ -29,11 +29,11 @@ from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
 from dgl_hybrid.training.inference import evaluating
 from dgl_hybrid.training.loader import FullGraphLoader
-from dgl_hybrid.training.memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.metrics import count_correct
 from dgl_hybrid.training.models import build_model
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
+from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 
 _logger = logging.getLogger(__name__)
 

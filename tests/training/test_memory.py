@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from dgl_hybrid.ops.cpu.memory import _mappings_in
 from dgl_hybrid.ops.cpu.products import multiply
 from dgl_hybrid.planner import PlannerConfig
 from dgl_hybrid.training import loader as loader_module
-from dgl_hybrid.training import memory
+from dgl_hybrid.training import memory, resident_memory
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
-from dgl_hybrid.training.memory import FreeMemory, current_rss_bytes, give_back_memory
+from dgl_hybrid.training.memory import FreeMemory, give_back_memory
+from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 from dgl_hybrid.training.trainer import train as train_job
+from tests.cli.commands import environment
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
@@ -50,6 +53,34 @@ def test_the_code_of_planning_leaves_and_can_be_called_again() -> None:
     give_back_memory()
     assert resident() < before / 4
     assert solve() == 7
+
+
+PEAK = "from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes"
+PARENT = f"""
+import subprocess, sys
+held = bytearray(b"x") * 400_000_000
+del held
+subprocess.run([sys.executable, "-c", "{PEAK}; print(peak_rss_bytes(), current_rss_bytes())"], check=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process has no part in its parent's peak")
+def test_the_peak_is_not_that_of_who_started_the_process() -> None:
+    """The launcher's, which had loaded and partitioned the graph, stood in reports as that of each of its ranks."""
+    done = subprocess.run(
+        [sys.executable, "-c", PARENT], capture_output=True, text=True, timeout=300, env=environment(), check=False
+    )
+    assert done.returncode == 0, done.stderr
+    peak, current = map(int, done.stdout.split())
+    assert current / 2 < peak < current + 200_000_000
+
+
+def test_the_peak_where_the_system_does_not_tell_it_of_this_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "status").write_text("Name:\tpython\n")
+    monkeypatch.setattr(resident_memory, "_STATUS", tmp_path / "status")
+    assert peak_rss_bytes() > 50_000_000, "of all that is imported here"
 
 
 @pytest.fixture

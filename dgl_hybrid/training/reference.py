@@ -16,13 +16,16 @@ from dgl_hybrid.training.report import PLAIN_DGL, Accuracy, EpochReport, LayerRe
 from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 
 
-def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
+def train_reference(job: TrainJob, dataset: GraphDataset, *, base_rss_bytes: int | None = None) -> TrainReport:
     """Trains on the whole graph in this process. Dropout, if any, is PyTorch's own: then losses differ from ours.
 
     Args:
         job: `part_config` and `strategy` are not used.
         dataset: The graph.
+        base_rss_bytes: What the process held before the graph was loaded; None: what it holds now, graph included.
     """
+    if base_rss_bytes is None:
+        base_rss_bytes = current_rss_bytes()
     run = ReferenceRun(job, dataset)
     config, graph, model = job.training, dataset.graph, run.model
     epochs = [run.run_epoch() for _ in range(config.epochs)]
@@ -49,7 +52,7 @@ def train_reference(job: TrainJob, dataset: GraphDataset) -> TrainReport:
         best=final,
         final=final,
         peak_rss_bytes=(peak_rss_bytes(),),
-        base_rss_bytes=(run.base_rss_bytes,),
+        base_rss_bytes=(base_rss_bytes,),
         gradient_bytes=_gradient_bytes(model),
         predicted_epoch_s=None,
         chosen_plan="none",
@@ -60,7 +63,6 @@ class ReferenceRun:
     """The same, an epoch at a time."""
 
     def __init__(self, job: TrainJob, dataset: GraphDataset) -> None:
-        self.base_rss_bytes = current_rss_bytes()
         graph, config = dataset.graph, job.training
         dtype = getattr(torch, config.dtype)
         self.x = graph.ndata["feat"].to(dtype)

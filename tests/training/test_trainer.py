@@ -19,6 +19,8 @@ import dgl_hybrid
 from dgl_hybrid import planner
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
+from dgl_hybrid.launch.tasks import reference_task
+from dgl_hybrid.launch.workspace import DataConfig
 from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training import loader, plan_trials, trainer
@@ -26,6 +28,7 @@ from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig,
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, TrainReport
+from dgl_hybrid.training.resident_memory import current_rss_bytes
 from dgl_hybrid.training.trainer import Evaluator, train
 from tests.helpers.rates import assumed_rates
 from tests.helpers.thinning import marks_of
@@ -334,11 +337,12 @@ def test_a_graph_without_validation_nodes(tmp_path: Path, dataset: GraphDataset)
     assert record["best_epoch"] == 4
 
 
-def save_plan(rank: int, world_size: int, record: dict[str, Any], out: str) -> None:
+def save_plan(rank: int, world_size: int, record: dict[str, Any], out: str) -> dict[str, Any]:
     from dgl_hybrid.launch.tasks import plan_task
 
     with assumed_rates(world_size):
-        plan_task({"job": record, "out": out, "explain": None, "explain_is_global": False})
+        found: dict[str, Any] = plan_task({"job": record, "out": out, "explain": None, "explain_is_global": False})
+    return found
 
 
 def test_saved_plans(tmp_path: Path, folder: Path) -> None:
@@ -352,6 +356,26 @@ def test_saved_plans(tmp_path: Path, folder: Path) -> None:
     (tmp_path / "plan_rank1.json").unlink()
     errors = run_ranks_expect_errors(3, run_job, again.to_json())
     expect_everywhere(errors, "PlanError", "no plan for rank 1")
+
+
+def test_the_graph_counts_in_the_memory_of_plain_dgl(
+    folder: Path, dataset: GraphDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was left out, and not in that of our ranks."""
+    before: list[int] = []
+
+    def load(config: DataConfig) -> GraphDataset:
+        before.append(current_rss_bytes())
+        dataset.graph.ndata["held"] = torch.ones(dataset.graph.num_nodes(), 300_000)
+        return dataset
+
+    monkeypatch.setattr(DataConfig, "load", load)
+    try:
+        (record,) = reference_task({"data": {}, "jobs": [make_job(folder, 1).to_json()]})
+    finally:
+        del dataset.graph.ndata["held"]
+    assert record["base_rss_bytes"][0] < before[0] + 100_000_000
+    assert record["peak_rss_bytes"][0] > before[0] + 300_000_000
 
 
 def chunks_of_evaluations(rank: int, world_size: int, record: dict[str, Any]) -> list[int | None]:

@@ -34,6 +34,7 @@ def print_training(report: TrainReport, changes: str = "") -> None:
         + (f" (chosen: {report.chosen_plan})" if report.chosen_plan != report.strategy else "")
         + f", {report.dtype}, {_name_epochs(report)}"
         + ("" if report.approximate is None else f"; training is {report.exactness}, evaluation exact")
+        + _name_chunks(report.chunk_rows if report.approximate is None else None)  # those come all at once
     )
     if changes:
         console.print(f"graph: {changes}")
@@ -81,17 +82,22 @@ def _name_epochs(report: TrainReport) -> str:
     return f"{count} epochs" if first == 1 else f"epochs {first} to {first + count - 1}, resumed"
 
 
+def _name_chunks(chunk_rows: int | None) -> str:
+    return "" if chunk_rows is None else f"; rows are received {chunk_rows:,} at a time, to fit the memory budget"
+
+
 def print_plan(result: dict[str, Any]) -> None:
     """Prints what `plan` found, rank by rank, and explanations."""
     console = make_console()
     chosen = "" if result["chosen_plan"] == result["strategy"] else f" (chosen: {result['chosen_plan']})"
     console.print(
         f"{result['model']} on {result['dataset']}, {result['ranks']} ranks, strategy {result['strategy']}{chosen}; "
-        f"predicted epoch {format_seconds(result['predicted_epoch_s'])}"
+        f"predicted epoch {format_seconds(result['predicted_epoch_s'])}{_name_chunks(result['chunk_rows'])}"
     )
     title = "What each rank caches and receives, per epoch (layer 1: once, where its sums are kept)"
     table = Table("rank", title=title, title_justify="left")
-    for name in ("layer", "cached rows", "communicated rows", "compute", "receive", "bytes received", "bytes held"):
+    names = ("layer", "cached rows", "communicated rows", "compute", "receive", "bytes received\nforward", "bytes held")
+    for name in names:
         table.add_column(name, justify="right")
     for row in result["by_rank"]:
         table.add_row(

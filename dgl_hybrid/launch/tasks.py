@@ -95,6 +95,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     return {
         "strategy": job.strategy.strategy,
         "chosen_plan": plan.strategy,
+        "chunk_rows": plan.chunk_rows,
         "ranks": communicator.world_size,
         "model": job.model.model,
         "dataset": job.dataset,
@@ -135,7 +136,7 @@ def progress_bar(job: TrainJob, show: bool) -> Iterator[Callable[[int, EpochRepo
     """A bar on stderr, where that is a terminal and this is the rank that shows it; yields what advances it."""
     with tqdm(
         total=job.training.epochs,
-        desc=f"{job.strategy.strategy} {job.model.model}",
+        desc=f"{job.strategy.strategy if job.strategy.plan is None else 'saved plan'} {job.model.model}",
         unit="epoch",
         file=sys.stderr,
         disable=not (show and sys.stderr.isatty()),

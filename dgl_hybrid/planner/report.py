@@ -10,6 +10,7 @@ import numpy as np
 
 from .costs import ItemCosts
 from .items import build_items
+from .memory import CHUNK_COPIES
 from .plan import DependencyPlan, choice_from_plan
 from .problem import PlanProblem
 
@@ -31,7 +32,8 @@ class ReportRow:
     received_bytes: float
     """Bytes that come here forward in every epoch; of a first layer whose sums are kept, none after the first one."""
     held_bytes: float
-    """Bytes that cached and received rows of the level take here while they are needed."""
+    """Bytes that cached and received rows of the level take here while they are needed; of those that are received
+    in chunks, at most."""
 
 
 def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPlan]) -> list[ReportRow]:
@@ -60,12 +62,21 @@ def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPla
                     compute_ms=1e3 * float(compute_s[level, cached].sum()),
                     comm_ms=1e3 * float(receive_s[level, received[level]].sum()),
                     received_bytes=float(by_owner @ np.array(costs.wire_bytes[level])),
-                    held_bytes=count * costs.receive_bytes[level]
+                    held_bytes=_received_rows_bytes(plan, costs, level, count)
                     + int(cached.sum()) * costs.row_held_bytes[level]
                     + held_edges,
                 )
             )
     return rows
+
+
+def _received_rows_bytes(plan: DependencyPlan, costs: ItemCosts, level: int, count: int) -> float:
+    """Returns what `count` received rows take here at once: with their gradients, or some copies of one chunk."""
+    at_once = count * costs.receive_bytes[level]
+    if plan.chunk_rows is None:
+        return at_once
+    row_bytes = costs.receive_bytes[level] if plan.trace is None else plan.trace.layers[level].operand_bytes_fwd
+    return min(at_once, CHUNK_COPIES * plan.chunk_rows * row_bytes)
 
 
 def summarize_plan(plan: DependencyPlan) -> list[dict[str, int]]:

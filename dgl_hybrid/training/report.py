@@ -74,6 +74,7 @@ class TrainReport:
     """One run."""
 
     strategy: str
+    """Of the run; of one that followed saved plans, theirs."""
     ranks: int
     model: str
     dataset: str
@@ -105,6 +106,9 @@ class TrainReport:
     """Number of the first of `epochs`: greater if the run went on from a checkpoint."""
     approximate: str | None = None
     """What training steps exchanged approximately: "int8", …; None: nothing."""
+    chunk_rows: int | None = None
+    """How many rows at a time were received by the plan that stayed, as no plan fits the memory budget otherwise; None:
+    all of a layer at once, as approximate rows are in any case."""
 
     @property
     def epoch_time_s(self) -> float:
@@ -166,6 +170,7 @@ class TrainReport:
             "rows_by_locality": list(self.rows_by_locality),
             "approximate": self.approximate,
             "exactness": self.exactness,
+            "chunk_rows": self.chunk_rows,
         }
 
     @classmethod
@@ -197,6 +202,7 @@ class TrainReport:
             rows_by_locality=tuple(data["rows_by_locality"]),
             first_epoch=data["first_epoch"],
             approximate=data["approximate"],
+            chunk_rows=data["chunk_rows"],
         )
 
 

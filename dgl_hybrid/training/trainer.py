@@ -106,8 +106,10 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
         save_plan_of(job, run.g, plan, save_plan_in)
     communicator = run.g.communicator
     by_rank = communicator.gather_ints([peak_rss_bytes(), run.base_rss_bytes, int(loader.sets.by_locality)])
+    name: str = communicator.broadcast_json(plan.strategy)  # ranks' own may differ
     return TrainReport(
-        strategy=job.strategy.strategy,
+        # A saved plan tells of the strategy by its name alone: "hybrid@1" of hybrid.
+        strategy=job.strategy.strategy if job.strategy.plan is None else name.partition("@")[0],
         ranks=communicator.world_size,
         model=job.model.model,
         dataset=job.dataset,
@@ -120,7 +122,8 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
         base_rss_bytes=tuple(row[1] for row in by_rank),
         gradient_bytes=sum(p.numel() * p.element_size() for p in run.model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
-        chosen_plan=plan.strategy,
+        chosen_plan=name,
+        chunk_rows=plan.chunk_rows,
         stayed_plan=run.number_of(plan),
         trial_epochs=trial_epochs,
         first_epoch=first_epoch,

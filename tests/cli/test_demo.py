@@ -12,7 +12,7 @@ import pytest
 from dgl_hybrid.cli import demo, main, plots
 from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
-from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_training
+from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_plan, print_training
 from dgl_hybrid.launch import distdgl
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.distdgl import DistDGLReport
@@ -226,6 +226,25 @@ def test_a_bar_far_longer_than_the_others_is_cut(tmp_path: Path, monkeypatch: py
 
     def draw(*records: dict[str, Any]) -> Any:
         lines = tmp_path / "results.jsonl"
+    assert "at a time" not in printed
+    print_training(replace(report("depcomm"), chunk_rows=1234))
+    assert "rows are received 1,234 at a time, to fit the memory budget" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rank": 0, "layer": 2, "cached": 3, "communicated": 4000, "compute_ms": 1.0, "comm_ms": 2.0}
+    row |= {"received_bytes": 64_000.0, "held_bytes": 32_000.0}
+    result: dict[str, Any] = {"model": "gcn", "dataset": "g", "ranks": 2, "strategy": "hybrid"}
+    result |= {"chosen_plan": "depcomm", "predicted_epoch_s": 0.012, "chunk_rows": 64}
+    result |= {"by_rank": [row], "explanations": []}
+    print_plan(result)
+    printed = capsys.readouterr().out
+    assert "predicted epoch 12 ms; rows are received 64 at a time, to fit the memory budget" in printed
+    assert "forward" in printed, "times beside it are of both ways"
+    assert "64 kB" in printed
+    assert "32 kB" in printed
+    print_plan({**result, "chunk_rows": None})
+    assert "at a time" not in capsys.readouterr().out
         lines.write_text("\n".join(map(json.dumps, records)) + "\n")
         figures: list[Any] = []
         monkeypatch.setattr(plots, "_save", lambda figure, folder, name: figures.append(figure))

@@ -24,9 +24,11 @@ from dgl_hybrid.planner import (
     propose_plans,
     report,
     summarize_plan,
+    synthetic_trace,
 )
 from dgl_hybrid.planner.estimate import estimate_rank
 from dgl_hybrid.planner.items import build_items
+from dgl_hybrid.planner.memory import CHUNK_COPIES
 
 from .problems import make_problem, random_costs, random_problem
 
@@ -278,3 +280,19 @@ def test_report_rows_add_up() -> None:
     rows = report(problem, travels, [nothing])
     assert [row.received_bytes for row in rows] == [0.0, 12.0 * nothing.communicated[1]]
     assert min(nothing.communicated) > 0
+
+
+def test_rows_received_in_chunks_hold_some_copies_of_one() -> None:
+    """Of a plan that only chunks fit, all rows were reported as held at once: many times the budget."""
+    problem = hand_problem(None)
+    plan = make_plan(problem, COSTS, PlannerConfig(strategy="depcomm"))
+    assert min(plan.communicated) > 0
+    at_once = [row.held_bytes for row in report(problem, COSTS, [plan])]
+    assert at_once == [count * row for count, row in zip(plan.communicated, COSTS.receive_bytes, strict=True)]
+    trace = synthetic_trace([1, 2, 1])
+    fwd = [layer.operand_bytes_fwd for layer in trace.layers]
+    many = dataclasses.replace(COSTS, receive_bytes=(1e6, 1e6))
+    chunked = dataclasses.replace(plan, chunk_rows=3, trace=trace)
+    assert [row.held_bytes for row in report(problem, many, [chunked])] == [CHUNK_COPIES * 3 * row for row in fwd]
+    whole = dataclasses.replace(plan, chunk_rows=10**6, trace=trace)
+    assert [row.held_bytes for row in report(problem, COSTS, [whole])] == at_once, "no more than all of them"

@@ -358,6 +358,45 @@ def test_saved_plans(tmp_path: Path, folder: Path) -> None:
     expect_everywhere(errors, "PlanError", "no plan for rank 1")
 
 
+@pytest.mark.parametrize("strategy", ["depcache", "hybrid"])
+def test_runs_by_saved_plans_have_the_strategy_of_these(strategy: str, tmp_path: Path, folder: Path) -> None:
+    """They were all reported as hybrid, whatever had made the plans."""
+    job = make_job(folder, 2, strategy=strategy)
+    for rank in range(2):
+        plan = DependencyPlan(
+            strategy="hybrid@0.5" if strategy == "hybrid" else strategy,
+            rank=rank,
+            world_size=2,
+            num_layers=NUM_LAYERS,
+            cached=(torch.arange(0),) * NUM_LAYERS,
+            communicated=(0,) * NUM_LAYERS,
+            objective_s=0.0,
+            partition_fingerprint=partition_digest(Path(job.part_config)),
+        )
+        planner.save_plan(plan, tmp_path)
+    report = run(make_job(folder, 2, plan=str(tmp_path)), 2)
+    assert (report.strategy, report.chosen_plan) == (strategy, plan.strategy)
+    assert run(make_job(folder, 2, strategy="depcomm"), 2).strategy == "depcomm"
+
+
+def test_plans_and_reports_tell_of_chunks(tmp_path: Path) -> None:
+    """Only bytes far over the budget were told, and nothing of what keeps to it."""
+    larger = generate_powerlaw(PowerLawConfig(nodes=1500, degree=8.0, features=12, classes=4))
+    dgl_hybrid.partition_graph(larger.graph, "g", 2, tmp_path / "2", part_method="random")
+    job = make_job(tmp_path, 2)
+    budget = 8 * 64 * 12 * 8.0
+    within = replace(job, strategy=replace(job.strategy, memory_budget=budget))
+    for planned in run_ranks(2, save_plan, within.to_json(), str(tmp_path / "plan")):
+        assert (planned["chosen_plan"], planned["chunk_rows"]) == ("depcomm", 64)
+        assert sum(row["communicated"] for row in planned["by_rank"]) > 64
+        assert all(0 < row["held_bytes"] <= budget for row in planned["by_rank"])
+    report = run(replace(job, strategy=StrategyConfig(plan=str(tmp_path / "plan"))), 2)
+    assert report.chunk_rows == 64
+    assert TrainReport.from_json(json.loads(json.dumps(report.to_json()))).chunk_rows == 64
+    for planned in run_ranks(2, save_plan, job.to_json(), str(tmp_path / "plan")):
+        assert planned["chunk_rows"] is None
+
+
 def test_the_graph_counts_in_the_memory_of_plain_dgl(
     folder: Path, dataset: GraphDataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:

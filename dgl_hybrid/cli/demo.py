@@ -24,6 +24,7 @@ from dgl_hybrid.errors import HybridError
 from dgl_hybrid.launch.distdgl import run_distdgl
 from dgl_hybrid.launch.local import run_local, threads_per_rank
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
+from dgl_hybrid.planner.durable import write_durably
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.distdgl import FEWEST, OTHER_MODELS, DistDGLReport
 from dgl_hybrid.training.report import DISTDGL, PLAIN_DGL, TrainReport
@@ -189,16 +190,25 @@ def run(args: argparse.Namespace) -> int:
     if distdgl is not None:
         records.insert(1, distdgl.to_json())
     lines = [json.dumps({**record, "cores": cores, "versions": versions()}) for record in records]
-    (out / "results.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    pictures = [*draw_results(out / "results.jsonl", out), *draw_plans(out / "results.jsonl", out)]
-    print_rows(rows, cores, distdgl)
-    console.print(
-        f"{time.monotonic() - start_s:.0f} s; pictures: {', '.join(str(path) for path in pictures)}; measurements: "
-        f"{out / 'results.jsonl'}",
-        soft_wrap=True,
-    )
-    if args.json:
-        print(json.dumps({"runs": records, "pictures": [str(path) for path in pictures]}))
+    results = out / "results.jsonl"
+    pictures: list[Path] = []
+    # What took minutes to measure is shown and kept, whichever of the following fails: a disk that is full by now costs
+    # the files alone, a closed stdout what is printed, and what cannot be drawn the pictures.
+    try:
+        try:
+            print_rows(rows, cores, distdgl)
+        finally:
+            write_durably(out, {results.name: ("\n".join(lines) + "\n").encode()})
+        for draw in (draw_results, draw_plans):
+            pictures += draw(results, out)
+        console.print(
+            f"{time.monotonic() - start_s:.0f} s; pictures: {', '.join(str(path) for path in pictures)}; "
+            f"measurements: {results}",
+            soft_wrap=True,
+        )
+    finally:
+        if args.json:
+            print(json.dumps({"runs": records, "pictures": [str(path) for path in pictures]}))
     return 0
 
 
@@ -243,7 +253,7 @@ def agreeing_digits(losses: Sequence[float], expected: Sequence[float]) -> float
     if not all(error <= 1 for error in errors):  # also NaN, which `max` would pass over
         return 0.0
     worst = max(errors)
-    return math.inf if worst == 0 else -math.log10(worst)
+    return math.inf if worst == 0 else abs(math.log10(worst))  # of 1, no -0 digits
 
 
 def print_rows(rows: Sequence[DemoRow], cores: int, distdgl: DistDGLRow | None = None) -> None:

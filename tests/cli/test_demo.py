@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import json
 import math
 from dataclasses import replace
@@ -10,10 +11,11 @@ from typing import Any
 import pytest
 
 from dgl_hybrid.cli import demo, main, plots
-from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, print_rows
+from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, name_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_plan, print_training
 from dgl_hybrid.launch import distdgl
+from dgl_hybrid.planner import durable
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.distdgl import DistDGLReport
 from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, TrainReport
@@ -82,6 +84,7 @@ def test_digits() -> None:
     assert agreeing_digits([1.0, 2.0], [1.0, 2.0]) == math.inf
     assert agreeing_digits([1.0, 2.002], [1.0, 2.0]) == pytest.approx(3.0)
     assert agreeing_digits([5.0], [1.0]) == 0.0
+    assert name_digits(agreeing_digits([2.0], [1.0])) == "0 digits", "off by all of it: it were -0"
     assert agreeing_digits([math.nan], [1.0]) == 0.0
     assert agreeing_digits([1.0, math.nan], [1.0, 1.0]) == 0.0, "`max` passes over it"
 
@@ -126,20 +129,24 @@ def test_the_table_says_where_distdgl_trains_another_model(capsys: pytest.Captur
     assert "another model" not in printed_with(distdgl_row("gat"), capsys)
 
 
+def run_known(task: str, payload: Any, **options: Any) -> Any:
+    """What ranks tell, without any."""
+    if task == "turns":
+        return {row.measured.strategy: row.times_s for row in rows()}
+    name = "plain DGL" if task == "reference" else payload["jobs"][0]["strategy"]["strategy"]
+    return [report(name).to_json()] * 2
+
+
+TINY = ("--data", "powerlaw:nodes=60,degree=4,features=4,classes=2")
+
+
 def test_a_demo_goes_on_where_distdgl_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And ends well: the row says so, the pictures are of the others."""
-
-    def run_local(task: str, payload: Any, **options: Any) -> Any:
-        if task == "turns":
-            return {row.measured.strategy: row.times_s for row in rows()}
-        name = "plain DGL" if task == "reference" else payload["jobs"][0]["strategy"]["strategy"]
-        return [report(name).to_json()] * 2
-
-    monkeypatch.setattr(demo, "run_local", run_local)
+    monkeypatch.setattr(demo, "run_local", run_known)
     monkeypatch.setattr(distdgl, "COMMAND", ("-c", "import sys; sys.exit('no luck today')"))
-    small = ("--data", "powerlaw:nodes=60,degree=4,features=4,classes=2", "--out", str(tmp_path / "out"))
+    small = (*TINY, "--out", str(tmp_path / "out"))
     assert main.main(["demo", *small, "--json"]) == 0
     printed = capsys.readouterr().out
     assert "│ DistDGL │ - │ failed │ - │" in " ".join(printed.split())
@@ -159,6 +166,38 @@ def test_a_demo_goes_on_where_distdgl_fails(
     assert len(json.loads(printed.splitlines()[-1])["runs"]) == 4
 
 
+def test_what_was_measured_outlives_what_cannot_be_drawn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table and the object came after the pictures: a disk that was full by then cost all that was measured."""
+    out = tmp_path / "out"
+
+    def no_space(*_: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def run_demo() -> tuple[int, list[str]]:
+        code = main.main(["demo", *TINY, "--out", str(out), "--no-distdgl", "--json"])
+        return code, capsys.readouterr().out.splitlines()
+
+    monkeypatch.setattr(demo, "run_local", run_known)
+    with monkeypatch.context() as patched:
+        patched.setattr(demo, "draw_plans", no_space)
+        code, lines = run_demo()
+    assert code == 1
+    assert any("depcache *" in line for line in lines), "the table"
+    record = json.loads(lines[-1])
+    assert [run["strategy"] for run in record["runs"]] == ["plain DGL", "depcache", "depcomm", "hybrid"]
+    assert [Path(path).name for path in record["pictures"]] == ["demo_results.png", "demo_results.svg"]
+    assert len((out / "results.jsonl").read_text().splitlines()) == 4
+    before = (out / "results.jsonl").read_bytes()
+    monkeypatch.setattr(durable.os, "fsync", no_space)
+    code, lines = run_demo()
+    assert code == 1
+    assert any("depcache *" in line for line in lines)
+    assert json.loads(lines[-1])["pictures"] == []
+    assert (out / "results.jsonl").read_bytes() == before, "those of another run are whole"
+
+
 def test_training_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_training(report("hybrid"), "self-loops added")
     printed = capsys.readouterr().out
@@ -171,6 +210,25 @@ def test_training_table(capsys: pytest.CaptureFixture[str]) -> None:
         "80.0 %",
     ):
         assert words in printed
+    assert "at a time" not in printed
+    print_training(replace(report("depcomm"), chunk_rows=1234))
+    assert "rows are received 1,234 at a time, to fit the memory budget" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"rank": 0, "layer": 2, "cached": 3, "communicated": 4000, "compute_ms": 1.0, "comm_ms": 2.0}
+    row |= {"received_bytes": 64_000.0, "held_bytes": 32_000.0}
+    result: dict[str, Any] = {"model": "gcn", "dataset": "g", "ranks": 2, "strategy": "hybrid"}
+    result |= {"chosen_plan": "depcomm", "predicted_epoch_s": 0.012, "chunk_rows": 64}
+    result |= {"by_rank": [row], "explanations": []}
+    print_plan(result)
+    printed = capsys.readouterr().out
+    assert "predicted epoch 12 ms; rows are received 64 at a time, to fit the memory budget" in printed
+    assert "forward" in printed, "times beside it are of both ways"
+    assert "64 kB" in printed
+    assert "32 kB" in printed
+    print_plan({**result, "chunk_rows": None})
+    assert "at a time" not in capsys.readouterr().out
 
 
 def test_names_of_graphs_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,25 +284,6 @@ def test_a_bar_far_longer_than_the_others_is_cut(tmp_path: Path, monkeypatch: py
 
     def draw(*records: dict[str, Any]) -> Any:
         lines = tmp_path / "results.jsonl"
-    assert "at a time" not in printed
-    print_training(replace(report("depcomm"), chunk_rows=1234))
-    assert "rows are received 1,234 at a time, to fit the memory budget" in " ".join(capsys.readouterr().out.split())
-
-
-def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
-    row = {"rank": 0, "layer": 2, "cached": 3, "communicated": 4000, "compute_ms": 1.0, "comm_ms": 2.0}
-    row |= {"received_bytes": 64_000.0, "held_bytes": 32_000.0}
-    result: dict[str, Any] = {"model": "gcn", "dataset": "g", "ranks": 2, "strategy": "hybrid"}
-    result |= {"chosen_plan": "depcomm", "predicted_epoch_s": 0.012, "chunk_rows": 64}
-    result |= {"by_rank": [row], "explanations": []}
-    print_plan(result)
-    printed = capsys.readouterr().out
-    assert "predicted epoch 12 ms; rows are received 64 at a time, to fit the memory budget" in printed
-    assert "forward" in printed, "times beside it are of both ways"
-    assert "64 kB" in printed
-    assert "32 kB" in printed
-    print_plan({**result, "chunk_rows": None})
-    assert "at a time" not in capsys.readouterr().out
         lines.write_text("\n".join(map(json.dumps, records)) + "\n")
         figures: list[Any] = []
         monkeypatch.setattr(plots, "_save", lambda figure, folder, name: figures.append(figure))

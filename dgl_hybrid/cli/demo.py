@@ -21,7 +21,7 @@ from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, format_share, make_console
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.errors import HybridError
-from dgl_hybrid.launch.distdgl import run_distdgl
+from dgl_hybrid.launch.distdgl import NoEpochInTime, run_distdgl
 from dgl_hybrid.launch.local import run_local, threads_per_rank
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.planner.durable import write_durably
@@ -102,6 +102,8 @@ class DistDGLRow:
     ranks: int
     report: DistDGLReport | None
     error: str | None = None
+    is_late: bool = False
+    """Whether there is none because no epoch was done in time, which is no failure."""
     digits: float | None = None
     """To which the loss at the initial weights equals plain DGL's, in float64; None where that was not compared."""
 
@@ -120,6 +122,7 @@ class DistDGLRow:
             "dataset": self.job.dataset,
             "dtype": self.job.training.dtype,
             "error": self.error,
+            "is_late": self.is_late,
             "epoch_time_s": None if report is None else report.epoch_time_s,
             **({} if report is None else report.to_json()),
             "loss_digits": None if self.digits is None or math.isinf(self.digits) else self.digits,
@@ -216,6 +219,8 @@ def try_distdgl(job: TrainJob, ranks: int, threads: int, *, initial_loss: float)
     """Measures DistDGL; whatever goes wrong there becomes a line of its row."""
     try:
         report = run_distdgl(job, threads=threads)
+    except NoEpochInTime as error:
+        return DistDGLRow(job=job, ranks=ranks, report=None, error=str(error), is_late=True)
     except (HybridError, OSError, ValueError) as error:
         return DistDGLRow(job=job, ranks=ranks, report=None, error=" ".join(str(error).split()))
     row = DistDGLRow(job=job, ranks=ranks, report=report)
@@ -308,7 +313,7 @@ def distdgl_cells(row: DistDGLRow, plain_s: float) -> tuple[str, ...]:
     """Returns its row of the table."""
     report = row.report
     if report is None:
-        return (DISTDGL, "-", "failed", *["-"] * 6)
+        return (DISTDGL, "-", "no epoch" if row.is_late else "failed", *["-"] * 6)
     # The largest batch was tried first: a smaller one may need less.
     bound = "" if report.batch_size is None else "<= "
     return (
@@ -325,6 +330,8 @@ def distdgl_cells(row: DistDGLRow, plain_s: float) -> tuple[str, ...]:
 def describe_distdgl(row: DistDGLRow, hybrid_s: float) -> str:
     """Returns what the table does not say of DistDGL."""
     report = row.report
+    if report is None and row.is_late:
+        return f"{row.error}: that limit is the demo's, and no failure of DistDGL."
     if report is None:
         return f"DistDGL failed: {row.error}"
     size = "all seeds of a trainer" if report.batch_size is None else f"{report.batch_size:,} seeds"

@@ -28,9 +28,16 @@ from dgl_hybrid.training.distdgl import DistDGLReport
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 240.0
-"""For everything: epochs stop long before, unless the first one takes as long."""
+"""For everything, from the start of the parts on; as long again for smaller batches, where all seeds at once came to
+nothing. Epochs stop long before, unless the first one takes as long."""
+_TIMED_OUT = 124
+"""Exit code of a job that `run_cluster` has ended for its time."""
 COMMAND = ("-P", "-m", "dgl_hybrid.launch.distdgl_part")
 """-P: what lies in the current folder must not pass for a module of Python's."""
+
+
+class NoEpochInTime(LaunchError):
+    """No epoch was done in the time that there was: nothing is known of DistDGL, and nothing has failed."""
 
 
 def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
@@ -40,14 +47,20 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
         job: `strategy` is not used.
         threads: Of each trainer.
     Raises:
+        NoEpochInTime: No epoch was done in `TIMEOUT_S`, by any batch size. Nothing is left of it.
         LaunchError: It failed before an epoch was done; the message is one line. Nothing is left of it.
         KeyboardInterrupt: SIGINT came; nothing is left.
         SystemExit: SIGTERM or SIGHUP came, as 128 and its number; nothing is left.
     """
     with ending_signals_raise():
         report, failure = _run_once(job, threads, skips_largest=False)
-        if report is None and failure is not None and _lacked_memory(failure):
-            report, _ = _run_once(job, threads, skips_largest=True)
+        if report is None and failure is not None and (_lacked_memory(failure) or _lacked_time(failure)):
+            # All seeds at once are the first to be tried, and take longest and most.
+            report, of_smaller = _run_once(job, threads, skips_largest=True)
+            if report is not None:
+                failure = of_smaller
+    if report is None and failure is not None and _lacked_time(failure):
+        raise NoEpochInTime(f"DistDGL had done no epoch within {TIMEOUT_S:g} s of its start, and was ended")
     if report is None:
         raise LaunchError(_explain(failure))
     return report if failure is None or report.is_complete else replace(report, stopped=_explain(failure))
@@ -88,6 +101,11 @@ def _run_once(
 def _lacked_memory(failure: ClusterFailure) -> bool:
     """Whether a part was killed, which the system does for memory, or PyTorch got none."""
     return failure.exit_code == 128 + signal.SIGKILL or "allocate memory" in failure.details
+
+
+def _lacked_time(failure: ClusterFailure) -> bool:
+    """Whether it was ended for its time, and no part was at fault."""
+    return failure.part is None and failure.exit_code == _TIMED_OUT
 
 
 def _explain(failure: ClusterFailure | None) -> str:

@@ -34,7 +34,8 @@ FEWEST, MOST = 5, 25
 TIMED_S = 3.0
 """After which no more are timed than the fewest."""
 LIMIT_S = 30.0
-"""After which no epoch begins. The first one has no limit, and is what is reported if it takes longer."""
+"""After which no epoch begins. The first one may take longer, and is then what is reported, unless whoever has started
+the trainers ends them before it is done (`launch.distdgl`, after its `TIMEOUT_S`)."""
 LONGEST_CHECK_S = 10.0
 """Epochs that take longer leave no time for the loss, which comes after the limit."""
 OTHER_MODELS: Mapping[str, str] = {
@@ -98,7 +99,7 @@ def measure_distdgl(
         graph_name: What the partition calls the graph.
         on_report: Called on every trainer with all that is known by then, now and then: what was measured is not lost
             if time runs out.
-        skips_largest: Whether all seeds at once are left out, for which there was no memory.
+        skips_largest: Whether all seeds at once are left out, for which there was no memory or no time.
 
     Raises:
         ValueError: On every trainer: one has no train node, or no batch is left to try.
@@ -164,7 +165,7 @@ def batch_sizes(fewest_seeds: int, most_seeds: int, *, skips_largest: bool = Fal
     Left out are those by which one trainer would make a batch more than others, and wait for them for ever.
 
     Args:
-        skips_largest: Whether all seeds at once are left out, for which there was no memory.
+        skips_largest: Whether all seeds at once are left out, for which there was no memory or no time.
 
     Raises:
         ValueError: Then none is left.

@@ -198,6 +198,22 @@ def test_what_was_measured_outlives_what_cannot_be_drawn(
     assert (out / "results.jsonl").read_bytes() == before, "those of another run are whole"
 
 
+def test_a_demo_says_that_distdgl_had_no_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_epoch(job: TrainJob, *, threads: int) -> DistDGLReport:
+        raise distdgl.NoEpochInTime("DistDGL had done no epoch within 240 s of its start, and was ended")
+
+    monkeypatch.setattr(demo, "run_local", run_known)
+    monkeypatch.setattr(demo, "run_distdgl", no_epoch)
+    assert main.main(["demo", *TINY, "--out", str(tmp_path / "out"), "--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "│ DistDGL │ - │ no epoch │ - │" in " ".join(" ".join(lines).split())
+    assert any(line.startswith("DistDGL had done no epoch within 240 s of its start, and was ended") for line in lines)
+    assert "failed" not in " ".join(lines)
+    assert json.loads(lines[-1])["runs"][1]["is_late"]
+
+
 def test_training_table(capsys: pytest.CaptureFixture[str]) -> None:
     print_training(report("hybrid"), "self-loops added")
     printed = capsys.readouterr().out

@@ -19,7 +19,7 @@ import pytest
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch import distdgl
-from dgl_hybrid.launch.cluster import ClusterJob
+from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob
 from dgl_hybrid.launch.job import FOLDER_PREFIX
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
@@ -100,20 +100,19 @@ def test_what_was_measured_before_a_failure_is_kept(tmp_path: Path, monkeypatch:
 
 
 KILLED = """
-import json, os, pathlib, signal, sys
+import json, os, pathlib, signal, sys, time
 folder = pathlib.Path(sys.argv[1])
 if json.loads((folder / "job.json").read_text())["skips_largest"]:
     (folder / "report.json").write_text(sys.argv[2])
 else:
     os.kill(os.getpid(), signal.SIGKILL)
 """
+SLOW = KILLED.replace("os.kill(os.getpid(), signal.SIGKILL)", "time.sleep(600)")
 
 
-def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def run_with_smaller_batches(job: TrainJob, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets parts run a script that comes to nothing by all seeds at once, and leaves a report by smaller batches."""
     known = known_report(batch_size=1024, seconds_by_batch_size={"1024": 0.3})
-    job, _ = make(tmp_path, "sage", 1)
     run_cluster = distdgl.run_cluster
     seen: list[bool] = []
 
@@ -121,13 +120,43 @@ def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
         folder = Path(cluster.command[-1])
         seen.append(json.loads((folder / "job.json").read_text())["skips_largest"])
         return run_cluster(
-            replace(cluster, command=("-c", KILLED, str(folder), json.dumps(known.to_json()))), **options
+            replace(cluster, command=("-c", script, str(folder), json.dumps(known.to_json()))), **options
         )
 
     monkeypatch.setattr(distdgl, "run_cluster", with_report)
     assert distdgl.run_distdgl(job, threads=1) == known
     assert seen == [False, True]
     monkeypatch.setattr(distdgl, "run_cluster", run_cluster)
+
+
+def test_where_all_seeds_at_once_take_too_long_smaller_batches_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the slowest batch and the first: smaller ones never had their turn, and DistDGL was said to fail."""
+    job, _ = make(tmp_path, "sage", 1)
+    monkeypatch.setattr(distdgl, "TIMEOUT_S", 8.0)
+    run_with_smaller_batches(job, SLOW, monkeypatch)
+    tried: list[bool] = []
+
+    def run_once(job: TrainJob, threads: int, *, skips_largest: bool) -> tuple[None, ClusterFailure]:
+        tried.append(skips_largest)
+        if skips_largest:
+            return None, ClusterFailure("trainer 0 exited with code 1", details="no batch smaller", part="trainer 0")
+        return None, ClusterFailure("the job did not end within 8 s; still running: trainer 0", exit_code=124)
+
+    monkeypatch.setattr(distdgl, "_run_once", run_once)
+    with pytest.raises(
+        distdgl.NoEpochInTime, match=r"^DistDGL had done no epoch within 8 s of its start, and was ended$"
+    ):
+        distdgl.run_distdgl(job, threads=1)
+    assert tried == [False, True]
+
+
+def test_where_all_seeds_at_once_take_the_memory_smaller_batches_are_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, _ = make(tmp_path, "sage", 1)
+    run_with_smaller_batches(job, KILLED, monkeypatch)
     monkeypatch.setattr(distdgl, "COMMAND", ("-c", "import os; os.kill(os.getpid(), 9)"))
     with pytest.raises(LaunchError, match=r"was killed by SIGKILL \(out of memory\?\)$"):
         distdgl.run_distdgl(job, threads=1)

@@ -319,7 +319,12 @@ class Checkpoints:
 def load_model(path: str | Path) -> GraphStack:
     """Returns a model that `dgl-hybrid train --checkpoint` saved, in evaluation mode. Not collective.
 
-    It is of unmodified `dgl.nn` layers: for `dgl_hybrid.infer`, or plain DGL with `[graph] * num_layers` as blocks.
+    It is of unmodified `dgl.nn` layers: for `dgl_hybrid.infer`, or plain DGL with `[graph] * num_layers` as blocks, if
+    `graph` is the one it was trained on. To graphs that it loads, `train` adds reverse edges (gcn) and self-loops (gcn,
+    gat, gatv2), and it divides rows of features that are all 0 or 1 by their sums, unless told otherwise: a graph as it
+    was before gives other logits, and no error. `dgl_hybrid.load_dataset(name, symmetric=True, self_loops=True,
+    normalize_features=True).graph` has these changes; leave out those that were not made. How many vertices and edges
+    it was trained on is logged.
 
     Args:
         path: `best.safetensors` or `last.safetensors`.
@@ -333,6 +338,16 @@ def load_model(path: str | Path) -> GraphStack:
         model.load_state_dict({name: t for name, t in tensors.items() if not name.startswith(_OPTIMIZER)})
     except (TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(f"{path} is not of a model that this version builds ({error})") from error
+    graph = record.get("graph", {})  # files of before do not tell
+    if "edges" in graph:
+        _logger.info(
+            "%s was trained on %s as a graph of %s vertices and %s edges, those that were added to it included: on "
+            "another one it gives other logits",
+            path,
+            record["dataset"],
+            graph["vertices"],
+            graph["edges"],
+        )
     return model.eval()
 
 

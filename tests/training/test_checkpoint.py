@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import stat
 from dataclasses import asdict, replace
@@ -119,11 +120,16 @@ def test_resumed_on_another_number_of_ranks(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("model", ["gcn", "gin"])
-def test_a_saved_model_is_one_of_plain_dgl(model: str, folder: Path, tmp_path: Path, dataset: GraphDataset) -> None:
+def test_a_saved_model_is_one_of_plain_dgl(
+    model: str, folder: Path, tmp_path: Path, dataset: GraphDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger=load_model.__module__)
     report = run(make_job(folder, 2, tmp_path, model=model, epochs=9, eval_every=3), 2)
     for name, accuracy in ((BEST_NAME, report.best), (LAST_NAME, report.final)):
         loaded = load_model(tmp_path / name)
         assert not loaded.training
+        sizes = f"{dataset.graph.num_nodes()} vertices and {dataset.graph.num_edges()} edges"
+        assert f"{tmp_path / name} was trained on g as a graph of {sizes}" in caplog.messages[-1]
         assert {type(layer).__module__.partition(".")[0] for layer in loaded.layers} == {"dgl"}
         with torch.no_grad():
             logits = loaded([dataset.graph] * 2, dataset.graph.ndata["feat"].double())

@@ -567,6 +567,6 @@ def test_no_call_adds_several_gradients_to_one_row() -> None:
     expected = total.index_add(0, send_index, grads)
     with mock.patch.object(split_exchange, "choose_backend", return_value=SimpleNamespace(add_rows=add_rows)):
         exchange: Any = SimpleNamespace(layer=SimpleNamespace(parts=(part,)))
-        split_exchange.SplitExchange._add_returned(exchange, 0, grads, (total,))
+        split_exchange.SplitExchange._add_returned(exchange, 0, grads.split(send_counts), (total,))
     assert torch.equal(total, expected)
     assert added == [[0, 2], [0, 1, 2]]

@@ -276,7 +276,8 @@ class _Pending:
         """Returns the rows of each rank; `counts` says how many came from each."""
         if self._out is None and self._decode is None:
             return self._rows.wait()
-        return self.wait(counts).split(counts)
+        rows: tuple[Tensor, ...] = self.wait(counts).split(counts)
+        return rows
 
 
 def _returned(pending: _Pending, part: RowsPart) -> Sequence[Tensor]:

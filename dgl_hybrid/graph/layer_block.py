@@ -9,17 +9,15 @@ itself (after a layer's `x @ W`, where it transforms first).
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, Literal, Protocol
 
 import dgl
 import torch
 from dgl import function as fn
-from dgl.udf import EdgeBatch, NodeBatch
 from torch import Tensor
 
-from dgl_hybrid.errors import BlockError, HybridError
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.approximate import ApproximateRows
 from dgl_hybrid.exchange.closure import LayerStructure, ReplicaRows
 from dgl_hybrid.exchange.communicator import Communicator
@@ -27,9 +25,10 @@ from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.graph import dispatch
 from dgl_hybrid.graph.block_interface import DELEGATED, HINTS, DestinationNodes, SourceNodes
+from dgl_hybrid.graph.block_runs import BlockRuns
+from dgl_hybrid.graph.degrees import FullDegrees
 from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.edge_weight_norm import normalise_edge_weights
-from dgl_hybrid.graph.edgeless_reduce import messages_of_nothing, reduce_of_nothing
 from dgl_hybrid.graph.fields import SourceFields
 from dgl_hybrid.graph.message_functions import fields_of, may_read_edge_ids, source_fields_of, targets_of
 from dgl_hybrid.graph.split_block import SplitBlock
@@ -112,15 +111,11 @@ class LayerBlock:
         self.plan: ExchangePlan = structure.exchange.to(device)
         self._communicator = communicator
         self._rows_global = rows_global
-        self._full_out_degrees = out_degrees.to(device)
-        self._full_in_degrees = None if in_degrees is None else in_degrees.to(device)
         self._replicas = None if structure.replicas is None else structure.replicas.to(device)
         self._weighted_out_degrees = weighted_out_degrees
         self.static_results = StaticResults(nothing_is_static) if static_results is None else static_results
         self.approximation = approximation
         self.sums_first = sums_first
-        self._degree_factors: dict[tuple[str, bool, torch.dtype], Tensor] = {}
-        self._has_empty_rows: bool | None = None
         self._split = split
         self._where = f"rank {communicator.rank} of {communicator.world_size}, layer {self.layer}"
         self.observer: BlockObserver | None = None
@@ -131,12 +126,13 @@ class LayerBlock:
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
         self.is_normalising = False
         """Whether weights of edges are being divided by those of their ends, for which no rows travel."""
-        self.is_dry_run = False
-        """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
         self._block = self._build_block(device, edge_numbers) if _block is None else _block
         self._edge_ids, self._idtype = edge_ids, _idtype
         claim(self._block._graph)
+        of_destinations = None if in_degrees is None else in_degrees.to(device)
+        self._degrees = FullDegrees(out_degrees.to(device)[: structure.num_held], of_destinations, self._block)
         self._source = SourceFields(structure.num_held, self._where, is_approximate=approximation is not None)
+        self._runs = BlockRuns(self._block, self._source)
         ids = torch.cat([rows_global[: structure.num_held], structure.exchange.recv_global]).to(device)
         self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
         dispatch.install()
@@ -198,6 +194,11 @@ class LayerBlock:
         return dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
 
     @property
+    def is_dry_run(self) -> bool:
+        """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
+        return self._runs.is_dry_run
+
+    @property
     def is_in_scope(self) -> bool:
         """Whether a `local_scope` of this block is open: a layer is at work."""
         return self._source.is_in_scope
@@ -215,22 +216,14 @@ class LayerBlock:
 
     def in_degrees(self, v: Any = None, etype: Any = None) -> Tensor:
         """Returns full-graph in-degrees of the destinations; most have all their in-edges in the block."""
-        degrees = self._in_degrees()
+        degrees = self._degrees.of_destinations.to(self._idtype)
         # As of a DGL graph they are the caller's own, which layers change in place (`+= 1`, `clamp_`).
         return degrees.clone() if _is_all(v) else degrees[v].clone()
 
-    def _in_degrees(self) -> Tensor:
-        known = self._full_in_degrees
-        degrees: Tensor = (self._block.in_degrees() if known is None else known).to(self._idtype)
-        return degrees
-
     def out_degrees(self, u: Any = None, etype: Any = None) -> Tensor:
         """Returns the *full-graph* out-degrees of the (|C_(l-1)|,) sources held here, not those inside the block."""
-        degrees = self._out_degrees().to(self._idtype)
+        degrees = self._degrees.of_sources.to(self._idtype)
         return degrees.clone() if _is_all(u) else degrees[u].clone()
-
-    def _out_degrees(self) -> Tensor:
-        return self._full_out_degrees[: self.structure.num_held]
 
     def degree_factors(self, norm: str, dtype: torch.dtype, *, of_sources: bool) -> Tensor:
         """Returns what DGL's layers multiply rows by: the root of 1 / degree for the norm "both", else 1 / degree.
@@ -238,19 +231,12 @@ class LayerBlock:
         Degrees are those of the full graph, at least 1. (C,) of the sources held here or (N,) of the destinations; the
         same tensor at every call, made at the first: not to be written to.
         """
-        key = norm, of_sources, dtype
-        if key not in self._degree_factors:
-            with torch.inference_mode(False), torch.no_grad():  # training may come after an evaluation
-                degrees = (self._out_degrees() if of_sources else self._in_degrees()).to(dtype).clamp(min=1)
-                self._degree_factors[key] = torch.pow(degrees, -0.5) if norm == "both" else 1.0 / degrees
-        return self._degree_factors[key]
+        return self._degrees.factors(norm, dtype, of_sources=of_sources)
 
     @property
     def has_empty_rows(self) -> bool:
-        """Whether some destination has no in-edges; looked up once, as that waits for a GPU."""
-        if self._has_empty_rows is None:
-            self._has_empty_rows = bool((self.in_degrees() == 0).any())
-        return self._has_empty_rows
+        """Whether some destination has no in-edges."""
+        return self._degrees.has_empty_rows
 
     def weighted_out_degrees(self, edge_weight: Tensor) -> Tensor:
         """Returns the full-graph sum of out-edge weights of every source, received ones too, (C + R,).
@@ -291,20 +277,9 @@ class LayerBlock:
         received = self.structure.exchange.recv_global.to(held_ids.device)
         self._source.set_complete(dgl.NID, held_ids, torch.cat([held_ids, received]))
 
-    @contextlib.contextmanager
-    def raised_degrees_of_first(self) -> Iterator[None]:
-        """Says of row 0 that it has more edges than any other. For blocks that are made up."""
-        known = self._full_in_degrees, self._full_out_degrees
-        raised = [degrees.clone() for degrees in (self._in_degrees(), self._full_out_degrees)]
-        for degrees in raised:
-            degrees[0] = degrees.max() + 1
-        self._full_in_degrees, self._full_out_degrees = raised
-        self._degree_factors = {}
-        try:
-            yield
-        finally:
-            self._full_in_degrees, self._full_out_degrees = known
-            self._degree_factors = {}
+    def raised_degrees_of_first(self) -> contextlib.AbstractContextManager[None]:
+        """Says of row 0 that it has more edges than any other, inside of this context. For blocks that are made up."""
+        return self._degrees.raised_of_first()
 
     @contextlib.contextmanager
     def local_scope(self) -> Iterator[None]:
@@ -357,7 +332,7 @@ class LayerBlock:
             self.structure,
             self._communicator,
             rows_global=self._rows_global,
-            out_degrees=self._full_out_degrees,
+            out_degrees=self._degrees.of_sources,
             device=device,
             weighted_out_degrees=self._weighted_out_degrees,
             static_results=self.static_results,
@@ -365,7 +340,7 @@ class LayerBlock:
             split=None if self._split is None else self._split.on(device),
             sums_first=self.sums_first,
             edge_ids=edge_ids,
-            in_degrees=self._full_in_degrees,
+            in_degrees=self._degrees.known_of_destinations,
             _block=block,
             _idtype=idtype,
         )
@@ -476,46 +451,17 @@ class LayerBlock:
     def _update_and_apply(self, message_func: Any, reduce_func: Any, apply_node_func: Any) -> None:
         """As DGL does: the function sees what was reduced beside the fields of destinations, and what it returns alone
         is set.
-
-        Not by `apply_nodes`: sources and destinations are of one type's name, which DGL takes for the sources'.
         """
         self._complete(message_func)
         self._observe(message_func)
         before = dict(self._block.dstdata)
-        rows = before | self._reduced(message_func, reduce_func)
+        rows = before | self._runs.reduced(message_func, reduce_func)
         if self._replicas is not None:
             for name in sorted(rows):
                 if before.get(name) is not rows[name]:
                     rows[name] = self._with_rows_of_owners(rows[name], self._replicas)
         ids = before[dgl.NID] if dgl.NID in before else self.dstnodes()
-        results = dict(apply_node_func(NodeBatch(self._block, ids, self._block.dsttypes[0], rows)))
-        if _is_extremum(reduce_func) and results:
-            # DGL drops the infinities of destinations without in-edges after the function has seen them, and of the
-            # first field that it returns.
-            name, first = next(iter(results.items()))
-            results[name] = first.masked_fill(torch.isinf(first), 0)
-        for name, result in results.items():
-            self._block.dstdata[name] = result
-
-    def _reduced(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
-        """Returns what a function applied after the reduce sees of destinations; nothing is set yet."""
-        has_edges = self._block.num_edges() > 0
-        if not has_edges and not isinstance(reduce_func, fn.BuiltinFunction):
-            return self._reduce_nothing(message_func, reduce_func)
-        message_func = self._taking_no_edges(message_func)
-        seen: dict[str, Tensor] = {}
-
-        def look(nodes: NodeBatch) -> dict[str, Tensor]:
-            seen.update(nodes.data)
-            return {}
-
-        with _without_empty_edge_warning():
-            self._block.update_all(message_func, reduce_func if has_edges else _of_nothing(reduce_func), look)
-        if not has_edges and _is_extremum(reduce_func):
-            infinity = float("-inf") if reduce_func.name == "max" else float("inf")
-            rows = seen[reduce_func.out_field]
-            seen[reduce_func.out_field] = rows + infinity if rows.is_floating_point() else rows
-        return seen
+        self._runs.apply_nodes(apply_node_func, reduce_func, ids, rows)
 
     @unseen
     def _with_rows_of_owners(self, rows: Tensor, replicas: ReplicaRows) -> Tensor:
@@ -535,15 +481,7 @@ class LayerBlock:
             return
         self._complete(message_func)
         self._observe(message_func)
-        if self._block.num_edges() == 0:
-            if not isinstance(reduce_func, fn.BuiltinFunction):
-                # Whatever the reduce returns is set, also where a field of that name was there before.
-                for name, zeros in self._reduce_nothing(message_func, reduce_func).items():
-                    self._block.dstdata[name] = zeros
-                return
-            message_func, reduce_func = self._taking_no_edges(message_func), _of_nothing(reduce_func)
-        with _without_empty_edge_warning():
-            self._block.update_all(message_func, reduce_func)
+        self._runs.update_all(message_func, reduce_func)
 
     def _sum_split(self, message_func: Any, reduce_func: Any) -> bool:
         """Runs sums and means of rows, and of rows times constant weights, with their exchange inside.
@@ -657,8 +595,7 @@ class LayerBlock:
         self._used()
         self._complete(func)
         self._observe(func)
-        with _without_empty_edge_warning():
-            self._block.apply_edges(self._taking_no_edges(func))
+        self._runs.apply_edges(func)
 
     @unseen
     def complete_sources(self, names: Sequence[str]) -> list[Tensor]:
@@ -700,12 +637,8 @@ class LayerBlock:
         """Hands the real block the fields that `func` reads: source fields, by an exchange, and ids of edges."""
         if may_read_edge_ids(func):
             self._spell_out_edge_ids()
-        for name, tensor in self._source.complete(self._names_read_by(func), self._extend).items():
+        for name, tensor in self._source.complete(self._runs.names_read_by(func), self._extend).items():
             self._block.srcdata[name] = tensor
-
-    def _names_read_by(self, func: Any) -> list[str]:
-        names = source_fields_of(func)
-        return list(self._source) if names is None else names
 
     @unseen
     def _extend(self, fields: list[Tensor]) -> list[Tensor]:
@@ -726,57 +659,6 @@ class LayerBlock:
             fields = [self._block.srcdata[name] for name in (source_fields_of(func) or [])]
             is_weighted = isinstance(func, fn.BinaryMessageFunction) and fn.TargetCode.EDGE in (func.lhs, func.rhs)
             self.observer.on_message_passing(self.layer, fields, is_weighted=is_weighted)
-
-    def _reduce_nothing(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
-        """A user-defined reduce on a rank without edges: zeros that take part in the backward as they do elsewhere."""
-        with self._dry_run():
-            return reduce_of_nothing(
-                message_func,
-                reduce_func,
-                sources=self._sources_read_by(message_func),
-                destinations=dict(self._block.dstdata),
-                edges=dict(self._block.edata),
-                num_dst=self.structure.num_dst,
-            )
-
-    def _taking_no_edges(self, message_func: Any) -> Any:
-        """Returns a function that gives messages of no edges where the user's may fail at them, on this rank alone:
-        `h.reshape(len(h), -1)` cannot tell how wide no rows are.
-        """
-        if self._block.num_edges() or isinstance(message_func, fn.BuiltinFunction):
-            return message_func
-
-        def run(edges: EdgeBatch) -> dict[str, Tensor]:
-            # As it is first: what it has taken from around it by edge has no rows either, and does not fit to one.
-            before = torch.get_rng_state()
-            try:
-                messages: dict[str, Tensor] = message_func(edges)
-                return messages
-            except HybridError:
-                raise
-            except Exception:
-                torch.set_rng_state(before)  # a random call that is repeated so counts once, as on other ranks
-                with self._dry_run():
-                    return messages_of_nothing(
-                        message_func,
-                        sources=self._sources_read_by(message_func),
-                        destinations=dict(self._block.dstdata),
-                        edges=dict(self._block.edata),
-                    )
-
-        return run
-
-    @contextlib.contextmanager
-    def _dry_run(self) -> Iterator[None]:
-        self.is_dry_run = True
-        try:
-            yield
-        finally:
-            self.is_dry_run = False
-
-    def _sources_read_by(self, message_func: Any) -> dict[str, Tensor]:
-        """Returns all source fields, those that are read with their received rows."""
-        return {**self._source, **{name: self._block.srcdata[name] for name in self._names_read_by(message_func)}}
 
     # ---------------------------------------------------------------- the rest
 
@@ -822,24 +704,5 @@ def _reset_frame(frame: Any, known: Mapping[str, Tensor], ids: str | None) -> No
             frame[name] = rows
 
 
-def _is_extremum(reduce_func: Any) -> bool:
-    return isinstance(reduce_func, fn.BuiltinFunction) and reduce_func.name in ("max", "min")
-
-
-def _of_nothing(reduce_func: Any) -> Any:
-    """Returns the builtin that runs where there are no edges: zeros as well, but DGL's backward of a maximum or minimum
-    fails for messages without rows.
-    """
-    return fn.sum(reduce_func.msg_field, reduce_func.out_field) if _is_extremum(reduce_func) else reduce_func
-
-
 def _is_all(selection: Any) -> bool:
     return selection is None or (isinstance(selection, str) and selection == dgl.ALL)
-
-
-@contextlib.contextmanager
-def _without_empty_edge_warning() -> Iterator[None]:
-    # A rank without edges in a layer is ordinary here; DGL warns of it at every user-defined message function.
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="The input graph for the user-defined edge function")
-        yield

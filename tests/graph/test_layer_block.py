@@ -142,7 +142,7 @@ def test_degrees_are_the_callers_own() -> None:
     assert block.in_degrees().tolist() == [2, 1]
     assert block.out_degrees().tolist() == [5, 6, 7]
     known = lone_block()
-    known._full_in_degrees = torch.tensor([9, 8])
+    known._degrees.known_of_destinations = torch.tensor([9, 8])
     degrees = known.in_degrees()
     degrees.clamp_(max=3)
     assert known.in_degrees().tolist() == [9, 8]

@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from dgl import function as fn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
 from dgl_hybrid.partition.narrow_ids import NarrowIds
@@ -24,7 +25,7 @@ from dgl_hybrid.training.edge_keys import EdgeKeys
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 
 def ask_differently(rank: int, world_size: int) -> list[tuple[str, bool, list[int] | None]]:
@@ -275,3 +276,115 @@ def test_attention_of_a_layer_that_copied_its_block_is_dropped_by_edges(partitio
     )
     assert 0 < alone[0][0] == sum(zeros for zeros, _ in split)
     assert_close(sum(total for _, total in split), alone[0][1], "attention that was kept")
+
+
+class EdgeRows(nn.Module):
+    """Drops out rows of edges before they are summed."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.linear = nn.Linear(NUM_FEATURES, NUM_CLASSES * max(num_heads, 1)).double()
+        self.num_heads = num_heads
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        h = self.linear(x)
+        (block,) = blocks
+        with block.local_scope():
+            block.srcdata["h"] = h.view(len(h), self.num_heads, -1) if self.num_heads else h
+            block.apply_edges(lambda edges: {"m": 1.0 * edges.src["h"]})
+            block.edata["m"] = F.dropout(block.edata["m"], 0.5, self.training)
+            block.update_all(fn.copy_e("m", "m"), fn.sum("m", "h"))
+            summed: Tensor = block.dstdata["h"]
+            return summed.flatten(1)
+
+
+def seeds_with_so_many_edges(g: PartitionedGraph, count: int) -> Tensor:
+    """Returns own nodes whose in-edges are so many in all."""
+    degrees = g.partition.in_degrees
+    chosen, left = [], count
+    for node in degrees.argsort(descending=True).tolist():
+        if 0 < degrees[node] <= left:
+            chosen.append(node)
+            left -= int(degrees[node])
+    assert left == 0
+    return g.nodes.owned()[torch.tensor(sorted(chosen))]
+
+
+def train_on_as_many_edges_as_vertices(
+    rank: int, world_size: int, part_config: str, num_heads: int, seeds_of: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, bool]:
+    """Rank 0 of several has as many edges in the layer as it owns vertices, the others have not.
+
+    Args:
+        seeds_of: Original ids of the seeds; None: what rank 0 is to have, and most vertices of others.
+    """
+    g = PartitionedGraph.open(part_config)
+    own, ids = g.nodes.owned(), g.partition.orig_node_ids
+    assert ids is not None
+    if seeds_of is not None:
+        nids = own[torch.isin(ids, seeds_of)]
+    else:
+        nids = seeds_with_so_many_edges(g, len(own)) if rank == 0 else own[1:]
+    loader = FullGraphLoader(g, nids, 1, plan=[own[:0]], seed=3, loss_reduction="sum")
+    model = EdgeRows(num_heads)
+    for _ in range(2):  # in a plan's first step, and in one after it
+        for input_nodes, _, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            model.zero_grad()
+            (logits**2).sum().backward()
+            is_ambiguous = blocks[0].num_edges() in loader.sets.sizes
+    average_gradients(model, loader)
+    assert model.linear.weight.grad is not None
+    return g.fetch_nodes(ids, loader.seeds), logits.detach(), model.linear.weight.grad, is_ambiguous
+
+
+@pytest.mark.parametrize("num_heads", [0, 2])
+def test_one_rank_with_as_many_edges_as_vertices_draws_as_the_others(
+    num_heads: int, partitions: PartitionStore
+) -> None:
+    """It took rows of edges for vertices, or (with heads) raised alone while the others waited for it."""
+    of_three = partitions.get("power_law", power_law(), 3)
+    results = run_ranks(3, train_on_as_many_edges_as_vertices, of_three, num_heads, None)
+    assert [is_ambiguous for *_, is_ambiguous in results] == [True, False, False]
+    seeds = torch.cat([ids for ids, *_ in results])
+    of_one = partitions.get("power_law", power_law(), 1)
+    ((ids, logits, gradient, _),) = run_ranks(1, train_on_as_many_edges_as_vertices, of_one, num_heads, seeds)
+    position = {int(node): i for i, node in enumerate(ids.tolist())}
+    for these, found, found_gradient, _ in results:
+        assert_close(found, logits[[position[node] for node in these.tolist()]], "logits")
+        assert_close(found_gradient, gradient, "gradient")
+
+
+class Pooled(nn.Module):
+    """Drops out rows that are none of the graph's."""
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__()
+        self.linear, self.num_rows = nn.Linear(NUM_FEATURES, NUM_CLASSES).double(), num_rows
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        (block,) = blocks
+        with block.local_scope():
+            block.srcdata["h"] = self.linear(x)
+            block.update_all(fn.copy_u("h", "m"), fn.sum("m", "h"))
+            summed: Tensor = block.dstdata["h"]
+        return summed + F.dropout(summed.new_ones(self.num_rows, NUM_CLASSES), 0.5, self.training).mean(0)
+
+
+def draw_on_rows_of_something_else(rank: int, world_size: int, part_config: str) -> None:
+    g = PartitionedGraph.open(part_config)
+    own = g.nodes.owned()
+    loader = FullGraphLoader(g, own[: 5 + rank], 1, plan=[own[:0]])
+    model = Pooled(num_rows=6)  # as many as rank 1 has seeds
+    for input_nodes, _, blocks in loader:
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+
+
+def test_all_ranks_refuse_rows_that_are_vertices_on_one_of_them_by_chance(partitions: PartitionStore) -> None:
+    """That one went on, and waited for the others."""
+    errors = run_ranks_expect_errors(3, draw_on_rows_of_something_else, partitions.get("power_law", power_law(), 3))
+    for error in errors:
+        assert error.type_name == "BlockError"
+        assert "a tensor of shape (6, " in error.message
+        assert "Apply it to tensors with one row for each vertex or edge" in error.message

@@ -331,7 +331,7 @@ def describe_distdgl(row: DistDGLRow, hybrid_s: float) -> str:
     """Returns what the table does not say of DistDGL."""
     report = row.report
     if report is None and row.is_late:
-        return f"{row.error}: that limit is the demo's, and no failure of DistDGL."
+        return f"{row.error}: that limit is the demo's; whether DistDGL was slow or stuck is not known."
     if report is None:
         return f"DistDGL failed: {row.error}"
     size = "all seeds of a trainer" if report.batch_size is None else f"{report.batch_size:,} seeds"

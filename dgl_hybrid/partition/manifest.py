@@ -130,7 +130,7 @@ def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = 
     Longer files are somebody's work then, who has added a field, say.
 
     Raises:
-        PartitionError: missing, of another size (truncated), or of another checksum; names the file.
+        PartitionError: missing, of another size (truncated), of another checksum, or unreadable; names the file.
     """
     path = folder / name
     if not path.is_file():
@@ -143,7 +143,10 @@ def check_file(folder: Path, name: str, record: FileRecord, *, checksum: bool = 
         )
     if not checksum:
         return
-    found = hash_file(path)
+    try:
+        found = hash_file(path)
+    except OSError as error:
+        raise PartitionError(f"{path} cannot be read: {error.strerror or error}") from error
     if found.sha256 != record.sha256:
         raise PartitionError(
             f"{path}: checksum mismatch: sha256 {record.sha256[:16]}... was written "

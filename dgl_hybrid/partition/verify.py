@@ -70,13 +70,14 @@ def verify_partition(
 def verify_sidecar(summary: PartitionSummary, part_id: int) -> None:
     """Compares a part's sidecar and the structure that it is of with the manifest's checksums; reads both files.
 
-    Not collective. For who takes facts from a sidecar and the structure from elsewhere.
+    Not collective. For who takes facts from a sidecar and the structure from elsewhere; the JSON file may have been
+    rewritten since, as by DGL's conversion to GraphBolt.
 
     Raises:
-        PartitionError: one of them is not what was written; names it.
+        PartitionError: one of them is not what was written, or cannot be read; names it.
     """
     manifest = read_manifest(summary.folder)
-    if manifest is None or not summary.has_sidecar:
+    if manifest is None or manifest.graph_name != summary.graph_name:
         raise PartitionError(_manifest_of_another(summary))
     for name in (summary.part_files[part_id].part_graph, f"part{part_id}/{SIDECAR_NAME}"):
         _check_listed(summary, manifest, name, checksum=True)

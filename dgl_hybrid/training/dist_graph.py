@@ -30,6 +30,7 @@ from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, partition_digest
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
+from dgl_hybrid.partition.summary import PartitionSummary
 from dgl_hybrid.partition.verify import verify_sidecar
 from dgl_hybrid.sampling.written import is_served
 from dgl_hybrid.training.fields import GraphField, GraphFields
@@ -119,7 +120,7 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
     edges = Ownership(offsets=edge_offsets, rank=communicator.rank)
     lists = SharedLists(structure, (nodes.start - first, nodes.stop - first))
     halo_global, halo_local = _complete_elsewhere(structure, communicator, nodes, lists, first, last)
-    sidecar = _find_sidecar(g, structure, part, node_bounds, edge_bounds)
+    sidecar = _find_sidecar(g, structure, communicator, siblings.start, node_bounds, edge_bounds)
     own_nodes = slice(nodes.start - first, nodes.stop - first)
     own_edges = slice(edges.start - edge_bounds[part], edges.stop - edge_bounds[part])
     return SharedPart(
@@ -221,32 +222,55 @@ def _complete_elsewhere(
 
 
 def _find_sidecar(
-    g: DistGraph, structure: SharedStructure, part: int, node_bounds: list[int], edge_bounds: list[int]
+    g: DistGraph,
+    structure: SharedStructure,
+    communicator: Communicator,
+    first_of_machine: int,
+    node_bounds: list[int],
+    edge_bounds: list[int],
 ) -> Sidecar | None:
-    """Reads what the partition's folder knows beyond DistDGL's files, if this process can see it and it has that."""
+    """Reads what the partition's folder knows beyond DistDGL's files, if this process can see it and it has that.
+    Collective: the first rank of each machine compares the files with their checksums for all of it.
+    """
+    part = int(g.get_partition_book().partid)
+    summary, fault = None, ""
+    try:
+        summary = _summary_of_folder(g, node_bounds, edge_bounds)
+        if summary is not None and communicator.rank == first_of_machine:
+            # DGL's partition_graph leaves the sidecar of what it writes over, and that may differ in out-degrees alone.
+            verify_sidecar(summary, part)
+    except (OSError, PartitionError) as error:
+        fault = str(error)
+    faults = communicator.gather_json(fault)
+    fault = fault or faults[first_of_machine]
+    num_inner = node_bounds[part + 1] - node_bounds[part]
+    if summary is not None and not fault:
+        try:
+            sidecar = read_sidecar(
+                summary.folder / f"part{part}" / SIDECAR_NAME,
+                part_id=part,
+                num_inner_nodes=num_inner,
+                num_inner_edges=edge_bounds[part + 1] - edge_bounds[part],
+            )
+            served = structure.indptr[: num_inner + 1].diff().to(torch.int64)
+            return sidecar if torch.equal(served, sidecar.in_degrees) else None
+        except (OSError, PartitionError) as error:
+            fault = str(error)
+    if fault:
+        _logger.warning("original ids and out-degrees are not read from the partition folder: %s", fault)
+    return None
+
+
+def _summary_of_folder(g: DistGraph, node_bounds: list[int], edge_bounds: list[int]) -> PartitionSummary | None:
+    """Returns what the JSON says of the partition that servers hold, if this process can see it and it is of ours."""
     part_config = os.environ.get("DGL_CONF_PATH")
     if not part_config or not os.path.isfile(part_config):
         return None
-    try:
-        summary = read_partition_summary(part_config)
-        if summary.manifest_graph_name is None or summary.graph_name != g.graph_name:
-            return None
-        if list(summary.node_offsets) != node_bounds or list(summary.edge_offsets) != edge_bounds:
-            return None
-        # DGL's own partition_graph leaves the sidecar of what it writes over, and that may differ in out-degrees alone.
-        verify_sidecar(summary, part)
-        sidecar = read_sidecar(
-            summary.folder / f"part{part}" / SIDECAR_NAME,
-            part_id=part,
-            num_inner_nodes=node_bounds[part + 1] - node_bounds[part],
-            num_inner_edges=edge_bounds[part + 1] - edge_bounds[part],
-        )
-    except PartitionError as error:
-        _logger.warning("original ids and out-degrees are not read from the partition folder: %s", error)
+    summary = read_partition_summary(part_config)
+    if summary.manifest_graph_name is None or summary.graph_name != g.graph_name:
         return None
-    num_inner = node_bounds[part + 1] - node_bounds[part]
-    served = structure.indptr[: num_inner + 1].diff().to(torch.int64)
-    return sidecar if torch.equal(served, sidecar.in_degrees) else None
+    has_these_parts = list(summary.node_offsets) == node_bounds and list(summary.edge_offsets) == edge_bounds
+    return summary if has_these_parts else None
 
 
 class DistField(GraphField):

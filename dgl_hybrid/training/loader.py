@@ -22,7 +22,7 @@ from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
-from dgl_hybrid.ops.cpu.memory import keep_freed_memory
+from dgl_hybrid.ops.cpu.memory import keep_freed_memory, stop_keeping_freed_memory
 from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
@@ -165,14 +165,14 @@ class FullGraphLoader:
         timeout_s: float | None = None,
         **dataloader_kwargs: Any,
     ) -> None:
-        unknown = sorted(set(dataloader_kwargs) - IGNORED)
-        if unknown:
-            raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
-        sampler = sampler_of(sampler, graph_sampler)
         g = as_partitioned(g, transport, timeout_s=timeout_s)
         self.graph = g
         self.communicator = g.communicator
         with self.communicator.agreed():
+            unknown = sorted(set(dataloader_kwargs) - IGNORED)
+            if unknown:
+                raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")
+            sampler = sampler_of(sampler, graph_sampler)
             self.device = device_of("cpu" if device is None else device)
             self.num_layers = num_layers_of(sampler)
             self.prefetch = Prefetch.from_sampler(sampler)
@@ -268,6 +268,7 @@ class FullGraphLoader:
             is_fixed=forced is not None,
             given=plan if isinstance(plan, DependencyPlan) else None,
         )
+        self.has_memory_budget = config.memory_budget_bytes is not None
         g.loaders.add(self)
         self._is_built = False
         """Whether there are blocks, and all that belongs to them."""
@@ -276,9 +277,10 @@ class FullGraphLoader:
         self._is_new = True
         self._epoch_ns = self._change_ns = 0
         # How memory is freed is the process's: a loader without a budget (of `infer`, say) is not to undo another's.
-        g.is_memory_scarce |= config.memory_budget_bytes is not None
-        self._free_memory = FreeMemory(at_once=g.is_memory_scarce)
-        if not g.is_memory_scarce:
+        self._free_memory = FreeMemory(at_once=lambda: g.is_memory_scarce)
+        if g.is_memory_scarce:
+            stop_keeping_freed_memory()  # which a loader without a budget has had it do, maybe
+        else:
             keep_freed_memory()  # before planning, which times the model as epochs will run it
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.

@@ -84,10 +84,13 @@ class PartitionedGraph:
         """Those of them that there still are."""
         self.is_told_of_moves = False
         """Whether the script was told what moving blocks costs: once, and not by every loader."""
-        self.is_memory_scarce = False
-        """Whether a loader has planned with a memory budget, for which the process is to hold no more than it must."""
         self._reads: StableReads | None = None
         self._weighted_out_degrees: dict[str, tuple[tuple[str, int], Tensor]] = {}
+
+    @property
+    def is_memory_scarce(self) -> bool:
+        """Whether there is a loader with a memory budget, for which the process is to hold no more than it must."""
+        return any(loader.has_memory_budget for loader in self.loaders)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PartitionedGraph:
         """A copy of a model that holds its graph holds this one: ranks see one graph, not one for each copy."""

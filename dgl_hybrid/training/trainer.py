@@ -123,7 +123,7 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
         gradient_bytes=sum(p.numel() * p.element_size() for p in run.model.parameters() if p.requires_grad),
         predicted_epoch_s=plan.estimate.epoch_s if plan.estimate is not None else None,
         chosen_plan=name,
-        chunk_rows=plan.chunk_rows,
+        chunk_rows=None if run.approximate is not None else plan.chunk_rows,
         stayed_plan=run.number_of(plan),
         trial_epochs=trial_epochs,
         first_epoch=first_epoch,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,7 +22,7 @@ from dgl_hybrid.errors import ExchangeError, PartitionError
 from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.ids import Ownership
-from dgl_hybrid.partition import SharedLists, SharedStructure, partition_graph
+from dgl_hybrid.partition import SharedLists, SharedStructure, manifest, partition_graph
 from dgl_hybrid.training import dist_graph, partitioned_graph
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.dist_graph import _complete_elsewhere, _ranks_of_machines, _read_structure
@@ -95,17 +96,45 @@ def test_a_sidecar_of_a_partition_that_was_written_over_is_not_used(
         nodes = torch.arange(12)
         return dgl.graph((nodes // step, nodes), num_nodes=12)
 
-    def find() -> Any:
+    def find(rank: int = 0, fault_of_first: str = "") -> Any:
         part = dgl.load_graphs(str(tmp_path / "part0" / "graph.dgl"))[0][0]
-        graph: Any = SimpleNamespace(graph_name="g")
-        return dist_graph._find_sidecar(graph, SharedStructure.of_graph(part), 0, [0, 12], [0, 12])
+        graph: Any = SimpleNamespace(graph_name="g", get_partition_book=lambda: SimpleNamespace(partid=0))
+        known: Any = SimpleNamespace(
+            rank=rank, gather_json=lambda mine: [mine] if rank == 0 else [fault_of_first, mine]
+        )
+        return dist_graph._find_sidecar(graph, SharedStructure.of_graph(part), known, 0, [0, 12], [0, 12])
 
     config = tmp_path / "g.json"
     monkeypatch.setenv("DGL_CONF_PATH", str(config))
     partition_graph(nearest(2), "g", 1, tmp_path, part_method="random")
-    assert find().out_degrees.tolist() == [2] * 6 + [0] * 6
+    of_first = [2] * 6 + [0] * 6
+    assert find().out_degrees.tolist() == of_first
     written = config.read_bytes()
+    hashed: list[Path] = []
+    with monkeypatch.context() as context:
+        hash_file = manifest.hash_file
+        context.setattr(manifest, "hash_file", lambda path: hashed.append(path) or hash_file(path))
+        assert find(rank=1).out_degrees.tolist() == of_first, "as the first rank of the machine has found it"
+        assert [path.name for path in hashed] == ["g.json"]
+    # DGL's conversion to GraphBolt writes this file anew.
+    config.write_text(json.dumps(json.loads(written) | {"node_attr_dtype": {}}))
+    assert find().out_degrees.tolist() == of_first
+    config.write_bytes(written)
     assert caplog.text == ""
+    assert find(rank=1, fault_of_first="graph.dgl cannot be read") is None
+    assert "original ids and out-degrees are not read from the partition folder: graph.dgl cannot be" in caplog.text
+    caplog.clear()
+
+    def refuse(path: Path) -> Any:
+        if path.suffix == ".json":
+            return hash_file(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as context:
+        context.setattr(manifest, "hash_file", refuse)
+        assert find() is None, "the rank that cannot read it went on alone, by an error"
+    assert "part0/graph.dgl cannot be read: Permission denied" in caplog.text
+    caplog.clear()
     dgl.distributed.partition_graph(nearest(3), "g", 1, str(tmp_path), part_method="random")
     assert config.read_bytes() == written, "nothing but the structure tells"
     assert find() is None
@@ -114,7 +143,7 @@ def test_a_sidecar_of_a_partition_that_was_written_over_is_not_used(
     caplog.clear()
     dgl.distributed.partition_graph(nearest(3), "g", 1, str(tmp_path), part_method="metis")
     assert find() is None
-    assert "hybrid_manifest.json is of another partition than g.json" in caplog.text
+    assert "part0/graph.dgl" in caplog.text
 
 
 def test_a_machine_without_a_trainer() -> None:

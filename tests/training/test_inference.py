@@ -285,7 +285,7 @@ def test_memory_of_an_evaluations_exchanges_goes_with_it(
     g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
     masks = g.ndata["train_mask"].local.bool()
     g.ndata["val_mask"], g.ndata["test_mask"] = ~masks, ~masks
-    g.is_memory_scarce = is_scarce
+    monkeypatch.setattr(PartitionedGraph, "is_memory_scarce", is_scarce)
     model, evaluator = Noted(), Evaluator(g, 2)
     loader = FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")
     calls: dict[str, Callable[[], object]] = {

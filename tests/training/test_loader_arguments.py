@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import dgl
 import pytest
@@ -14,7 +15,7 @@ from dgl_hybrid.training.loader_arguments import IGNORED
 from dgl_hybrid.training.prefetch import Prefetch
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.world import run_ranks
+from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 
 def load_by_dgls_names(rank: int, world_size: int, part_config: str) -> tuple[int, int]:
@@ -35,9 +36,24 @@ def test_the_sampler_has_dgls_name_too(partitions: PartitionStore) -> None:
         ({"sampler": 2, "graph_sampler": 2}, "got sampler and graph_sampler, which is DGL's name for it: give one"),
     ],
 )
-def test_one_sampler_is_wanted(samplers: dict[str, int], message: str) -> None:
+def test_one_sampler_is_wanted(samplers: dict[str, int], message: str, partitions: PartitionStore) -> None:
+    g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
     with pytest.raises(TypeError, match=message):
-        FullGraphLoader(None, None, **samplers)  # type: ignore[arg-type]
+        FullGraphLoader(g, g.owned_nodes(), **samplers)
+
+
+def give_one_sampler(rank: int, world_size: int, part_config: str) -> None:
+    g = PartitionedGraph.open(part_config)
+    options: dict[str, Any] = {"no_such_argument": 1} if rank == 1 else {}
+    FullGraphLoader(g, g.owned_nodes(), None if rank == 0 else 2, **options)
+
+
+def test_a_sampler_or_argument_that_one_rank_gives_is_refused_on_all(partitions: PartitionStore) -> None:
+    """The others waited for that rank."""
+    errors = run_ranks_expect_errors(3, give_one_sampler, partitions.get("power_law", power_law(), 3))
+    assert [error.type_name for error in errors[:2]] == ["TypeError", "TypeError"]
+    assert "rank 0" in errors[2].message
+    assert "needs a sampler or a number of layers" in errors[2].message
 
 
 def test_all_arguments_of_dgls_loader_are_known() -> None:

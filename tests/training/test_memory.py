@@ -105,7 +105,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def test_free_memory_waits_until_faults_are_cheap(given_back: list[bool], clock: Clock) -> None:
-    free = FreeMemory(at_once=False)
+    free = FreeMemory(at_once=lambda: False)
     free.leave(thoroughly=True)
     faults_s = current_rss_bytes() / 1e9
     clock.now_s += 10 * faults_s
@@ -127,7 +127,7 @@ def test_free_memory_waits_until_faults_are_cheap(given_back: list[bool], clock:
 
 
 def test_with_a_budget_free_memory_does_not_wait(given_back: list[bool]) -> None:
-    free = FreeMemory(at_once=True)
+    free = FreeMemory(at_once=lambda: True)
     free.leave(thoroughly=False)
     free.leave(thoroughly=True)
     assert given_back == [False, True]
@@ -224,23 +224,42 @@ def test_a_loader_keeps_freed_memory_before_it_plans_unless_memory_is_scarce(
     assert calls == (["keep", "plan"] if budget is None else ["plan"])
 
 
+@pytest.mark.parametrize("is_first_without", [False, True], ids=["after it", "before it, too"])
 @pytest.mark.parametrize("budget", [None, 1 << 34])
 def test_another_loader_leaves_memory_scarce(
-    budget: int | None, given_back: list[bool], monkeypatch: pytest.MonkeyPatch, partitions: PartitionStore
+    budget: int | None,
+    is_first_without: bool,
+    given_back: list[bool],
+    monkeypatch: pytest.MonkeyPatch,
+    partitions: PartitionStore,
 ) -> None:
     """That of `infer`, which takes no budget, had the process keep freed memory for the rest of the training."""
     kept: list[None] = []
+    stopped: list[None] = []
     monkeypatch.setattr(loader_module, "keep_freed_memory", lambda: kept.append(None))
+    monkeypatch.setattr(loader_module, "stop_keeping_freed_memory", lambda: stopped.append(None))
     monkeypatch.setattr(loader_module, "_MANY_EDGES", 1)
     g = PartitionedGraph.open(partitions.get("power_law", power_law(), 1))
     model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
     config = PlannerConfig(memory_budget_bytes=budget)
-    FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=config)
+    before = FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm") if is_first_without else None
+    assert bool(kept) is is_first_without
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=config)
+    assert bool(stopped) is (budget is not None)
+    kept.clear()
     given_back.clear()
     infer(model, g, 2)
     FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")
     assert bool(kept) is (budget is None)
     assert bool(given_back) is (budget is not None), "at once"
+    if before is not None:
+        given_back.clear()
+        before._leave_memory(thoroughly=False)
+        assert bool(given_back) is (budget is not None), "of one that was made before"
+    del loader
+    assert not g.is_memory_scarce
+    FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")
+    assert kept, "nobody has a budget any more"
 
 
 @pytest.mark.parametrize("budget", [None, 1e10])

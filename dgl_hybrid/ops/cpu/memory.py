@@ -39,6 +39,10 @@ _MALLOC_TUNABLES = re.compile(r"\bglibc\.malloc\.(mmap_max|mmap_threshold|trim_t
 _KEEPING = ((-4, 0), (-1, -1), (-2, 64 << 20))
 """Of `mallopt`, as `malloc.h` numbers them: nothing is mapped by itself (M_MMAP_MAX), the heap is not trimmed
 (M_TRIM_THRESHOLD), and grows by so much at once (M_TOP_PAD)."""
+_AS_BEFORE = ((-4, 65536), (-3, 32 << 20), (-1, 64 << 20), (-2, 128 << 10))
+"""Likewise, as glibc begins; but its thresholds for mapping (M_MMAP_THRESHOLD) and trimming, which by itself grow with
+what is freed and once they are set do not, as far as they would."""
+_is_keeping = False
 KEEPING_ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
@@ -97,7 +101,8 @@ def ask_for_huge_heap() -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Has glibc keep what is freed, for what is allocated next; returns whether it does so by this, for good.
+    """Has glibc keep what is freed, for what is allocated next, until `stop_keeping_freed_memory`; returns whether it
+    does so by this.
 
     By itself it asks the system for each tensor above its threshold (32 MiB at most) and hands it back when it is
     freed, so that every layer of every epoch writes to fresh pages: two layers of GCN of width 256 over 46,000 rows, as
@@ -114,7 +119,22 @@ def keep_freed_memory() -> bool:
     library = ctypes.CDLL(None)
     if not hasattr(library, "gnu_get_libc_version") or not hasattr(library, "mallopt"):
         return False
+    global _is_keeping
+    _is_keeping = True
     return all(library.mallopt(option, value) for option, value in _KEEPING)
+
+
+def stop_keeping_freed_memory() -> None:
+    """Has glibc hand back what is freed, as it does by itself, where `keep_freed_memory` had told it otherwise.
+
+    What was freed before goes back with `malloc_trim`.
+    """
+    global _is_keeping
+    if _is_keeping:
+        _is_keeping = False
+        library = ctypes.CDLL(None)
+        for option, value in _AS_BEFORE:
+            library.mallopt(option, value)
 
 
 def unmap_code_in(folder: Path) -> int:

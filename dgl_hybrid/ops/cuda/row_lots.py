@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -30,16 +31,19 @@ class RowLots:
 
     def of(self, rows: Adjacency, most: int) -> list[RowLot]:
         """Returns all rows in lots of at most `most`. Waits for the device when they are made."""
-        if rows.indptr.is_inference():  # nobody counts what is written into such a tensor
+        if any(x is not None and x.is_inference() for x in (rows.indptr, rows.indices, rows.edge_ids)):
+            # Nobody counts what is written into such a tensor.
             return _cut(rows, most)
-        key = (rows.indptr._version, most)
+        # Lots hold slices of entries, too, and structures that differ in these alone share where rows begin.
+        of_entries = [x for x in (rows.indices, rows.edge_ids) if x is not None]
+        key = (most, *(x._version for x in (rows.indptr, *of_entries)))
         found: list[RowLot]
-        known, found = self._lots.get(rows.indptr, (None, []))
-        if known != key:
+        known, refs, found = self._lots.get(rows.indptr, (None, [], []))
+        if known != key or any(ref() is not x for ref, x in zip(refs, of_entries, strict=True)):
             found = _cut(rows, most)
             if rows.indptr.is_cuda:  # they may next be used on another stream
                 torch.cuda.current_stream(rows.indptr.device).synchronize()
-            self._lots[rows.indptr] = key, found
+            self._lots[rows.indptr] = key, [weakref.ref(x) for x in of_entries], found
         return found
 
 

@@ -13,7 +13,7 @@ derivatives have it, a term that is added to them has not. Where weights are not
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,6 +25,8 @@ from dgl_hybrid.exchange.communicator import Communicator
 Reduction = Literal["mean", "sum", "weighted"]
 REDUCTIONS: tuple[str, ...] = get_args(Reduction)
 
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True, slots=True)
 class LossWeight:
@@ -33,6 +35,15 @@ class LossWeight:
     value: float
     is_one: bool
     """On every rank, but for rounding."""
+    of_ranks: tuple[float, ...] = field(default=(), compare=False)
+    """(P,) values of all ranks, the same on each of them."""
+
+    def is_alike(self, other: LossWeight) -> bool:
+        """Whether every rank weighs by both of them alike, but for rounding; the same on all ranks."""
+        ours, theirs = (weight.of_ranks or (weight.value,) for weight in (self, other))
+        return len(ours) == len(theirs) and all(
+            math.isclose(x, y, rel_tol=_ROUNDING) for x, y in zip(ours, theirs, strict=True)
+        )
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -105,15 +116,18 @@ def find_loss_weight(
         ValueError: On every rank, if a denominator is negative or not finite, or all are 0.
     """
     here = float(num_seeds) if denominator is None or num_seeds == 0 else float(denominator)
-    of_ranks = [row[0] for row in communicator.gather_floats([here])]
-    if reduction == "sum":
-        return LossWeight(float(communicator.world_size) if num_seeds else 0.0, is_one=communicator.world_size == 1)
-    if reduction == "weighted":
-        # One where it matters: what is multiplied by 0 twice is 0 as well.
-        return LossWeight(1.0 if num_seeds else 0.0, is_one=True)
+    told = communicator.gather_floats([here, float(num_seeds > 0)])
+    of_ranks, have_seeds = [row[0] for row in told], [bool(row[1]) for row in told]
+    rank, world_size = communicator.rank, communicator.world_size
+    if reduction != "mean":
+        factor = float(world_size) if reduction == "sum" else 1.0
+        weights = tuple(factor if has_seeds else 0.0 for has_seeds in have_seeds)
+        # Of "weighted": one where it matters, as what is multiplied by 0 twice is 0 as well.
+        return LossWeight(weights[rank], is_one=factor == 1.0, of_ranks=weights)
     total = sum(of_ranks)
     if not all(0.0 <= of_rank < math.inf for of_rank in of_ranks) or not 0.0 < total < math.inf:
         raise ValueError(
             f"loss denominators of ranks must be finite and not negative, and not all 0 (got {of_ranks} by rank)"
         )
-    return LossWeight(communicator.world_size * here / total, is_one=len(set(of_ranks)) == 1)
+    weights = tuple(world_size * of_rank / total for of_rank in of_ranks)
+    return LossWeight(weights[rank], is_one=len(set(of_ranks)) == 1, of_ranks=weights)

@@ -20,6 +20,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.untraced import keep_out_of_graphs, untraced
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
+from dgl_hybrid.training.loss import LossWeight
 from dgl_hybrid.training.step import Step
 
 # Random functions on rows for which there is no replicated form; by their own rank's generator, masters and replicas
@@ -121,6 +122,7 @@ class RowMode(TorchFunctionMode):
         is_in_call: Tells whether any module is being called. If none is, Ctrl-C has ended that call, and this is over.
         outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
             of the model again.
+        weigh: Returns the weight of a loss that the call backs itself; None, if it has used no last block so far.
     """
 
     def __init__(
@@ -129,6 +131,7 @@ class RowMode(TorchFunctionMode):
         *,
         given_blocks: bool,
         outside: Callable[[], contextlib.AbstractContextManager[None]],
+        weigh: Callable[[], LossWeight | None],
         is_in_call: Callable[[], bool],
         is_repeated: bool = False,
         may_be_piece: bool = True,
@@ -136,7 +139,7 @@ class RowMode(TorchFunctionMode):
         super().__init__()
         self.step = step
         self.given_blocks, self.is_repeated, self.may_be_piece = given_blocks, is_repeated, may_be_piece
-        self._outside, self._is_in_call = outside, is_in_call
+        self._outside, self._weigh, self._is_in_call = outside, weigh, is_in_call
         self.is_over = False
         """The call has ended: nothing is answered any more, should this still be entered."""
 
@@ -171,10 +174,10 @@ class RowMode(TorchFunctionMode):
             named = {("training" if k == "train" else k): v for k, v in kwargs.items()}
             if _drops(*args, **named) and self._has_rows(args, kwargs):
                 return _dropout(self.step, *args, **named)
-        if func is Tensor.backward and self.step.last_block_used:
-            return self._backward(*args, **kwargs)
-        if func is torch.autograd.backward and self.step.last_block_used:
-            return self._backward_of_all(*args, **kwargs)
+        if func is Tensor.backward and (weight := self._weigh()) is not None:
+            return self._backward(weight, *args, **kwargs)
+        if func is torch.autograd.backward and (weight := self._weigh()) is not None:
+            return self._backward_of_all(weight, *args, **kwargs)
         if func is torch.autograd.grad and self.step.last_block_used:
             return self._gradients(*args, **kwargs)
         if self.step.communicator.world_size > 1:
@@ -188,6 +191,7 @@ class RowMode(TorchFunctionMode):
 
     def _backward(
         self,
+        weight: LossWeight,
         loss: Tensor,
         gradient: Tensor | None = None,
         retain_graph: bool | None = None,
@@ -197,10 +201,12 @@ class RowMode(TorchFunctionMode):
         """Of a module that computes and backs its loss inside its forward: its output is not weighted yet."""
         self.step.was_backed = True
         with self._outside():
-            torch.autograd.backward(loss, self._weighted(loss, gradient), retain_graph, create_graph, inputs=inputs)
+            weighted = _weighted(loss, gradient, weight)
+            torch.autograd.backward(loss, weighted, retain_graph, create_graph, inputs=inputs)
 
     def _backward_of_all(
         self,
+        weight: LossWeight,
         tensors: Any,
         grad_tensors: Any = None,
         retain_graph: bool | None = None,
@@ -216,7 +222,7 @@ class RowMode(TorchFunctionMode):
         if len(gradients) == 1:
             gradients *= len(losses) if gradients[0] is None else 1
         if len(gradients) == len(losses):  # else PyTorch's error
-            given = tuple(self._weighted(*pair) for pair in zip(losses, gradients, strict=True))
+            given = tuple(_weighted(*pair, weight) for pair in zip(losses, gradients, strict=True))
         with self._outside():
             torch.autograd.backward(losses, given, retain_graph, create_graph, inputs=inputs)
 
@@ -225,13 +231,6 @@ class RowMode(TorchFunctionMode):
         gradients = torch.autograd.grad(*args, **kwargs)
         self.step.was_differentiated |= not any(x is not None and x.requires_grad for x in gradients)
         return gradients
-
-    def _weighted(self, loss: Any, gradient: Tensor | None) -> Tensor | None:
-        """Returns the gradient that enters at a loss, with the weight; None where none can be made up."""
-        if gradient is None and isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
-            gradient = torch.ones_like(loss)
-        self.step.was_weighted = True
-        return None if gradient is None else gradient * self.step.loss_weight.value  # None: PyTorch's error
 
     def _batch_norm_of_piece(self, level: int, *args: Any, **kwargs: Any) -> Tensor:
         """Batch norm of a module that is given no blocks: the trace of a model need not have seen it."""
@@ -260,6 +259,13 @@ class RowMode(TorchFunctionMode):
             return self.is_ours
         x = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
         return x is not None and any(self.step.has_rows(count) for count in x.shape[:-1])
+
+
+def _weighted(loss: Any, gradient: Tensor | None, weight: LossWeight) -> Tensor | None:
+    """Returns the gradient that enters at a loss, with the weight; None where none can be made up."""
+    if gradient is None and isinstance(loss, Tensor) and loss.requires_grad and loss.numel() == 1:
+        gradient = torch.ones_like(loss)
+    return None if gradient is None else gradient * weight.value  # None: PyTorch's error
 
 
 def _drops(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:

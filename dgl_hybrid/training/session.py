@@ -22,17 +22,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils import checkpoint
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import flatten, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.untraced import settle_untraced, untraced
 from dgl_hybrid.graph.watched_modules import OWN_HOOKS
-from dgl_hybrid.training.loss import is_weighting, weight_gradient
+from dgl_hybrid.training.loss import LossWeight, is_weighting, weight_gradient
 from dgl_hybrid.training.row_mode import RowMode
-from dgl_hybrid.training.step import Step
+from dgl_hybrid.training.step import Step, common_weight
 
 _MODULE_FILE = nn.modules.module.__file__
+_CHECKPOINT_FILE = checkpoint.__file__
 _MAX_NODES_SEARCHED = 256
 
 
@@ -59,6 +61,8 @@ class _Call(threading.local):
         self.depth = 0
         self.step: Step | None = None
         self.mode: RowMode | None = None
+        self.weighed: list[Step] = []
+        """Steps whose last block it has used where gradients are taken: its output gets their loss weight."""
 
 
 @untraced("enter", "leave", "check_step")
@@ -149,6 +153,8 @@ class _Session:
                 f"arguments, in lists, tuples or dicts if need be."
             )
         call.has_used = self.is_used = True
+        if step.is_last(block) and not any(other is step for other in call.weighed) and _may_have_gradients():
+            call.weighed.append(step)
         if call.outermost is not None and torch.is_grad_enabled():
             step.note_training_use(call.outermost, call.outermost.parameters)
 
@@ -200,6 +206,7 @@ class _Session:
                 step,
                 given_blocks=given is not None,
                 outside=self._outside,
+                weigh=self._weigh,
                 is_in_call=_is_in_call,
                 is_repeated=repeated is not None and part is not None and part.is_ours,
                 may_be_piece=repeated is not None or step.takes_pieces,
@@ -237,42 +244,50 @@ class _Session:
         call.depth -= 1
         if call.depth > 0:
             return None
-        step = call.step
+        step, weighed = call.step, call.weighed
         assert step is not None
         self._end()
-        if output is None or not step.last_block_used:
+        if output is None or not (step.last_block_used or weighed):
             return None
+        weighed = weighed or [step]
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
         if _is_in_backward():
-            return self._weighted(output, step) if module in step.called_without_grad else None
+            return self._weighted(output, module, step, weighed) if module in step.called_without_grad else None
         if torch.is_grad_enabled():
-            step.was_trained = True
+            for used in weighed:
+                used.was_trained = True
         else:
             step.called_without_grad.add(module)
-        if step.on_call is not None:
+        if step.on_call is not None and step.last_block_used:
             step.on_call(module, args, kwargs)
-        weighted = self._weighted(output, step)
+        weighted = self._weighted(output, module, step, weighed)
         if torch.is_grad_enabled():
             # What a reentrant checkpoint in it repeats was weighted here, whoever has looked at a part of it before.
             step.called_without_grad -= set(module.modules())
         return weighted
 
-    def _note_weighted(self, step: Step) -> None:
-        """Of a step, and of those of other loaders whose last block the call has used, where ranks weigh alike."""
-        step.was_weighted = True
-        for other in (ref() for ref in self.followed):
-            if other is not None and other.last_block_used and other.loss_weight == step.loss_weight:
-                other.was_weighted = True
+    def _weigh(self) -> LossWeight | None:
+        """Returns the weight of a loss that the outermost call backs itself, None if it has used no last block."""
+        call = self.call
+        weighed = call.weighed or ([call.step] if call.step is not None and call.step.last_block_used else [])
+        return _weigh(weighed, call.outermost) if weighed else None
 
-    def _weighted(self, output: Any, step: Step) -> Any:
+    def _weighted(self, output: Any, module: nn.Module, step: Step, weighed: Sequence[Step]) -> Any:
+        """Returns the output with the loss weight.
+
+        Args:
+            step: Of the blocks that the module was given, or of the rows.
+            weighed: Whose loss is made of the output: mostly that step alone.
+        """
         if step.communicator.world_size == 1:
             return None  # the weight is one
+        weight: LossWeight | None = None
         num_tensors = num_weighted = 0
         hiding: list[str] = []
 
         def weigh(value: Any) -> Any:
-            nonlocal num_tensors, num_weighted
+            nonlocal num_tensors, num_weighted, weight
             if not isinstance(value, Tensor):
                 if _hides_gradient(value):
                     hiding.append(type(value).__name__)
@@ -281,11 +296,10 @@ class _Session:
             if not value.requires_grad:
                 return value
             num_weighted += 1
-            return weight_gradient(value, step.loss_weight)
+            weight = weight or _weigh(weighed, module)
+            return weight_gradient(value, weight)
 
         weighted = map_leaves(output, weigh)
-        if num_weighted:
-            self._note_weighted(step)
         is_step = num_weighted == 0 and step.was_differentiated and not step.was_backed
         if is_step and torch.is_grad_enabled() and not step.loss_weight.is_one:
             raise BlockError(
@@ -300,6 +314,14 @@ class _Session:
                 f"dataclasses or namespaces."
             )
         return weighted
+
+
+def _weigh(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:
+    """Returns the weight of what the outermost module makes of the last blocks of these steps, which have it then."""
+    weight = common_weight(steps, module)
+    for step in steps:
+        step.was_weighted = True
+    return weight
 
 
 def _hides_gradient(value: Any) -> bool:
@@ -382,6 +404,16 @@ def stop() -> None:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _may_have_gradients() -> bool:
+    """Whether what is made now may get gradients: not under `torch.no_grad`, but inside of a reentrant checkpoint."""
+    if torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename != _CHECKPOINT_FILE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _find_step(args: Any) -> Step | None:

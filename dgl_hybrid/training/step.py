@@ -152,7 +152,7 @@ class Step:
         self.block_used = True
         if self.runs_on is None:
             self.runs_on = block.device
-        self.last_block_used |= block.layer == len(self._blocks)
+        self.last_block_used |= self.is_last(block)
         self.layers_used.add(block.layer)
         if self.on_use is not None:
             self.on_use(self, block, operands)
@@ -204,6 +204,10 @@ class Step:
     def all_blocks_used(self) -> bool:
         """Whether the outermost module call has used the block of every layer."""
         return len(self.layers_used) == len(self._blocks)
+
+    def is_last(self, block: LayerBlock) -> bool:
+        """Whether that is the block of the last layer."""
+        return block.layer == len(self._blocks)
 
     def note_edge_result(self, result: Tensor, layer: int) -> None:
         self._edge_results[id(result)] = weakref.ref(result), layer
@@ -346,3 +350,25 @@ class Step:
             f"{sorted(set(self.level_sizes))} nor those of the layer's edges, so its randomness cannot be made equal "
             f"on all ranks. Apply it to tensors with one row for each vertex or edge."
         )
+
+
+def common_weight(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:
+    """Returns the loss weight of what was made of the last blocks of these steps, one at least.
+
+    Args:
+        module: The outermost that has used them.
+
+    Raises:
+        BlockError: On all ranks, if any of them weighs losses of these steps differently.
+    """
+    weight = steps[0].loss_weight
+    if all(step.loss_weight.is_alike(weight) for step in steps[1:]):
+        return weight
+    raise BlockError(
+        f"{type(module).__name__} has used the last blocks of {len(steps)} loaders, whose loss weights differ: "
+        f"{' and '.join(str(list(step.loss_weight.of_ranks)) for step in steps)} by rank. A gradient that enters at "
+        f"its output has one weight. Call the module for one loader after another and add the losses up, each over "
+        f"what one call returned. Or weight the losses yourself: FullGraphLoader(..., loss_reduction='weighted') for "
+        f"these loaders, and multiply the mean over this rank's seeds by the number of ranks times this rank's share of all "
+        f"seeds."
+    )

@@ -488,7 +488,9 @@ class AnyNumber(Step):
 
 def test_rounding_is_never_taken_for_a_draw_of_the_models() -> None:
     rows = torch.randn(8, 4)
-    with RowMode(AnyNumber(), given_blocks=True, outside=contextlib.nullcontext, is_in_call=lambda: True):
+    with RowMode(
+        AnyNumber(), given_blocks=True, outside=contextlib.nullcontext, weigh=lambda: None, is_in_call=lambda: True
+    ):
         inside = CODECS["int8"].encode(rows, key=(1,))
         with pytest.raises(BlockError, match="draws from each rank's own generator"):
             rows.random_()

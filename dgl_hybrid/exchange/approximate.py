@@ -16,11 +16,14 @@ until the next exchange begins (PipeGCN, Wan et al., ICLR 2022, shows that such 
 
 What was received is kept by its place in the program, the n-th exchange of a layer in an epoch, gradients by the n-th
 backward of that, so that every rank keeps the same. Blocks that are built anew (another plan) or rows of another shape
-begin with an exact epoch again.
+begin with an exact epoch again. A layer keeps `MAX_KEPT` of them: whoever takes a batch and trains on it for ever stays
+in one epoch, in which each exchange is at another place, so that nothing would be read again.
 """
 
 from __future__ import annotations
 
+import logging
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,13 @@ from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded, make_codec
 
 STALE = "stale"
 APPROXIMATIONS = ("bf16", "int8", STALE, f"{STALE}+bf16", f"{STALE}+int8")
+
+MAX_KEPT = 64
+"""Exchanges of a layer in an epoch whose rows are kept, backward ones among them; further ones wait for their rows."""
+
+_logger = logging.getLogger(__name__)
+_told: weakref.WeakSet[Communicator] = weakref.WeakSet()
+"""Whose rank 0 was told that an epoch has more exchanges."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,15 +166,30 @@ class ApproximateRows:
         )
         # Several losses may go back through one forward, each as it did in the epoch before.
         nth = self._num_backwards.get(use, 0) + 1 if backward else 0
+        older = self._received.get((use, nth))
+        if older is None and len(self._received) >= MAX_KEPT:  # alike on all ranks: they keep the same
+            _say_that_epoch_is_long(communicator)
+            pending.wait()
+            return list(fresh.split(list(recv_counts)))
         if backward:
             self._num_backwards[use] = nth
-        older = self._received.get((use, nth))
         self._received[use, nth] = fresh
         if older is None or older.shape != fresh.shape or older.dtype != fresh.dtype:
             pending.wait()
             return list(fresh.split(list(recv_counts)))
         pending.leave()
         return list(older.split(list(recv_counts)))
+
+
+def _say_that_epoch_is_long(communicator: Communicator) -> None:
+    if communicator.rank > 0 or communicator in _told:
+        return
+    _told.add(communicator)
+    _logger.warning(
+        "approximate='stale' keeps %d exchanges of an epoch for each layer, and this epoch has more: further ones wait "
+        "for rows of this epoch. A batch that is used for ever is one epoch: iterate the loader in every epoch",
+        MAX_KEPT,
+    )
 
 
 class _Wire:

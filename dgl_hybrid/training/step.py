@@ -369,6 +369,6 @@ def common_weight(steps: Sequence[Step], module: nn.Module | None) -> LossWeight
         f"{' and '.join(str(list(step.loss_weight.of_ranks)) for step in steps)} by rank. A gradient that enters at "
         f"its output has one weight. Call the module for one loader after another and add the losses up, each over "
         f"what one call returned. Or weight the losses yourself: FullGraphLoader(..., loss_reduction='weighted') for "
-        f"these loaders, and multiply the mean over this rank's seeds by the number of ranks times this rank's share of all "
-        f"seeds."
+        f"these loaders, and multiply the mean over this rank's seeds by the number of ranks times this rank's share "
+        f"of all seeds."
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.datasets.powerlaw import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.errors import BlockError
-from dgl_hybrid.exchange.approximate import APPROXIMATIONS, ApproximateRows, Approximation
+from dgl_hybrid.exchange.approximate import APPROXIMATIONS, MAX_KEPT, ApproximateRows, Approximation
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.row_codecs import CODECS
@@ -138,6 +139,55 @@ def test_each_of_two_losses_gets_its_own_stale_gradients() -> None:
                 y, grad = results[rank][epoch][loss]
                 home = come_home_exactly(world_size, rank, [results[peer][used][loss][0] for peer in range(world_size)])
                 torch.testing.assert_close(grad, y[:NUM_ROWS] + home, rtol=1e-14, atol=1e-14)
+
+
+def exchange_often(
+    rank: int, world_size: int, num_backwards: int
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], int, list[str]]:
+    """Returns what goes in and comes out of two epochs of many exchanges, how many are kept, and what was said."""
+    communicator, plan = create_communicator(), make_plans(world_size)[rank]
+    layers = [ApproximateRows(Approximation.of("stale")) for _ in range(2)]
+    generator, results = torch.Generator().manual_seed(rank), []
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(ApproximateRows.__module__)
+    logger.addHandler(handler)
+    try:
+        for _ in range(2):
+            for rows in layers:
+                rows.begin_epoch()
+            for _ in range(100 // num_backwards):
+                for rows in layers:
+                    x = torch.randn(NUM_ROWS, 4, generator=generator, dtype=torch.float64).requires_grad_()
+                    (out,) = extend_rows([x], plan, communicator, approximation=rows)
+                    for _ in range(num_backwards):
+                        (grad,) = torch.autograd.grad(out.sum(), x, retain_graph=True)
+                results.append((x.detach(), out.detach(), grad))
+        communicator.barrier()
+    finally:
+        logger.removeHandler(handler)
+    return results, max(len(rows._received) + len(rows._num_backwards) for rows in layers), said
+
+
+@pytest.mark.parametrize("num_backwards", [1, 50])
+def test_an_epoch_that_goes_on_for_ever_keeps_few_rows(num_backwards: int) -> None:
+    """Of a batch that a script keeps and trains on: each exchange kept its rows for an epoch that never came."""
+    world_size = 3
+    found = run_ranks(world_size, exchange_often, num_backwards)
+    results, num_kept, said = zip(*found, strict=True)
+    assert max(num_kept) <= 2 * MAX_KEPT
+    assert len(said[0]) == 1
+    assert f"keeps {MAX_KEPT} exchanges of an epoch" in said[0][0]
+    assert "iterate the loader in every epoch" in said[0][0]
+    assert not any(said[1:])
+    num_uses = len(results[0]) // 2
+    for use in range(2 * num_uses):
+        is_kept = use % num_uses < MAX_KEPT // (1 + num_backwards) + (num_backwards > 1)
+        used = use - num_uses if use >= num_uses and is_kept else use
+        for rank in range(world_size):
+            expected = received_exactly(world_size, rank, [of_rank[used][0] for of_rank in results])
+            assert torch.equal(results[rank][use][1][NUM_ROWS:], expected), (use, rank)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "stale+bf16", "stale+int8"])

@@ -288,11 +288,10 @@ def _normalises(
 
 def _dropout(step: Step, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if step.current_block is not None and step.current_block.is_dry_run:
-        step.ask_for_edge_keys(wanted=True)  # other ranks make this call on real edges
-        step.next_random_call()
+        step.draw_nothing(step.current_block)
         return input
-    keys = step.keys_of(input, "dropout")
     call_index = step.next_random_call()
+    keys = step.keys_of(input, "dropout", call_index=call_index)
     dropped = replicated_dropout(input, p, keys, seed=step.seed, step=step.number, call_index=call_index)
     return input.copy_(dropped) if inplace else dropped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ class RowCounts:
     telling: frozenset[int]
     """Vertices of a level, or edges of a layer, of which every rank has more than one: whoever draws so many numbers,
     draws them for rows. A rank with a borrowed seed has one row, and models draw one number for other reasons."""
+    unclear: frozenset[int]
+    """Numbers on this rank of rows that could be, on some rank, both vertices of a level and edges of a layer. Each
+    rank has its own, but of the same rows: so ranks that have so many find out together what they are."""
 
     @staticmethod
     def gather(
@@ -53,7 +56,27 @@ class RowCounts:
         num_levels, num_told = len(levels), len(levels) + len(edges)
         telling = [count for column in columns[:num_told] if min(column) > 1 for count in column]
         of_levels = [count for column in (*columns[:num_levels], *columns[num_told:]) for count in column]
-        return RowCounts(of_levels=frozenset(of_levels), telling=frozenset(telling))
+        are_unclear = _are_unclear([row[:num_told] for row in ranks], num_levels)
+        unclear = (
+            count for count, is_unclear in zip(ranks[communicator.rank], are_unclear, strict=False) if is_unclear
+        )
+        return RowCounts(of_levels=frozenset(of_levels), telling=frozenset(telling), unclear=frozenset(unclear))
+
+
+def _are_unclear(ranks: Sequence[Sequence[int]], num_levels: int) -> list[bool]:
+    """Returns of all levels, then of all layers, whether ranks have to ask each other which of them rows are.
+
+    A rank knows that rows are one of those that are as many on it. Another rank knows the same of others, so that all
+    that are as many as any of them, on any rank, are taken together.
+    """
+    groups = list(range(len(ranks[0])))
+    for counts in ranks:
+        first: dict[int, int] = {}
+        for which, count in enumerate(counts):
+            joined, group = groups[first.setdefault(count, which)], groups[which]
+            groups = [joined if other == group else other for other in groups]
+    of_levels, of_layers = set(groups[:num_levels]), set(groups[num_levels:])
+    return [group in of_levels and group in of_layers for group in groups]
 
 
 _counts_of_blocks: weakref.WeakKeyDictionary[EdgeKeys, RowCounts] = weakref.WeakKeyDictionary()
@@ -131,6 +154,9 @@ class Step:
     called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
     """Outermost modules whose output could not be weighted since it needed no gradient."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
+    _agreed: dict[tuple[int, int], tuple[bool, frozenset[int]]] = field(default_factory=dict)
+    """By random call and number of rows, what ranks have found out together: whether these
+    can be those of a level, and of which layers they can be the edges."""
     _edge_results: dict[int, tuple[weakref.ref[Tensor], int]] = field(default_factory=dict)
     """By `id`, with the layer whose edges their rows are."""
     _keys_on: dict[tuple[torch.device, int], Tensor] = field(default_factory=dict)
@@ -228,18 +254,51 @@ class Step:
         """Draws attention dropout inside a fused layer: the mask that `F.dropout` of its weights would get. Collective
         where the keys of edges are not known yet.
         """
-        self.ask_for_edge_keys(wanted=True)
+        call_index = self.next_random_call()
+        self._agree(False, frozenset([block.layer]), (call_index, block.structure.num_edges))
+        self.edge_keys.ask(True, agreed=True)
         return EdgeDropout.from_call(
             p,
             seed=self.seed,
             step=self.number,
-            call_index=self.next_random_call(),
+            call_index=call_index,
             edge_keys=self._edge_keys_of(block, block.device),
         )
 
-    def ask_for_edge_keys(self, *, wanted: bool) -> None:
-        """Comes before every random call, on all ranks. Collective where the keys of edges are not known yet."""
-        self.edge_keys.ask(wanted, agreed=not self.is_first_draw)
+    def draw_nothing(self, block: LayerBlock) -> None:
+        """Takes part in a random call that other ranks make on edges of a layer, of which this one has none. Collective
+        where `keys_of` is.
+        """
+        call_index, count = self.next_random_call(), block.structure.num_edges
+        self._agree(False, frozenset([block.layer]), (call_index, count), is_unclear=self._is_unclear(count))
+        self.edge_keys.ask(True, agreed=True)
+
+    def _is_unclear(self, count: int) -> bool:
+        return self._counts is not None and count in self._counts.unclear
+
+    def _agree(
+        self, may_be_level: bool, layers: frozenset[int], call: tuple[int, int] | None, *, is_unclear: bool = False
+    ) -> tuple[bool, frozenset[int]]:
+        """Returns whether the rows of a random call can be those of a level on all ranks, and of which layers they can
+        be the edges. Collective in the first step that draws, and where that is unclear on any rank; not when a call is
+        repeated, which one rank may do alone.
+
+        Args:
+            may_be_level, layers: The same by what this rank knows.
+            call: The index of the random call and the number of rows; None: it is not repeated.
+        """
+        known = may_be_level, layers
+        if self.communicator.world_size == 1 or not (self.is_first_draw or is_unclear):
+            return known
+        if call is not None and call in self._agreed:
+            return self._agreed[call]
+        numbers = range(1, len(self._blocks) + 1)
+        told = self.communicator.gather_ints([int(may_be_level), *(int(layer in layers) for layer in numbers)])
+        of_level, *of_layers = (all(column) for column in zip(*told, strict=True))
+        known = of_level, frozenset(layer for layer, is_that in zip(numbers, of_layers, strict=True) if is_that)
+        if call is not None:
+            self._agreed[call] = known
+        return known
 
     def _edge_keys_of(self, block: LayerBlock, device: torch.device) -> Tensor:
         of_layer = self.edge_keys.of_layer(block.layer)
@@ -300,15 +359,19 @@ class Step:
         """
         return self._counts is not None and count in self._counts.telling
 
-    def keys_of(self, x: Tensor, what: str) -> Tensor:
-        """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective where those of edges are
-        not known yet.
+    def keys_of(self, x: Tensor, what: str, *, call_index: int | None = None) -> Tensor:
+        """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective in the first step that
+        draws, and where counts of some rank leave open which of both they are.
+
+        Args:
+            call_index: Of the random call that this is for. When that is repeated, ranks know what its rows are.
 
         Raises:
-            BlockError: If its rows are neither those of a level nor the edges of the layer in use, or could be both.
+            BlockError: If its rows are neither those of a level nor the edges of the layer in use, or could be both; on
+                all ranks, where this is collective.
         """
-        block = self._block_of_edges(x, what)
-        self.ask_for_edge_keys(wanted=block is not None)
+        block = self._block_of_edges(x, what, call_index)
+        self.edge_keys.ask(block is not None, agreed=True)
         return self._edge_keys_of(block, x.device) if block is not None else self._node_keys_of(x)
 
     def _block_with_edges(self, count: int) -> LayerBlock | None:
@@ -324,32 +387,42 @@ class Step:
         others = (ref() for ref in (*self._blocks[following:], *self._blocks[:following]))
         return next((x for x in others if x is not None and x.structure.num_edges == count), block)
 
-    def _block_of_edges(self, x: Tensor, what: str) -> LayerBlock | None:
+    def _block_of_edges(self, x: Tensor, what: str, call_index: int | None) -> LayerBlock | None:
         """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""
         num_rows = len(x) if x.dim() else 0
         result, layer = self._edge_results.get(id(x), (None, 0))
         of_layer = self._blocks[layer - 1]() if result is not None and result() is x else None
         if of_layer is not None:
-            return of_layer
-        block = self._block_with_edges(num_rows)
-        matches_edges = block is not None and block.structure.num_edges == num_rows
+            may_be_level, layers = False, frozenset([layer])
+        else:
+            may_be_level = self.is_level(num_rows)
+            layers = frozenset(number for number, count in self._counts_of_edges() if count == num_rows)
+        call = None if call_index is None else (call_index, num_rows)
+        may_be_level, layers = self._agree(may_be_level, layers, call, is_unclear=self._is_unclear(num_rows))
         # Inside a layer three dimensions are heads of vertices or of edges; outside one, rows are vertices.
-        is_unclear = self.is_level(num_rows) and matches_edges and x.dim() > 2
-        if is_unclear and block is not None and block.is_in_scope and self.communicator.world_size > 1:
+        block = self.current_block
+        is_in_layer = x.dim() > 2 and block is not None and block.is_in_scope
+        is_either = may_be_level and block is not None and block.layer in layers
+        if is_either and is_in_layer and self.communicator.world_size > 1:
             raise BlockError(
-                f"{what}: {num_rows} rows could be the vertices of a level or the edges of layer "
-                f"{block.layer if block else 0} on rank {self.communicator.rank}. Apply it outside the layer, or give "
-                f"the loader one node more or less."
+                f"{what}: rows of shape {tuple(x.shape)} could be the vertices of a level or the edges of the layer in "
+                f"use, on every rank. Apply it outside the layer, or give the loader one node more or less."
             )
-        if self.is_level(num_rows):
+        if may_be_level:
             return None
-        if block is not None and matches_edges:
-            return block
+        if layers:
+            return of_layer if of_layer is not None else self._block_with_edges(num_rows)
         raise BlockError(
             f"{what} inside the model: a tensor of shape {tuple(x.shape)} has neither the rows of a level "
-            f"{sorted(set(self.level_sizes))} nor those of the layer's edges, so its randomness cannot be made equal "
-            f"on all ranks. Apply it to tensors with one row for each vertex or edge."
+            f"{sorted(set(self.level_sizes))} nor those of a layer's edges, or not on every rank, so its randomness "
+            f"cannot be made equal on all ranks. Apply it to tensors with one row for each vertex or edge."
         )
+
+    def _counts_of_edges(self) -> Iterator[tuple[int, int]]:
+        """Yields layers, and how many edges each has."""
+        for number, block in enumerate((ref() for ref in self._blocks), 1):
+            if block is not None:
+                yield number, block.structure.num_edges
 
 
 def common_weight(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:

@@ -8,7 +8,6 @@ A server of DistDGL is started by the same command and never gets past `join`.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import signal
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from benchmarks.systems.adaptors import SYSTEMS
 from benchmarks.systems.adaptors.base import System
 from benchmarks.systems.job import Job, Link
-from dgl_hybrid.training.resident_memory import peak_rss_bytes
+from dgl_hybrid.training.resident_memory import forget_peak_rss, peak_rss_bytes
 
 _PR_SET_PDEATHSIG = 1
 
@@ -71,8 +70,7 @@ class Orders:
     def forget_peak(self) -> None:
         """Begins to measure anew how much memory is held at most: that of long training."""
         self._system.give_back_memory()
-        with contextlib.suppress(OSError):  # a kernel without it: then the peak is that of the whole run
-            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        forget_peak_rss()  # where the system has no way to, the peak is that of the whole run
 
     def peak(self) -> int:
         """Returns the most resident bytes since `forget_peak`."""

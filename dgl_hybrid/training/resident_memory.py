@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
 from pathlib import Path
 
 import psutil
 
-_STATUS = Path("/proc/self/status")
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def current_rss_bytes() -> int:
@@ -18,7 +19,7 @@ def current_rss_bytes() -> int:
 
 
 def peak_rss_bytes() -> int:
-    """Returns the most resident memory since the start of the process.
+    """Returns the most resident memory since the start of the process, or since `forget_peak_rss`.
 
     From the address space of this program where the system tells it: Linux's `ru_maxrss` outlives `exec`, so that of a
     process which `subprocess` has started it is at least that of who started it, a launcher that has held the graph.
@@ -29,3 +30,9 @@ def peak_rss_bytes() -> int:
                 return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(peak) if sys.platform == "darwin" else int(peak) * 1024
+
+
+def forget_peak_rss() -> None:
+    """Has the peak begin anew, at what is resident now; without effect where the system has no way to (not Linux)."""
+    with contextlib.suppress(OSError):
+        _CLEAR.write_text("5", encoding="ascii")

@@ -719,6 +719,8 @@ class FullGraphLoader:
         return see_call
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(session.steps_of((args, kwargs))) > 1:
+            return  # plans are for calls with blocks of one loader
         step: Step | None = self.__dict__.get("_step")
 
         def template() -> CallTemplate:

@@ -21,7 +21,7 @@ from dgl_hybrid.graph.untraced import keep_out_of_graphs, untraced
 from dgl_hybrid.training.batch_norm import distributed_batch_norm
 from dgl_hybrid.training.dropout import replicated_dropout
 from dgl_hybrid.training.loss import LossWeight
-from dgl_hybrid.training.step import Step
+from dgl_hybrid.training.step import Step, levels_of, peek_token
 
 # Random functions on rows for which there is no replicated form; by their own rank's generator, masters and replicas
 # would differ.
@@ -115,9 +115,13 @@ class RowMode(TorchFunctionMode):
     """Answers those functions while it is entered.
 
     Args:
-        step: Whose rows they are.
+        step: Whose rows they are, or the first of those whose they may be.
+        others: The others of those: whose blocks the call was given, too; or of calls that it may repeat; or, if it was
+            given none, that a script works on at the same time.
         given_blocks: The call that runs was given blocks of the step as arguments.
-        is_repeated: It repeats, inside a backward, part of a call that worked on blocks of the step.
+        is_in_backward: It may repeat part of another call.
+        is_repeated: That worked on blocks of the step.
+        used: Returns the steps whose blocks the call has used so far.
         may_be_piece: A call that was given no blocks, and uses none, may yet work on rows of the step.
         is_in_call: Tells whether any module is being called. If none is, Ctrl-C has ended that call, and this is over.
         outside: What runs inside of this context is no part of that call: a backward, in which checkpoints call parts
@@ -133,13 +137,17 @@ class RowMode(TorchFunctionMode):
         outside: Callable[[], contextlib.AbstractContextManager[None]],
         weigh: Callable[[], LossWeight | None],
         is_in_call: Callable[[], bool],
+        others: Sequence[Step] = (),
+        used: Callable[[], Sequence[Step]] = tuple,
+        is_in_backward: bool = False,
         is_repeated: bool = False,
         may_be_piece: bool = True,
     ) -> None:
         super().__init__()
-        self.step = step
+        self.step, self._steps, self._used = step, (step, *others), used
         self.given_blocks, self.is_repeated, self.may_be_piece = given_blocks, is_repeated, may_be_piece
         self._outside, self._weigh, self._is_in_call = outside, weigh, is_in_call
+        self._is_in_backward = is_in_backward
         self.is_over = False
         """The call has ended: nothing is answered any more, should this still be entered."""
 
@@ -162,18 +170,21 @@ class RowMode(TorchFunctionMode):
         self.is_over = self.is_over or not self._is_in_call()
         if self.is_over:
             return func(*args, **kwargs)
-        if func is F.dropout and _drops(*args, **kwargs) and self._has_rows(args, kwargs):
-            return _dropout(self.step, *args, **kwargs)
+        if func is F.dropout and _drops(*args, **kwargs):
+            found = self._find(args, kwargs, draws=True)
+            if found is not None:
+                return _dropout(found[0], *args, **kwargs)
         if func is F.batch_norm and _normalises(*args, **kwargs):
-            if self.is_ours:
-                return _batch_norm(self.step, self.step.num_vertices, *args, **kwargs)
-            level = self._level_of(args, kwargs)
-            if level is not None:
-                return self._batch_norm_of_piece(level, *args, **kwargs)
+            found = self._find(args, kwargs, draws=False)
+            if found is not None and found[1] is not None:
+                return self._batch_norm_of_piece(found[0], found[1], *args, **kwargs)
+            if found is not None:
+                return _batch_norm(found[0], found[0].num_vertices, *args, **kwargs)
         if func is torch.dropout:
             named = {("training" if k == "train" else k): v for k, v in kwargs.items()}
-            if _drops(*args, **named) and self._has_rows(args, kwargs):
-                return _dropout(self.step, *args, **named)
+            found = self._find(args, kwargs, draws=True) if _drops(*args, **named) else None
+            if found is not None:
+                return _dropout(found[0], *args, **named)
         if func is Tensor.backward and (weight := self._weigh()) is not None:
             return self._backward(weight, *args, **kwargs)
         if func is torch.autograd.backward and (weight := self._weigh()) is not None:
@@ -232,26 +243,80 @@ class RowMode(TorchFunctionMode):
         self.step.was_differentiated |= not any(x is not None and x.requires_grad for x in gradients)
         return gradients
 
-    def _batch_norm_of_piece(self, level: int, *args: Any, **kwargs: Any) -> Tensor:
+    def _batch_norm_of_piece(self, step: Step, level: int, *args: Any, **kwargs: Any) -> Tensor:
         """Batch norm of a module that is given no blocks: the trace of a model need not have seen it."""
-        if level == len(self.step.level_sizes) - 1:
-            return _batch_norm(self.step, None, *args, **kwargs)  # a head's: what the script gives it are the seeds
-        self.step.dense_below = max(self.step.dense_below, level + 1)
-        return _batch_norm(self.step, self.step.num_vertices, *args, **kwargs)
+        if level == len(step.level_sizes) - 1:
+            return _batch_norm(step, None, *args, **kwargs)  # a head's: what the script gives it are the seeds
+        step.dense_below = max(step.dense_below, level + 1)
+        return _batch_norm(step, step.num_vertices, *args, **kwargs)
 
-    def _has_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether dropout is about rows of the step. Collective, where no block is in use (`Step.level_of`)."""
-        return self.is_ours or self._level_of(args, kwargs) is not None
-
-    def _level_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-        """Returns of which level's rows dropout or batch norm is, where no block is in use. Collective.
+    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> tuple[Step, int | None] | None:
+        """Returns of which step's rows dropout or batch norm is, and of which level's, where no block is in use; None:
+        they have nothing to do with any. Collective where no block is in use, and where there are several steps.
 
         In such a call as well, all ranks must take part in batch norm, or none.
+
+        Raises:
+            BlockError: On all ranks: the rows could be those of several steps, or of none whose blocks are in use.
         """
+        if self.is_ours and len(self._steps) == 1:
+            return self.step, None
         x = args[0] if args else kwargs.get("input")
-        if not self.may_be_piece or not isinstance(x, Tensor) or x.dim() == 0:
+        if not isinstance(x, Tensor):
+            return (self.step, None) if self.is_ours else None
+        if draws and len(self._steps) > 1:
+            # What a checkpoint repeats draws the number that it drew before; so may one rank alone, without edges.
+            token = peek_token()
+            drawn = [step for step in self._steps if step.knows_token(token)]
+            if len(drawn) == 1:
+                if self._is_in_backward:  # what it norms is of the same one
+                    self.step, self._steps = drawn[0], (drawn[0],)
+                return drawn[0], None
+        if self.is_ours:
+            return self._step_in_use(x, draws=draws), None
+        if not self.may_be_piece or x.dim() == 0:
             return None
-        return self.step.level_of(len(x))
+        levels = levels_of(self._steps, len(x))
+        found = [(step, level) for step, level in zip(self._steps, levels, strict=True) if level is not None]
+        if found:
+            self._check_same([step for step, _ in found], x, draws=draws)
+        return found[0] if found else None
+
+    def _step_in_use(self, x: Tensor, *, draws: bool) -> Step:
+        """Returns of which of several steps that the call is about rows are. Collective."""
+        told = [step.possible_rows(x) for step in self._steps]
+        if self.step.communicator.world_size > 1:
+            ranks = self.step.communicator.gather_ints([value for of_step in told for value in of_step])
+            everywhere = iter([int(all(column)) for column in zip(*ranks, strict=True)])
+            told = [[next(everywhere) for _ in of_step] for of_step in told]
+        # Batch norm is of vertices.
+        lengths = [len(step.level_sizes) if not draws else len(of_step) for step, of_step in zip(self._steps, told)]
+        found = [step for step, of_step, n in zip(self._steps, told, lengths, strict=True) if any(of_step[:n])]
+        used = self._used()
+        found = [step for step in found if any(step is other for other in used)] or found
+        if not found:
+            raise BlockError(
+                f"rows of shape {tuple(x.shape)} are neither the vertices of a level nor the edges of a layer of any "
+                f"of the {len(self._steps)} loaders that this call may be about, on every rank. Call the modules for "
+                f"one loader after another, with its blocks as arguments."
+            )
+        self._check_same(found, x, draws=draws)
+        return found[0]
+
+    def _check_same(self, steps: Sequence[Step], x: Tensor, *, draws: bool) -> None:
+        """Raises on all ranks, if the same rows of these steps are other vertices on any. Collective, if there are
+        several.
+        """
+        first, *rest = steps
+        if not rest or first.communicator.world_size == 1:
+            return  # one rank has all vertices
+        is_same = all(first.has_same_rows(step, len(x), by_key=draws) for step in rest)
+        if not all(row[0] for row in first.communicator.gather_ints([int(is_same)])):
+            raise BlockError(
+                f"rows of shape {tuple(x.shape)} could be those of {len(steps)} loaders, which have other vertices: "
+                f"dropout and batch norm cannot tell whose they are. Pass the blocks as arguments, of one loader in a "
+                f"call, to a module that does both. Take a batch that only evaluates under torch.no_grad()."
+            )
 
     def _may_be_of_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """The same of what drops out inside of itself, where rows need not come first. Not collective."""

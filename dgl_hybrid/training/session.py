@@ -40,7 +40,7 @@ _MAX_NODES_SEARCHED = 256
 
 @dataclass
 class _Part:
-    """A module by the step that it was last called for."""
+    """A module by a step that it was called for."""
 
     step: weakref.ref[Step]
     is_ours: bool
@@ -61,6 +61,8 @@ class _Call(threading.local):
         self.depth = 0
         self.step: Step | None = None
         self.mode: RowMode | None = None
+        self.used: list[Step] = []
+        """Steps whose blocks it has used."""
         self.weighed: list[Step] = []
         """Steps whose last block it has used where gradients are taken: its output gets their loss weight."""
 
@@ -75,8 +77,8 @@ class _Session:
         """Steps that may still be in use, the one that was yielded last at the end."""
         self.call = _Call()
         self.is_paused = False
-        self.parts: weakref.WeakKeyDictionary[nn.Module, _Part] = weakref.WeakKeyDictionary()
-        """Modules that were called inside of a followed call which trains."""
+        self.parts: weakref.WeakKeyDictionary[nn.Module, list[_Part]] = weakref.WeakKeyDictionary()
+        """Modules that were called inside of a followed call which trains; for the step that comes last, at the end."""
         self.is_used = False
         """A module of any thread has used blocks."""
 
@@ -90,13 +92,17 @@ class _Session:
         """Returns the step that was yielded last, of those that anybody still holds."""
         return next((step for step in (ref() for ref in reversed(self.followed)) if step is not None), None)
 
-    def _step_of_piece(self) -> Step | None:
-        """Returns the step that a call may be about that is given no blocks: the latest that takes pieces, if any; none
-        in a thread that has nothing to do with it. What a backward repeats in threads of its own is in `parts`.
+    def _steps_of_piece(self) -> list[Step]:
+        """Returns the steps that a call may be about that is given no blocks, the latest first: those that take pieces,
+        else the latest; none in a thread that has nothing to do with it. What a backward repeats in threads of its own
+        is in `parts`.
         """
-        steps = (ref() for ref in reversed(self.followed))
-        step = next((step for step in steps if step is not None and step.takes_pieces), self.latest())
-        return step if step is None or self._is_of_this_thread(step) else None
+        steps = [step for step in (ref() for ref in reversed(self.followed)) if step is not None]
+        first = next((step for step in steps if step.takes_pieces), steps[0] if steps else None)
+        if first is None or not self._is_of_this_thread(first):
+            return []
+        open_steps = (step for step in steps if step is not first and step.takes_pieces and not step.is_replaced)
+        return [first, *(step for step in open_steps if self._is_of_this_thread(step))]
 
     def _is_of_this_thread(self, step: Step) -> bool:
         """Whether modules that this thread calls may be about a step, although they are given no blocks."""
@@ -153,6 +159,8 @@ class _Session:
                 f"arguments, in lists, tuples or dicts if need be."
             )
         call.has_used = self.is_used = True
+        if not any(other is step for other in call.used):
+            call.used.append(step)
         if step.is_last(block) and not any(other is step for other in call.weighed) and _may_have_gradients():
             call.weighed.append(step)
         if call.outermost is not None and torch.is_grad_enabled():
@@ -191,25 +199,29 @@ class _Session:
                 return
             _install()  # a script may compile its model once it has a batch to show it
             arguments = (args, _keyword_arguments_of_call())
-            given = _find_step(arguments)
+            given = steps_of(arguments)
             # A checkpoint may repeat a part of a model after another loader has yielded, which is for the step that it
             # was for, and has no need for blocks.
-            part = self.parts.get(module) if given is None and _is_in_backward() else None
-            repeated = None if part is None else part.step()
-            step = given or repeated or self._step_of_piece()
-            if step is None:
+            parts = self._parts_of(module) if not given and _is_in_backward() else []
+            repeated = [step for part in reversed(parts) if (step := part.step()) is not None]
+            steps = given or repeated or self._steps_of_piece()
+            if not steps:
                 return
+            step = steps[0]
             _check_not_weighted(module, arguments)
             call.outermost, call.step = module, step
             step.begin_call()
             call.mode = RowMode(
                 step,
-                given_blocks=given is not None,
+                others=steps[1:],
+                used=lambda: call.used,
+                given_blocks=bool(given),
                 outside=self._outside,
                 weigh=self._weigh,
                 is_in_call=_is_in_call,
-                is_repeated=repeated is not None and part is not None and part.is_ours,
-                may_be_piece=repeated is not None or step.takes_pieces,
+                is_in_backward=bool(repeated),
+                is_repeated=bool(repeated) and all(part.is_ours for part in parts),
+                may_be_piece=bool(repeated) or step.takes_pieces,
             )
             call.mode.__enter__()
         may_be_repeated = (module.training or torch.is_grad_enabled()) and not _is_in_backward()
@@ -218,12 +230,18 @@ class _Session:
         call.depth += 1
         _check_batch_norm(module, call)
 
+    def _parts_of(self, module: nn.Module) -> list[_Part]:
+        return [part for part in self.parts.get(module, ()) if part.step() is not None]
+
     def _note_part(self, module: nn.Module, step: Step, *, is_ours: bool) -> None:
-        part = self.parts.get(module)
-        if part is None or part.step() is not step:
-            self.parts[module] = _Part(weakref.ref(step), is_ours)
-        elif is_ours:
-            part.is_ours = True
+        parts = self.parts.get(module)
+        if parts and parts[-1].step() is step:
+            parts[-1].is_ours |= is_ours
+            return
+        parts = self._parts_of(module)
+        was_ours = any(part.step() is step and part.is_ours for part in parts)
+        others = [part for part in parts if part.step() is not step]
+        self.parts[module] = [*others, _Part(weakref.ref(step), is_ours or was_ours)]
 
     def _begins_inside(self, args: tuple[Any, ...]) -> bool:
         """Whether the call that is taken for outermost runs epochs of a loader, and this one is about the blocks that
@@ -232,8 +250,8 @@ class _Session:
         call = self.call
         if call.mode is None or call.mode.given_blocks or call.mode.step.block_used:
             return False
-        given = _find_step((args, _keyword_arguments_of_call()))
-        return given is not None and given is not call.step and given is self.latest()
+        given = steps_of((args, _keyword_arguments_of_call()))
+        return bool(given) and given[0] is not call.step and given[0] is self.latest()
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Args: keyword arguments, which PyTorch leaves out after an exception, and the output."""
@@ -416,13 +434,15 @@ def _may_have_gradients() -> bool:
     return frame is not None
 
 
-def _find_step(args: Any) -> Step | None:
+def steps_of(args: Any) -> list[Step]:
+    """Returns the steps of the blocks among arguments, each once."""
+    steps: list[Step] = []
     for value in flatten(args):
         if isinstance(value, LayerBlock):
             followed_by = getattr(value.on_use, "__self__", None)  # copies (`.to`, `.int()`) have it, too
-            if isinstance(followed_by, Step):
-                return followed_by
-    return None
+            if isinstance(followed_by, Step) and not any(followed_by is step for step in steps):
+                steps.append(followed_by)
+    return steps
 
 
 def _module_calls() -> Iterator[dict[str, Any]]:

@@ -238,13 +238,17 @@ class Step:
     def note_edge_result(self, result: Tensor, layer: int) -> None:
         self._edge_results[id(result)] = weakref.ref(result), layer
 
+    def knows_token(self, token: int) -> bool:
+        """Whether a random call of this step has drawn that number before."""
+        return token in self._call_of_token
+
     def next_random_call(self) -> int:
         """Returns the index of this random call within the step; a recomputation gets the index of the original.
 
         Activation checkpointing restores the random number generator before it runs a forward again. A number drawn
         from that generator is therefore the same in both runs, and tells the second that it is one.
         """
-        token = int(torch.randint(0, 2**62, ()))
+        token = _draw_token()
         if token not in self._call_of_token:
             self._call_of_token[token] = self.num_random_calls
             self.num_random_calls += 1
@@ -344,20 +348,45 @@ class Step:
         number that is the same on all. Ranks wait for each other in vain only where they have different numbers of
         something else, some of which are sizes by chance. Nobody asks where blocks are known to be in use.
         """
-        told = [[int(size == num_rows) for size in self.level_sizes]]
-        if self.communicator.world_size > 1:
-            assert self._counts is not None, "a step must be followed before its rows are asked for"
-            if num_rows not in self._counts.of_levels:
-                return None
-            told = self.communicator.gather_ints(told[0])
-        levels = [level for level, of_level in enumerate(zip(*told, strict=True)) if all(of_level)]
-        return min(levels, default=None)
+        return levels_of([self], num_rows)[0]
+
+    def may_be_of_level(self, num_rows: int) -> bool:
+        """Whether so many rows are those of a level on any rank."""
+        assert self._counts is not None, "a step must be followed before its rows are asked for"
+        return num_rows in self._counts.of_levels
 
     def has_rows(self, count: int) -> bool:
         """Whether so many rows could be the vertices of a level or the edges of a layer; the same on all ranks, for the
         same number and for the rows of the same level.
         """
         return self._counts is not None and count in self._counts.telling
+
+    def possible_rows(self, x: Tensor) -> list[int]:
+        """Returns of each level, then of each layer, whether this rank may have so many vertices or edges: 0 or 1."""
+        block, count = self.current_block, len(x) if x.dim() else 0
+        _, layer = self._edge_result(x)
+        if block is not None and block.is_dry_run:
+            layer = block.layer
+        levels = [int(size == count and not layer) for size in self.level_sizes]
+        edges = dict(self._counts_of_edges())
+        layers = [int(number == layer if layer else edges.get(number) == count) for number in range(1, len(levels))]
+        return [*levels, *layers]
+
+    def has_same_rows(self, other: Step, count: int, *, by_key: bool) -> bool:
+        """Whether the first rows of levels of both steps are those of the same vertices on this rank.
+
+        Args:
+            by_key: Else it is enough that the same of them are no replicas.
+        """
+        if not torch.equal(self.owned[:count].cpu(), other.owned[:count].cpu()):
+            return False
+        return not by_key or torch.equal(self.node_keys[:count].cpu(), other.node_keys[:count].cpu())
+
+    def _edge_result(self, x: Tensor) -> tuple[LayerBlock | None, int]:
+        """Returns the block and the number of the layer that has made `x` of its edges; None and 0, if none has."""
+        result, layer = self._edge_results.get(id(x), (None, 0))
+        block = self._blocks[layer - 1]() if result is not None and result() is x else None
+        return block, 0 if block is None else layer
 
     def keys_of(self, x: Tensor, what: str, *, call_index: int | None = None) -> Tensor:
         """Returns the (n,) keys of the vertices or edges that the rows of `x` are. Collective in the first step that
@@ -390,8 +419,7 @@ class Step:
     def _block_of_edges(self, x: Tensor, what: str, call_index: int | None) -> LayerBlock | None:
         """Returns the block whose edges the rows of `x` are, None if they are the vertices of a level."""
         num_rows = len(x) if x.dim() else 0
-        result, layer = self._edge_results.get(id(x), (None, 0))
-        of_layer = self._blocks[layer - 1]() if result is not None and result() is x else None
+        of_layer, layer = self._edge_result(x)
         if of_layer is not None:
             may_be_level, layers = False, frozenset([layer])
         else:
@@ -423,6 +451,33 @@ class Step:
         for number, block in enumerate((ref() for ref in self._blocks), 1):
             if block is not None:
                 yield number, block.structure.num_edges
+
+
+def levels_of(steps: Sequence[Step], num_rows: int) -> list[int | None]:
+    """Returns `Step.level_of` of several steps. Collective, where that is possible for any of them: rows of one have
+    numbers that are sizes of another on some ranks only.
+    """
+    told = [[int(size == num_rows) for step in steps for size in step.level_sizes]]
+    communicator = steps[0].communicator
+    if communicator.world_size > 1:
+        if not any(step.may_be_of_level(num_rows) for step in steps):
+            return [None] * len(steps)
+        told = communicator.gather_ints(told[0])
+    everywhere = iter([all(column) for column in zip(*told, strict=True)])
+    of_steps = ([level for level in range(len(step.level_sizes)) if next(everywhere)] for step in steps)
+    return [min(levels, default=None) for levels in of_steps]
+
+
+def peek_token() -> int:
+    """Returns the number that the next random call will draw."""
+    before = torch.get_rng_state()
+    token = _draw_token()
+    torch.set_rng_state(before)
+    return token
+
+
+def _draw_token() -> int:
+    return int(torch.randint(0, 2**62, ()))
 
 
 def common_weight(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:

@@ -18,7 +18,7 @@ class LastEpoch:
     """One rank's news."""
 
     epoch_ns: int
-    """What it took; 0: it was no training, or could not be timed."""
+    """What it took; 0: it was no training (nothing went back), or could not be timed."""
     was_changed: bool
     """Whether what is kept from epoch to epoch is no longer right."""
     has_drawn: bool

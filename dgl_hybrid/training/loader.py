@@ -612,7 +612,9 @@ class FullGraphLoader:
     def _note_epoch(self, step: Step, start_ns: int) -> None:
         self._note_device(step)
         if step.was_trained:  # an evaluation, or a look at the batch, says nothing of an epoch
-            self._epoch_ns = self._now_ns() - start_ns
+            took_ns = self._now_ns() - start_ns
+            if step.has_gone_back:  # nor does an evaluation that leaves gradients on
+                self._epoch_ns = took_ns
             self._free_memory.take_back_rows()
 
     def _note_device(self, step: Step) -> None:
@@ -635,7 +637,7 @@ class FullGraphLoader:
         was_changed = self._keep_static and any(results.was_changed for results in kept)
         step: Step | None = self.__dict__.get("_step")
         has_drawn = step is not None and step.num_random_calls > 0
-        if step is not None and step.was_trained and not self._epoch_ns and not self.is_settled:
+        if step is not None and step.has_gone_back and not self._epoch_ns and not self.is_settled:
             self._choice.say_untimed()
         choice = self._choice
         told = LastEpoch(

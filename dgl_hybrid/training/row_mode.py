@@ -240,6 +240,7 @@ class RowMode(TorchFunctionMode):
     def _gradients(self, *args: Any, **kwargs: Any) -> Any:
         """Of a loss inside the forward, or of something else (forces, saliency): as they are, and remembered."""
         gradients = torch.autograd.grad(*args, **kwargs)
+        self.step.has_gone_back = True
         self.step.was_differentiated |= not any(x is not None and x.requires_grad for x in gradients)
         return gradients
 

@@ -275,6 +275,7 @@ class _Session:
         if torch.is_grad_enabled():
             for used in weighed:
                 used.was_trained = True
+            _notice_backward(output, weighed)
         else:
             step.called_without_grad.add(module)
         if step.on_call is not None and step.last_block_used:
@@ -289,6 +290,8 @@ class _Session:
         """Returns the weight of a loss that the outermost call backs itself, None if it has used no last block."""
         call = self.call
         weighed = call.weighed or ([call.step] if call.step is not None and call.step.last_block_used else [])
+        for step in weighed:
+            step.has_gone_back = True
         return _weigh(weighed, call.outermost) if weighed else None
 
     def _weighted(self, output: Any, module: nn.Module, step: Step, weighed: Sequence[Step]) -> Any:
@@ -340,6 +343,20 @@ def _weigh(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:
     for step in steps:
         step.was_weighted = True
     return weight
+
+
+def _notice_backward(output: Any, steps: Sequence[Step]) -> None:
+    """Has these steps know once gradients come to the output of a module."""
+    refs = [weakref.ref(step) for step in steps]  # a script may hold the output for longer
+
+    def note(_: Any) -> None:
+        for step in (ref() for ref in refs):
+            if step is not None:
+                step.has_gone_back = True
+
+    # Of the node, not of the tensor: such hooks would be lost, and warned of, where a script saves it.
+    for node in {x.grad_fn for x in flatten(output) if isinstance(x, Tensor) and x.grad_fn is not None}:
+        node.register_prehook(note)
 
 
 def _hides_gradient(value: Any) -> bool:

@@ -136,6 +136,8 @@ class Step:
     """Which took the blocks from the loader."""
     was_trained: bool = False
     """A module has used the last block where gradients are taken."""
+    has_gone_back: bool = False
+    """Gradients have come to what a module made of the last block, or were taken inside of that module."""
     was_weighted: bool = False
     """The loss weight was applied to something that had a gradient: what a module made of the last block."""
     users: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)

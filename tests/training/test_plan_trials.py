@@ -815,6 +815,49 @@ def test_who_takes_the_batch_by_next_is_told_once_that_epochs_cannot_be_timed(pa
     assert second.warnings == []
 
 
+WAYS_BACK = ("not at all", "backward", "grad", "inside", "after the epoch", "without gradients")
+
+
+class Backing(nn.Module):
+    """Backs its loss itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: Any, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(blocks, x).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+
+def go_back(rank: int, world_size: int, part_config: str) -> dict[str, int]:
+    """Returns what an epoch is said to have taken, by how its gradients are taken."""
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[torch.arange(0)] * 2)
+    model = Case(kind="sage_mean", num_layers=2).build(g.ndata["feat"].shape[1])
+    took = {}
+    for way in WAYS_BACK:
+        with torch.set_grad_enabled(way != "without gradients"):
+            for input_nodes, _, blocks in loader:
+                out = (Backing(model) if way == "inside" else model)(blocks, g.ndata["feat"][input_nodes])
+                if way == "backward":
+                    out.square().mean().backward()
+                elif way == "grad":
+                    torch.autograd.grad(out.square().mean(), list(model.parameters()))
+        took[way] = loader._epoch_ns
+        if way == "after the epoch":
+            out.square().mean().backward()
+    return took
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_epoch_without_a_backward_is_not_timed(world_size: int, partitions: PartitionStore) -> None:
+    """An evaluation that leaves gradients on was taken for a fast epoch of the plan that it ran by."""
+    for took in run_ranks(world_size, go_back, partitions.get("power_law", power_law(), world_size)):
+        assert [way for way in WAYS_BACK if took[way]] == ["backward", "grad", "inside"]
+
+
 def test_the_fastest_so_far_is_known_while_others_have_their_turns() -> None:
     trials = PlanTrials(3)
     assert trials.fastest == 0, "nobody was measured"

@@ -240,8 +240,9 @@ class _Session:
             return
         parts = self._parts_of(module)
         was_ours = any(part.step() is step and part.is_ours for part in parts)
-        others = [part for part in parts if part.step() is not step]
-        self.parts[module] = [*others, _Part(weakref.ref(step), is_ours or was_ours)]
+        # What went back in an epoch that is over is not repeated any more, and its rows could be taken for these.
+        pending = [part for part in parts if (x := part.step()) is not None and x is not step and not x.is_done]
+        self.parts[module] = [*pending, _Part(weakref.ref(step), is_ours or was_ours)]
 
     def _begins_inside(self, args: tuple[Any, ...]) -> bool:
         """Whether the call that is taken for outermost runs epochs of a loader, and this one is about the blocks that

@@ -214,6 +214,11 @@ class Step:
             return True
         return any((known := self.trained.get(id(x))) is not None and known() is x for x in parameters)
 
+    @property
+    def is_done(self) -> bool:
+        """Whether its epoch is over, and gradients have gone back."""
+        return self.is_over and self.has_gone_back
+
     def begin_call(self) -> None:
         """An outermost module is called: none of the blocks is used by it yet."""
         self.set_uses((False, False, set(), False, False))
@@ -479,7 +484,7 @@ def peek_token() -> int:
 
 
 def _draw_token() -> int:
-    return int(torch.randint(0, 2**62, ()))
+    return int(torch.randint(0, 2**62, (), device="cpu"))  # whose generator is put back
 
 
 def common_weight(steps: Sequence[Step], module: nn.Module | None) -> LossWeight:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import dgl
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, average_gradients
 from dgl_hybrid.planner import uniform_topology
-from tests.helpers.exactness import assert_close
+from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
@@ -273,6 +274,36 @@ def repeat_parts(rank: int, world_size: int, part_config: str, way: str, repeats
         sum(losses).backward()  # type: ignore[union-attr]
     average_gradients(model, loaders[0])
     return [parameter.grad for parameter in model.parameters()]
+
+
+def everybody_reads_all(num_nodes: int = 15) -> dgl.DGLGraph:
+    nodes = torch.arange(num_nodes)
+    graph = dgl.graph((nodes.repeat(num_nodes), nodes.repeat_interleave(num_nodes)))
+    generator = torch.Generator().manual_seed(9)
+    graph.ndata["feat"] = torch.randn(num_nodes, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    graph.ndata["label"] = nodes % NUM_CLASSES
+    return graph
+
+
+def train_in_turns(rank: int, world_size: int, part_config: str) -> None:
+    """Epochs of two loaders whose levels are as large, of rows in another order, with parts that only norm."""
+    g = PartitionedGraph.open(part_config)
+    plan = forced_plan(g, Case(kind="sage_mean", plan="depcache"))
+    loaders = [FullGraphLoader(g, ids, 2, plan=plan) for ids in (g.nodes.owned()[1:2], g.nodes.owned())]
+    first, second = loaders
+    assert first.sets.sizes[1] == second.sets.sizes[1]
+    assert rank == 0 or not torch.equal(*(loader.sets.owned[: first.sets.sizes[1]] for loader in loaders))
+    model = Pieces("norm alone")
+    for loader in loaders * 2:
+        for inputs, seeds, blocks in loader:
+            x = g.ndata["feat"][inputs].clone().requires_grad_()
+            loss = F.cross_entropy(model(blocks, x, repeats=True), g.ndata["label"][seeds])
+            loss.backward()  # type: ignore[no-untyped-call]
+
+
+def test_what_went_back_in_an_epoch_before_is_not_repeated(partitions: PartitionStore) -> None:
+    """Its rows could be those of the loader that is next, and the part that norms them cannot tell."""
+    run_ranks(3, train_in_turns, partitions.get("all", everybody_reads_all(), 3))
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

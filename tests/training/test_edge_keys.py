@@ -23,7 +23,7 @@ from dgl_hybrid.partition.narrow_ids import NarrowIds
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.edge_keys import EdgeKeys
 from tests.helpers.exactness import assert_close
-from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law, with_isolated
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
@@ -388,3 +388,68 @@ def test_all_ranks_refuse_rows_that_are_vertices_on_one_of_them_by_chance(partit
         assert error.type_name == "BlockError"
         assert "a tensor of shape (6, " in error.message
         assert "Apply it to tensors with one row for each vertex or edge" in error.message
+
+
+class DropsInMessages(nn.Module):
+    """Drops out messages inside of functions of the user's."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear, self.way = nn.Linear(NUM_FEATURES, NUM_CLASSES).double(), way
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        (block,) = blocks
+        with block.local_scope():
+            block.srcdata["h"] = self.linear(x)
+            if self.way == "reduce":
+                block.update_all(self._message, lambda nodes: {"h": nodes.mailbox["m"].sum(1)})
+            else:
+                block.update_all(self._message, fn.sum("m", "h"))
+            summed: Tensor = block.dstdata["h"]
+        return F.dropout(summed, 0.5, self.training)
+
+    def _message(self, edges: Any) -> dict[str, Tensor]:
+        rows = F.dropout(edges.src["h"], 0.5, self.training)
+        # What cannot be told of no rows: how wide they are.
+        return {"m": rows.reshape(len(rows), -1) if self.way == "no rows" else rows}
+
+
+def drop_without_edges(
+    rank: int, world_size: int, part_config: str, way: str
+) -> tuple[Tensor, list[Tensor], Tensor, int]:
+    """The last rank of several has seeds without in-edges alone, and they are no seeds where there is one rank."""
+    g = PartitionedGraph.open(part_config)
+    own, ids = g.nodes.owned(), g.partition.orig_node_ids
+    assert ids is not None
+    is_empty = g.partition.in_degrees == 0
+    is_seed = is_empty if rank == world_size - 1 and world_size > 1 else ~is_empty & (ids % 2 == 0)
+    loader = FullGraphLoader(g, own[is_seed], 1, plan=[own[:0]], seed=3, loss_reduction="sum")
+    model, outputs = DropsInMessages(way), []
+    for _ in range(2):
+        for input_nodes, _, blocks in loader:
+            logits = model(blocks, g.ndata["feat"][input_nodes])
+            model.zero_grad()
+            (logits**2).sum().backward()
+            outputs.append(logits.detach())
+            num_edges = blocks[0].num_edges()
+    average_gradients(model, loader)
+    assert model.linear.weight.grad is not None
+    return g.fetch_nodes(ids, loader.seeds), outputs, model.linear.weight.grad, num_edges
+
+
+@pytest.mark.parametrize("way", ["sum", "reduce", "no rows"])
+def test_a_rank_without_edges_takes_part_in_dropout_of_messages(way: str, partitions: PartitionStore) -> None:
+    results = run_ranks(3, drop_without_edges, partitions.get("with_isolated", with_isolated(), 3), way)
+    assert [num_edges > 0 for *_, num_edges in results] == [True, True, False]
+    of_one = partitions.get("with_isolated", with_isolated(), 1)
+    ((ids, expected, _, _),) = run_ranks(1, drop_without_edges, of_one, way)
+    position = {int(node): i for i, node in enumerate(ids.tolist())}
+    for these, found, gradient, num_edges in results:
+        assert_close(gradient, results[0][2], "gradient")
+        for epoch, logits in enumerate(found):
+            if num_edges:
+                rows = [position[node] for node in these.tolist()]
+                assert_close(logits, expected[epoch][rows], f"epoch {epoch}")
+            else:
+                assert not logits.any()

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
 import math
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

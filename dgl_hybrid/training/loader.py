@@ -9,18 +9,16 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-import dgl
 import torch
 from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
 from dgl_hybrid.exchange.approximate import agree_on_approximation
-from dgl_hybrid.exchange.closure import LevelSets, close_levels, settle_seeds
+from dgl_hybrid.exchange.closure import LevelSets, settle_seeds
 from dgl_hybrid.exchange.locality import RowOrder, check_row_order
-from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.static_results import StaticResults, nothing_is_static
+from dgl_hybrid.graph.static_results import StaticResults
 from dgl_hybrid.ops.cpu.compiler import give_back_compiler
 from dgl_hybrid.ops.cpu.memory import keep_freed_memory, stop_keeping_freed_memory
 from dgl_hybrid.ops.devices import device_of
@@ -28,7 +26,6 @@ from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
-from dgl_hybrid.training.edge_keys import EdgeKeys
 from dgl_hybrid.training.last_epoch import LastEpoch, check_same_masks
 from dgl_hybrid.training.loader_arguments import (
     IGNORED,
@@ -48,6 +45,7 @@ from dgl_hybrid.training.loader_arguments import (
 from dgl_hybrid.training.loss import REDUCTIONS, Reduction, check_reduction, find_loss_weight
 from dgl_hybrid.training.memory import FreeMemory, give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partitioned
+from dgl_hybrid.training.plan_blocks import BlockBuilder, Layout, PlanBlocks
 from dgl_hybrid.training.plan_choice import PlanChoice
 from dgl_hybrid.training.plan_trials import SHARE
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
@@ -184,7 +182,7 @@ class FullGraphLoader:
             check_device(self.device, self.communicator.transport)
             sums_first = sums_first_of(plan, self.num_layers)
             local_seeds = seed_ids(nids, g)
-            self._row_order = check_row_order(row_order)
+            check_row_order(row_order)
             check_model(model)
             if chunk_rows is not None and (chunk_rows < 1 or chunk_rows != int(chunk_rows)):
                 raise ValueError(f"chunk_rows must be a positive integer or None (got {chunk_rows!r})")
@@ -194,11 +192,10 @@ class FullGraphLoader:
         """What is approximated; None: nothing, outputs and gradients are those of the full graph."""
         if self.approximation is not None and self.communicator.rank == 0:
             _logger.info("exchanges of training steps are %s: results are not exact", self.approximation)
-        self._keep_static, self._overlap = keep_static, overlap
+        self._keep_static = keep_static
         self._trial_share = (SHARE if autotune else 0.0) if isinstance(autotune, bool) else float(autotune)
-        self._chunk_rows = None if chunk_rows is None else int(chunk_rows)
-        through_memory = self.communicator.backend == "shared_memory"
-        self._partial_sums = not through_memory if partial_sums is None else partial_sums
+        if partial_sums is None:
+            partial_sums = self.communicator.backend != "shared_memory"
         self._check_alike(
             {
                 "layers": self.num_layers,
@@ -208,9 +205,9 @@ class FullGraphLoader:
                 "autotune, in millionths": round(1e6 * min(self._trial_share, 1e6)),
                 "overlap": overlap,
                 "chunk_rows": chunk_rows or 0,
-                "partial_sums": self._partial_sums,
+                "partial_sums": partial_sums,
                 "strategy": STRATEGIES.index(config.strategy),
-                f"row_order (of {', '.join(get_args(RowOrder))})": get_args(RowOrder).index(self._row_order),
+                f"row_order (of {', '.join(get_args(RowOrder))})": get_args(RowOrder).index(row_order),
                 "loss_reduction": REDUCTIONS.index(loss_reduction),
                 "on a GPU": int(self.device.type == "cuda"),
                 "a memory budget given": config.memory_budget_bytes is not None,
@@ -228,10 +225,8 @@ class FullGraphLoader:
             )
         self._runs_on = self._find_device(model)
         with self.communicator.agreed():
-            g.places.find(self._row_order)  # once for a graph, so before anything is timed that may be done again
+            g.places.find(row_order)  # once for a graph, so before anything is timed that may be done again
         seeds, num_borrowed = settle_seeds(self.communicator, g.nodes, local_seeds)
-        self._seeds, self._num_borrowed = seeds, num_borrowed
-        self._seed_order: Tensor | None = None
         self.num_seeds = len(seeds) - num_borrowed
         """Seeds this rank's loss is taken over; 0 if the one it computes is borrowed."""
         self._weight = find_loss_weight(
@@ -251,14 +246,26 @@ class FullGraphLoader:
             topology,
             num_borrowed=num_borrowed,
             keep_static=keep_static,
-            row_order=self._row_order,
+            row_order=row_order,
             device=self._runs_on,
             overlap=overlap,
             approximation=self.approximation,
-            partial_sums=self._partial_sums
+            partial_sums=partial_sums
             and chunk_rows is None
             and not (self.approximation is not None and self.approximation.is_stale),
         )
+        self._builder = BlockBuilder(
+            g,
+            seeds,
+            num_borrowed,
+            device=self.device,
+            row_order=row_order,
+            approximation=self.approximation,
+            overlap=overlap,
+            chunk_rows=None if chunk_rows is None else int(chunk_rows),
+            partial_sums=partial_sums,
+        )
+        self._built: PlanBlocks | None = None
         self._choice = PlanChoice(
             self.communicator,
             maker,
@@ -270,8 +277,6 @@ class FullGraphLoader:
         )
         self.has_memory_budget = config.memory_budget_bytes is not None
         g.loaders.add(self)
-        self._is_built = False
-        """Whether there are blocks, and all that belongs to them."""
         self._steps_done = 0
         self._is_cast_otherwise = False
         self._is_new = True
@@ -284,13 +289,14 @@ class FullGraphLoader:
             keep_freed_memory()  # before planning, which times the model as epochs will run it
         if forced is not None:
             # Bare ids say nothing of batch norm, so every level holds every owned node: right for any model.
-            chunk_rows = plan.chunk_rows if isinstance(plan, DependencyPlan) else None
             self._build(
-                forced,
-                dense_below_of(plan, self.num_layers),
-                chunk_rows,
-                sums_first,
-                owners_aggregate=keep_static and keeps_first_layer(plan),
+                Layout(
+                    cached=forced,
+                    dense_below=dense_below_of(plan, self.num_layers),
+                    chunk_rows=plan.chunk_rows if isinstance(plan, DependencyPlan) else None,
+                    sums_first=sums_first,
+                    owners_aggregate=keep_static and keeps_first_layer(plan),
+                )
             )
         elif model is not None:
             with self.communicator.agreed():
@@ -304,8 +310,7 @@ class FullGraphLoader:
                     "the memory budget is kept from the second epoch on, when it is known how the model is called: in "
                     "the first one everything is communicated at once. Give model= to keep it in all"
                 )
-            nothing = [seeds[:0]] * self.num_layers
-            self._build(nothing, self.num_layers)
+            self._build(Layout(cached=[seeds[:0]] * self.num_layers, dense_below=self.num_layers))
 
     def _check_alike(self, options: dict[str, int]) -> None:
         """Raises on every rank, if ranks give loaders of different kinds. Collective."""
@@ -339,11 +344,13 @@ class FullGraphLoader:
         plan = outcome.plan
         start_ns = time.perf_counter_ns()
         self._build(
-            list(plan.cached),
-            outcome.dense_below,
-            plan.chunk_rows,
-            sums_first_of(plan, self.num_layers),
-            owners_aggregate=self._keep_static and keeps_first_layer(plan),
+            Layout(
+                cached=list(plan.cached),
+                dense_below=outcome.dense_below,
+                chunk_rows=plan.chunk_rows,
+                sums_first=sums_first_of(plan, self.num_layers),
+                owners_aggregate=self._keep_static and keeps_first_layer(plan),
+            )
         )
         self._change_ns = time.perf_counter_ns() - start_ns
 
@@ -369,100 +376,65 @@ class FullGraphLoader:
         """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
         return self._choice.is_trying
 
-    def _build(
-        self,
-        cached: list[Tensor],
-        dense_below: int,
-        chunk_rows: int | None = None,
-        sums_first: Sequence[bool] = (),
-        *,
-        owners_aggregate: bool = False,
-    ) -> None:
-        # Plans may change as an evaluation in inference mode begins; later steps save ids and masks for their backward.
-        with torch.inference_mode(False), torch.no_grad():
-            self._build_blocks(cached, dense_below, chunk_rows, sums_first, owners_aggregate=owners_aggregate)
+    @property
+    def _current(self) -> PlanBlocks:
+        """What epochs run on now.
 
-    def _build_blocks(
-        self,
-        cached: list[Tensor],
-        dense_below: int,
-        chunk_rows: int | None,
-        sums_first: Sequence[bool],
-        *,
-        owners_aggregate: bool,
-    ) -> None:
-        is_first = "blocks" not in self.__dict__
-        self._is_built = False
+        Raises:
+            RuntimeError: A change of plans was interrupted, which has left nothing.
+        """
+        if self._built is None:
+            raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
+        return self._built
+
+    @property
+    def sets(self) -> LevelSets:
+        """Which rows this rank computes at each level, and where it gets the others from."""
+        return self._current.sets
+
+    @property
+    def blocks(self) -> list[LayerBlock]:
+        """One a layer, first layer first: those that are yielded."""
+        return self._current.blocks
+
+    @property
+    def input_nodes(self) -> Tensor:
+        """(|C_0|,) int64 global ids of the rows that the model reads, as they are yielded."""
+        return self._current.input_nodes
+
+    @property
+    def seeds(self) -> Tensor:
+        """(|C_L|,) int64 global ids of the rows that the model returns, as they are yielded."""
+        return self._current.seeds
+
+    def _build(self, layout: Layout) -> None:
+        """Puts the blocks of another plan in the place of those that are there. Collective."""
+        is_first = self._built is None
         self._let_go()
-        self._is_new = True
-        g, communicator = self.graph, self.communicator
-        if self.approximation is not None and chunk_rows is not None and communicator.rank == 0:
+        self._is_new, self._has_drawn = True, False
+        if self.approximation is not None and layout.chunk_rows is not None and self.communicator.rank == 0:
             _logger.warning(
                 "the plan fits the memory budget with rows received %d at a time, but those that are %s are received "
                 "all at once",
-                chunk_rows,
+                layout.chunk_rows,
                 self.approximation,
             )
-        sets = close_levels(
-            communicator,
-            g.nodes,
-            g.in_edges,
-            self._seeds,
-            self._num_borrowed,
-            cached,
-            dense_below=dense_below,
-            row_order=self._row_order,
-            places=g.places,
-            owners_aggregate=owners_aggregate,
-            seed_order=self._seed_order,
-        )
-        if self._seed_order is None:  # scripts may read labels once
-            self._seed_order = sets.rows_global[: len(self._seeds)].clone()
-        self.sets: LevelSets = sets
-        out_degrees = g.fetch_nodes(g.out_degrees, sets.rows_global)
-        has_replicas = sets.layers[0].replicas is not None  # alike on all ranks
-        of_first_layer = sets.rows_global[: sets.sizes[1]]
-        self.blocks = build_layer_blocks(
-            sets,
-            communicator,
-            out_degrees=out_degrees,
-            in_degrees=g.fetch_nodes(g.partition.in_degrees, of_first_layer) if has_replicas else None,
-            device=self.device,
-            weighted_out_degrees=lambda block, weight: g.weighted_out_degrees(weight, block.source_ids()),
-            is_static=g.hands_out if self._keep_static else nothing_is_static,
-            approximation=self.approximation,
-            seed=self.seed,
-            overlap=self._overlap,
-            # The plan's is what fits its memory budget.
-            chunk_rows=min((rows for rows in (self._chunk_rows, chunk_rows) if rows is not None), default=None),
-            partial_sums=self._partial_sums,
-            sums_first=sums_first,
-            on_edge_ids=g.row_sets.register_edges,
-        )
-        self._free_memory.watch([block.static_results for block in self.blocks])
-        self.input_nodes = self.blocks[0].srcdata[dgl.NID]
-        self.seeds = self.blocks[-1].dstdata[dgl.NID]
-        for block in self.blocks:
-            for ids in (block.srcdata[dgl.NID], block.dstdata[dgl.NID]):
-                g.row_sets.register_nodes(ids)
-        self._node_keys, self._edge_keys = self._find_keys(sets)
-        self._has_drawn = False
-        self.prefetch.fill(g, self.blocks)
+        # Plans may change as an evaluation in inference mode begins; later steps save ids and masks for their backward.
+        with torch.inference_mode(False), torch.no_grad():
+            built = self._builder.build(layout, seed=self.seed, keeps_static=self._keep_static)
+            self._free_memory.watch([block.static_results for block in built.blocks])
+            self.prefetch.fill(self.graph, built.blocks)
+        self._built = built
         self._leave_memory(thoroughly=is_first)  # planning leaves cycles; those of an earlier plan are gone
-        self._is_built = True
 
     def _let_go(self) -> None:
         """Drops what the last plan ran on, so that there are never the blocks, reads and buffers of two plans."""
-        if "blocks" not in self.__dict__:
+        if self._built is None:
             return
         self._free_memory.watch(())
-        structures = [weakref.ref(layer) for layer in self.sets.layers]
-        # The script's variables still hold what was yielded last.
-        for block in self.blocks:
-            self.graph.forget_reads(block.known_ids())
-            block.retire()
-        for name in ("sets", "blocks", "input_nodes", "seeds", "_node_keys", "_edge_keys", "_step"):
-            self.__dict__.pop(name, None)
+        structures = self._built.retire(self.graph)
+        self._built = None
+        self.__dict__.pop("_step", None)
         self.communicator.drop_free_memory()
         # It goes back so that the next plan does not lie scattered between what is left. To look for cycles takes as
         # long as several epochs, and there is none in what is ours: a layer of the user's may make some.
@@ -473,8 +445,7 @@ class FullGraphLoader:
         few only when that is asked for.
         """
         self.communicator.drop_free_memory()
-        is_little = sum(layer.num_edges for layer in self.sets.layers) < _MANY_EDGES
-        self._free_memory.leave(thoroughly=thoroughly, is_little=is_little)
+        self._free_memory.leave(thoroughly=thoroughly, is_little=self._current.num_edges < _MANY_EDGES)
 
     def give_back_memory(self) -> None:
         """Hands memory that planning, building and first epochs have freed back to the system now, and leaves raw rows
@@ -485,22 +456,6 @@ class FullGraphLoader:
         epoch faults in anew what it takes) is a twentieth of the time since then.
         """
         self._free_memory.give_back()
-
-    def _find_keys(self, sets: LevelSets) -> tuple[Tensor, EdgeKeys]:
-        """Finds ids of rows and edges that are the same for any partition, so that dropout is too. Collective.
-
-        Returns:
-            (|C_0|,) int64, and those of edges.
-        """
-        g, partition = self.graph, self.graph.partition
-        known = self.communicator.gather_ints(
-            [int(partition.orig_node_ids is not None), int(partition.orig_edge_ids is not None)]
-        )
-        node_keys = sets.rows_global
-        if all(row[0] for row in known) and partition.orig_node_ids is not None:
-            node_keys = g.fetch_nodes(partition.orig_node_ids, node_keys)
-        own_keys = partition.orig_edge_ids if all(row[1] for row in known) else None
-        return node_keys.to(self.device), EdgeKeys(self.communicator, g.edges, sets.edge_ids, own_keys)
 
     # ---------------------------------------------------------------- resuming
 
@@ -543,8 +498,6 @@ class FullGraphLoader:
         Raises:
             RuntimeError: A change of plans was interrupted, which has left no blocks.
         """
-        if not self._is_built:
-            raise RuntimeError("a change of plans was interrupted and has left no blocks: make the loader anew")
         self._agree_on_last_epoch()
         self.prefetch.fill(self.graph, self.blocks)
         if self._is_cast_otherwise or self._choice.needs_call:
@@ -561,8 +514,8 @@ class FullGraphLoader:
             level_sizes=self.sets.sizes,
             owned=self.sets.owned,
             blocks=self.blocks,
-            node_keys=self._node_keys,
-            edge_keys=self._edge_keys,
+            node_keys=self._current.node_keys,
+            edge_keys=self._current.edge_keys,
             is_first_draw=not self._has_drawn,
             loss_weight=self._weight,
             seed=self.seed,
@@ -632,8 +585,8 @@ class FullGraphLoader:
 
     def _agree_on_last_epoch(self) -> None:
         """Tells all ranks of the last epoch, and acts on what any or all of them have to say. Collective."""
-        written = self.graph.find_writes()
         kept = [block.static_results for block in self.blocks]
+        written = self.graph.find_writes()
         was_changed = self._keep_static and any(results.was_changed for results in kept)
         step: Step | None = self.__dict__.get("_step")
         has_drawn = step is not None and step.num_random_calls > 0

@@ -379,7 +379,7 @@ def load_with_numbers_of_numpy(rank: int, world_size: int, part_config: str) -> 
     g, _ = open_graph(part_config)
     nothing = [torch.arange(0)] * 2
     rows = [
-        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=nothing, chunk_rows=number)._chunk_rows  # type: ignore[arg-type]
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=nothing, chunk_rows=number)._builder.chunk_rows  # type: ignore[arg-type]
         for number in (np.int64(5), torch.tensor(6), 7.0, None)
     ]
     for share in (np.float32(0.5), np.int64(1), torch.tensor(0.1), np.True_):
@@ -1132,10 +1132,10 @@ def interrupt_change_of_plans(rank: int, world_size: int, part_config: str) -> t
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(1))
     assert loader.outcome is not None
 
-    def interrupted(*args: object) -> None:
+    def interrupted(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    loader._find_keys = interrupted  # type: ignore[method-assign, assignment]
+    loader._builder.build = interrupted  # type: ignore[method-assign, assignment]
     with contextlib.suppress(KeyboardInterrupt):
         loader._follow(loader.outcome)
     said = []

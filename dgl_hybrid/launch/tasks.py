@@ -18,6 +18,7 @@ from dgl_hybrid.launch.workspace import DataConfig
 from dgl_hybrid.planner.explain import explain_vertex
 from dgl_hybrid.planner.report import report
 from dgl_hybrid.training.config import TrainJob
+from dgl_hybrid.training.memory import give_back_memory
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, EpochReport
@@ -51,6 +52,7 @@ def reference_task(payload: Mapping[str, Any], *, show_progress: bool = False) -
     """The same with plain DGL on one process and the whole graph."""
     base = current_rss_bytes()  # the graph and its features are part of what training takes, as they are on our ranks
     dataset = DataConfig(**payload["data"]).load()
+    give_back_memory()
     forget_peak_rss()  # what generating or reading it took is not: our ranks open what was partitioned elsewhere
     jobs = [TrainJob.from_json(record) for record in payload["jobs"]]
     return [train_reference(job, dataset, base_rss_bytes=base).to_json() for job in jobs]

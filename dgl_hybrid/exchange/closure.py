@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ class LayerStructure:
     replicas: ReplicaRows | None = None
     """Destinations without in-edges here, whose owners hand out what they aggregate for them; None: on no rank are
     there any, and every destination has all its in-edges."""
+    is_like_below: bool = False
+    """Whether the layer below has the same rows and edges, on all ranks; its tensors are shared then."""
 
     @property
     def num_edges(self) -> int:
@@ -249,12 +251,15 @@ def _build_layers(
 
     Destinations are prefixes of one order, so a layer has the edges of the layers above in the order of each, which
     share its memory: of layer 1 only if no destination of layer 2 lacks its edges there. Sources have the same
-    positions, too, where none is received: what one layer computes here, the layer below holds.
+    positions, too, where none is received: what one layer computes here, the layer below holds; and where both layers
+    hold and receive the same, as in the middle of a deep model.
     """
     computed, received, num_ids = levels.computed, levels.received, ownership.total
     order = torch.argsort(rows_global)
     sorted_rows = rows_global[order]
-    traffic = communicator.gather_ints([*map(len, received), len(levels.replicas)])
+    alike = [int(_is_like_below(levels, layer)) for layer in range(1, len(computed))]
+    traffic = communicator.gather_ints([*map(len, received), len(levels.replicas), *alike])
+    are_like_below = [all(column) for column in list(zip(*traffic, strict=True))[len(received) + 1 :]]
 
     def positions_of(ids: Tensor) -> Tensor:
         return order[find_sorted(sorted_rows, ids, num_ids)[1]]
@@ -288,12 +293,14 @@ def _build_layers(
         edge_ids.append(ids_of_edges)
         num_dst, num_held = len(computed[layer]), len(computed[level])
         num_edges = int(indptr[num_dst])
-        if layers and not is_apart and not len(received[level]):
+        is_like_below = are_like_below[layer - 1]
+        if layers and not is_apart and (is_like_below or not len(received[level])):
             indices = layers[-1].indices[:num_edges]
         else:
             indices = _find_sources(rows_global[:num_held], received[level], src_global[:num_edges], num_ids)
         replicas: ReplicaRows | None = None
-        if layer == 1 and levels.lent is not None and any(counts_of_rank[-1] for counts_of_rank in traffic):
+        has_replicas = any(counts_of_rank[len(received)] for counts_of_rank in traffic)
+        if layer == 1 and levels.lent is not None and has_replicas:
             ids = levels.replicas
             replicas = ReplicaRows(
                 exchange=plan_of(levels.lent, 1, num_dst, ids, len(received)), positions=positions_of(ids)
@@ -305,11 +312,29 @@ def _build_layers(
                 num_held=num_held,
                 indptr=indptr[: num_dst + 1],
                 indices=indices,
-                exchange=plan_of(levels.routings[level], layer, num_held, received[level], level),
+                exchange=replace(layers[-1].exchange, layer=layer)
+                if is_like_below
+                else plan_of(levels.routings[level], layer, num_held, received[level], level),
                 replicas=replicas,
+                is_like_below=is_like_below,
             )
         )
     return tuple(layers), tuple(edge_ids)
+
+
+def _is_like_below(levels: _Levels, layer: int) -> bool:
+    """Whether a layer and the one below compute, hold, receive and send the same rows on this rank."""
+    if layer == 1 or (layer == 2 and levels.lent is not None):  # the first layer's edges may be others then
+        return False
+    sizes = {len(levels.computed[level]) for level in (layer, layer - 1, layer - 2)}  # nested: alike if as many
+    received, received_below = levels.received[layer - 1], levels.received[layer - 2]
+    routing, below = levels.routings[layer - 1], levels.routings[layer - 2]
+    return (
+        len(sizes) == 1
+        and torch.equal(received, received_below)
+        and (routing.send_counts, routing.recv_counts) == (below.send_counts, below.recv_counts)
+        and torch.equal(routing.send_local, below.send_local)
+    )
 
 
 def _lists_of_first_layer(

@@ -155,7 +155,7 @@ def build_partial_sums(
         pack=pack,
         dst_rows=reads.dst_rows,
         edges=reads.edges,
-        edge_positions=None,
+        are_sums=True,
     )
     return PartialSums(part=part, rows_plain=rows_plain, rows_sent=rows_sent)
 

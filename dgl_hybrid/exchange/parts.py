@@ -12,8 +12,9 @@ send to the same one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import pairwise
 
 import torch
@@ -23,6 +24,7 @@ from dgl_hybrid.exchange.closure import LayerStructure
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.ops import SparseGraph
+from dgl_hybrid.ops.sparse_graph import Adjacency
 from dgl_hybrid.partition.narrow_ids import narrow
 
 Range = tuple[int, int]
@@ -42,14 +44,43 @@ class RowsPart:
     """(B,) int64, ascending: rows of the layer that read this part."""
     edges: SparseGraph
     """B x wire rows received: added to the rows `dst_rows`."""
-    edge_positions: Tensor | None
-    """(entries of `edges`,) int32 or int64 positions among the layer's edges; None: entries are not edges of the graph
-    (partial sums)."""
+    are_sums: bool = False
+    """Whether rows may be (partial) sums: entries are not edges of the graph then."""
 
     @property
     def send_index(self) -> Tensor | None:
         """(rows sent,) positions among the held rows if every sent row is one of them; None: some are sums."""
-        return self.pack.in_edges.indices if self.edge_positions is not None else None
+        return None if self.are_sums else self.pack.in_edges.indices
+
+
+class EdgePositions:
+    """Which of a layer's edges the entries of its parts are: found when somebody asks, who has numbers of edges. Sums
+    of rows alone, and attention without dropout, never do, and it takes as much memory as the edges' sources.
+
+    Args:
+        find: Returns the positions among the layer's edges, int32 or int64: of the entries of `held`, then of those of
+            each part.
+    """
+
+    def __init__(self, find: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._find = find
+
+    @cached_property
+    def _found(self) -> tuple[Tensor, ...]:
+        with torch.inference_mode(False), torch.no_grad():  # who trains later saves them
+            return self._find()
+
+    def of_held(self) -> Tensor:
+        """Returns those of the edges from held rows."""
+        return self._found[0]
+
+    def of_part(self, position: int) -> Tensor:
+        """Returns those of the edges from rows that a message brings."""
+        return self._found[1 + position]
+
+    def to(self, device: torch.device) -> EdgePositions:
+        """Returns the same on `device`."""
+        return EdgePositions(lambda: tuple(positions.to(device) for positions in self._found))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +89,27 @@ class SplitLayer:
 
     held: SparseGraph
     """num_dst x C: edges from rows held here."""
-    held_edge_positions: Tensor
-    """(entries of `held`,) int32 or int64 positions among the layer's edges."""
     parts: tuple[RowsPart, ...]
     """One; or several if rows are received in chunks (ring)."""
+    edge_positions: EdgePositions
+    """Of these edges; not of parts whose rows are sums."""
+    _by_source: dict[tuple[int, bool], Adjacency] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def by_source(self, position: int, *, of_edges: bool) -> Adjacency:
+        """Returns the edges of a part by received row, with the layer's rows as neighbours; edge ids are the part's
+        entries. Made once.
+
+        Args:
+            of_edges: Sums have weights of edges; else these need no ids.
+        """
+        key = position, of_edges
+        if key not in self._by_source:
+            part = self.parts[position]
+            edges = SparseGraph(part.edges.in_edges, num_src=part.edges.num_src)  # which keeps what it makes
+            out = edges.out_edges if of_edges else edges.out_neighbours
+            rows = part.dst_rows.to(out.indices.dtype)[out.indices.long()]
+            self._by_source[key] = Adjacency(out.indptr, rows, out.edge_ids)
+        return self._by_source[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,23 +173,42 @@ def split_layer(structure: LayerStructure, messages: Sequence[Message]) -> Split
         The parts in the order of the messages, on CPU. Entries of a row keep the order of its edges.
     """
     num_held = structure.num_held
-    is_held = structure.indices < num_held
-    held_positions = is_held.nonzero().flatten()
+    held_positions, positions = _edges_by_source(structure.indices, num_held)
     starts = torch.searchsorted(held_positions, structure.indptr)  # a count of all edges would take ten times as long
     held = SparseGraph.from_csc(starts, structure.indices[held_positions], num_src=num_held)
-    positions = (~is_held).nonzero().flatten()
     rows = torch.repeat_interleave((structure.indptr - starts).diff())
     sources = structure.indices[positions].to(torch.int64) - num_held
     message_of, place = _places(structure.exchange, messages)
-    which = message_of[sources]
-    # Stable: entries keep the order of the edges, so those of a row stay together.
-    order = which.argsort(stable=True)
-    counts = torch.bincount(which, minlength=len(messages)).tolist()
     parts = tuple(
-        _part(structure, message, rows[chosen], place[sources[chosen]], positions[chosen])
-        for message, chosen in zip(messages, order.split(counts), strict=True)
+        _part(structure, message, rows[chosen], place[sources[chosen]])
+        for message, chosen in zip(messages, _by_message(message_of[sources], len(messages)), strict=True)
     )
-    return SplitLayer(held=held, held_edge_positions=narrow(held_positions, structure.num_edges), parts=parts)
+    find = partial(_find_positions, structure.indices, num_held, structure.exchange, tuple(messages))
+    return SplitLayer(held=held, parts=parts, edge_positions=EdgePositions(find))
+
+
+def _edges_by_source(indices: Tensor, num_held: int) -> tuple[Tensor, Tensor]:
+    """Returns the positions of the edges from held rows, and of the others."""
+    is_held = indices < num_held
+    return is_held.nonzero().flatten(), (~is_held).nonzero().flatten()
+
+
+def _by_message(which: Tensor, num_messages: int) -> tuple[Tensor, ...]:
+    """Returns the positions of the entries of each message; they keep their order, so those of a row stay together."""
+    counts = torch.bincount(which, minlength=num_messages).tolist()
+    of_messages: tuple[Tensor, ...] = which.argsort(stable=True).split(counts)
+    return of_messages
+
+
+def _find_positions(
+    indices: Tensor, num_held: int, plan: ExchangePlan, messages: Sequence[Message]
+) -> tuple[Tensor, ...]:
+    """As `EdgePositions` takes it."""
+    held, others = _edges_by_source(indices, num_held)
+    message_of, _ = _places(plan, messages)
+    which = message_of[indices[others].to(torch.int64) - num_held]
+    of_parts = (others[chosen] for chosen in _by_message(which, len(messages)))
+    return tuple(narrow(positions, len(indices)) for positions in (held, *of_parts))
 
 
 def _places(plan: ExchangePlan, messages: Sequence[Message]) -> tuple[Tensor, Tensor]:
@@ -159,8 +226,8 @@ def _places(plan: ExchangePlan, messages: Sequence[Message]) -> tuple[Tensor, Te
     return message_of, place
 
 
-def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Tensor, positions: Tensor) -> RowsPart:
-    """Args: `rows`, `sources` (among the message's) and `positions` of the edges from its rows, by row."""
+def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Tensor) -> RowsPart:
+    """Args: `rows` and `sources` (among the message's) of the edges from its rows, by row."""
     dst_rows, counts = torch.unique_consecutive(rows, return_counts=True)
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     sent = torch.cat([structure.exchange.send_index[begin:end] for begin, end in message.sent])
@@ -170,5 +237,4 @@ def _part(structure: LayerStructure, message: Message, rows: Tensor, sources: Te
         pack=SparseGraph.from_csc(torch.arange(len(sent) + 1), sent, num_src=structure.num_held),
         dst_rows=dst_rows,
         edges=SparseGraph.from_csc(indptr, sources, num_src=sum(message.recv_counts)),
-        edge_positions=narrow(positions, structure.num_edges),
     )

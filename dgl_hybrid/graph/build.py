@@ -11,7 +11,7 @@ from torch import Tensor
 from dgl_hybrid.exchange.approximate import ApproximateRows, Approximation
 from dgl_hybrid.exchange.closure import LayerStructure, LevelSets
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.parts import ring_messages, whole_message
+from dgl_hybrid.exchange.parts import Message, ring_messages, whole_message
 from dgl_hybrid.graph.edge_ids import EdgeIds
 from dgl_hybrid.graph.layer_block import LayerBlock, WeightedOutDegrees
 from dgl_hybrid.graph.split_block import SplitBlock
@@ -52,11 +52,12 @@ def build_layer_blocks(
         on_edge_ids: Told of the tensor of a block's global edge ids when somebody first asks for it.
         in_degrees: (|C_1|,) full-graph in-degrees, where owners aggregate for replicas, whose edges are not here.
     """
-    blocks = []
+    blocks: list[LayerBlock] = []
     # Not always the first layer: that lacks the in-edges of replicas.
     largest = max(sets.layers, key=lambda structure: structure.num_edges)
     numbers = torch.arange(largest.num_edges, dtype=largest.indices.dtype)
     for structure in sets.layers:
+        alike = blocks[-1] if structure.is_like_below else None
         blocks.append(
             LayerBlock(
                 structure,
@@ -70,10 +71,11 @@ def build_layer_blocks(
                 edge_ids=EdgeIds(sets.edge_ids[structure.layer - 1], structure.num_edges, device, on_edge_ids),
                 in_degrees=in_degrees if structure.replicas is not None else None,
                 sums_first=bool(sums_first) and sums_first[structure.layer - 1],
-                split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed)
+                split=_split(structure, communicator, device, chunk_rows, partial_sums, approximation, seed, alike)
                 if overlap or chunk_rows
                 else None,
                 approximation=None if approximation is None else ApproximateRows(approximation, seed=seed),
+                alike=alike,
             )
         )
     return blocks
@@ -87,12 +89,20 @@ def _split(
     partial_sums: bool,
     approximation: Approximation | None,
     seed: int,
+    alike: LayerBlock | None,
 ) -> SplitBlock | None:
     plan = structure.exchange
     if plan.is_idle:
         return None
-    messages = (whole_message(plan),) if chunk_rows is None else ring_messages(plan, communicator, chunk_rows)
+    like = None if alike is None else alike.split
+    messages: Sequence[Message]
+    if like is not None:
+        messages = like.messages
+    elif chunk_rows is None:
+        messages = (whole_message(plan),)
+    else:
+        messages = ring_messages(plan, communicator, chunk_rows)
     codec = None if approximation is None else approximation.codec
     return SplitBlock(
-        structure, communicator, messages, device=device, partial_sums=partial_sums, codec=codec, seed=seed
+        structure, communicator, messages, device=device, partial_sums=partial_sums, codec=codec, seed=seed, alike=like
     )

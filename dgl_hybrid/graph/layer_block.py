@@ -103,6 +103,7 @@ class LayerBlock:
         edge_numbers: Tensor | None = None,
         edge_ids: EdgeIds | None = None,
         in_degrees: Tensor | None = None,
+        alike: LayerBlock | None = None,
         _block: Any = None,
         _idtype: torch.dtype = torch.int64,
     ) -> None:
@@ -126,7 +127,7 @@ class LayerBlock:
         """Draws the attention dropout of a fused layer with this probability, so that ranks agree on it."""
         self.is_normalising = False
         """Whether weights of edges are being divided by those of their ends, for which no rows travel."""
-        self._block = self._build_block(device, edge_numbers) if _block is None else _block
+        self._block = self._build_block(device, edge_numbers, alike) if _block is None else _block
         self._edge_ids, self._idtype = edge_ids, _idtype
         claim(self._block._graph)
         of_destinations = None if in_degrees is None else in_degrees.to(device)
@@ -137,8 +138,10 @@ class LayerBlock:
         self._source.set_complete(dgl.NID, ids[: structure.num_held], ids)
         dispatch.install()
 
-    def _build_block(self, device: torch.device, edge_numbers: Tensor | None) -> Any:
+    def _build_block(self, device: torch.device, edge_numbers: Tensor | None, alike: LayerBlock | None) -> Any:
         structure = self.structure
+        if alike is not None:  # DGL's structure, and what our ops make of it, are shared
+            return self._with_ids(alike._block.local_var(), device)
         num_src = structure.num_held + structure.exchange.num_received
         # Edge ids are spelled out although they are 0..E-1: without them DGL's float32 kernels fail on the reversed
         # block ("Check notnull: edges"), that is in the backward of attention. Layers share the memory of all this. DGL
@@ -150,8 +153,10 @@ class LayerBlock:
             num_src_nodes=num_src,
             num_dst_nodes=structure.num_dst,
         )
-        block = move_graph(block, device)
-        block.dstdata[dgl.NID] = self._rows_global[: structure.num_dst].to(device)
+        return self._with_ids(move_graph(block, device), device)
+
+    def _with_ids(self, block: Any, device: torch.device) -> Any:
+        block.dstdata[dgl.NID] = self._rows_global[: self.structure.num_dst].to(device)
         return block
 
     # ---------------------------------------------------------------- data
@@ -192,6 +197,11 @@ class LayerBlock:
         # Made for each operation: kept here it would hold this block as this block holds it, and a layer's `local_var`,
         # with all fields that were set in it, would stay until somebody looks for cycles.
         return dispatch.DeferredIndex(self._block._graph, self._extend_one, self._note_edge_result)
+
+    @property
+    def split(self) -> SplitBlock | None:
+        """What runs exchange and aggregation together; None: nothing does."""
+        return self._split
 
     @property
     def is_dry_run(self) -> bool:

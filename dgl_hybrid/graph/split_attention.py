@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -57,12 +58,12 @@ class _Call:
     dropout: EdgeDropout | None
     for_backward: bool
 
-    def dropout_of(self, positions: Tensor) -> EdgeDropout | None:
+    def dropout_of(self, positions: Callable[[], Tensor]) -> EdgeDropout | None:
         """Returns the dropout of some of the edges: made where it is used, as their keys are eight bytes each."""
         if self.dropout is None:
             return None
         assert self.dropout.edge_keys is not None, "a position among the edges says nothing of an edge here"
-        return replace(self.dropout, edge_keys=self.dropout.edge_keys[positions])
+        return replace(self.dropout, edge_keys=self.dropout.edge_keys[positions()])
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class SplitAttention:
 
         def held() -> None:
             nonlocal result
-            dropout = call.dropout_of(self.layer.held_edge_positions)
+            dropout = call.dropout_of(self.layer.edge_positions.of_held)
             result = _attend(call, dropout, self.layer.held, sources, dst, attention)
             result.lse[self._without_held] = _MINUS_INF
 
@@ -213,7 +214,7 @@ class SplitAttention:
             rows = sources.unpacked(wire)
             if not self.fetches_again:
                 received.append(rows)
-            of_part = call.dropout_of(_positions_of(self.layer.parts[position]))
+            of_part = call.dropout_of(partial(self.layer.edge_positions.of_part, position))
             for readers in self._readers[position]:
                 dropout = readers.dropout(of_part)
                 its_dst = dst.index_select(0, readers.rows)
@@ -249,7 +250,7 @@ class SplitAttention:
 
         def make(position: int) -> list[Tensor]:
             total: list[Tensor] = []
-            of_part = call.dropout_of(_positions_of(self.layer.parts[position]))
+            of_part = call.dropout_of(partial(self.layer.edge_positions.of_part, position))
             for readers in self._readers[position]:
                 its_dst, its_out, its_lse, its_grad = (
                     value.index_select(0, readers.rows) for value in (dst, result.out, result.lse, grad)
@@ -272,7 +273,7 @@ class SplitAttention:
 
         def held() -> list[Tensor]:
             nonlocal d_dst, d_sources
-            dropout = call.dropout_of(self.layer.held_edge_positions)
+            dropout = call.dropout_of(self.layer.edge_positions.of_held)
             d_sources, d_held, found = _attend_backward(
                 call, dropout, self.layer.held, sources, attention, dst, result, grad
             )
@@ -327,11 +328,6 @@ def _add_to_rows(total: Tensor, rows: Tensor, some: Tensor) -> None:
 
 def _do_nothing() -> None:
     pass
-
-
-def _positions_of(part: RowsPart) -> Tensor:
-    assert part.edge_positions is not None, "partial sums are sums without attention"
-    return part.edge_positions
 
 
 def _readers_of(part: RowsPart, most: int) -> list[_Readers]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -23,10 +23,14 @@ from dgl_hybrid.graph.split_sum import SplitSum
 
 @dataclass
 class _Shared:
-    """What the blocks of one layer on several devices have in common."""
+    """What the blocks of one layer on several devices, and of layers that are alike, have in common."""
 
     partial_sums: PartialSums | None = None
     """None: not searched for yet."""
+    layers: weakref.WeakValueDictionary[tuple[torch.device, bool], SplitLayer] = field(
+        default_factory=weakref.WeakValueDictionary
+    )
+    """By device, and whether partial sums are sent; there as long as anybody sums or attends by it."""
 
 
 class SplitBlock:
@@ -37,6 +41,7 @@ class SplitBlock:
         partial_sums: Whether sums without weights, that are trained, may be sent instead of their sources.
         codec: What rows of sums that are trained travel as, approximately; None: as they are.
         seed: Of its random rounding.
+        alike: That of a layer with the same rows and edges on all ranks, and the same messages.
     """
 
     def __init__(
@@ -49,12 +54,14 @@ class SplitBlock:
         partial_sums: bool = False,
         codec: RowCodec | None = None,
         seed: int = 0,
+        alike: SplitBlock | None = None,
         _first: SplitBlock | None = None,
     ) -> None:
         self._structure, self._communicator, self._device = structure, communicator, device
         self._messages, self._may_send_sums = tuple(messages), partial_sums
         self._codec, self._seed = codec, seed
-        self._shared: _Shared = _Shared() if _first is None else _first._shared
+        other = alike if _first is None else _first
+        self._shared: _Shared = _Shared() if other is None else other._shared
         self._first = weakref.ref(self if _first is None else _first)
         self._moved: dict[torch.device, SplitBlock] = {}
         """Of the first: those on other devices, which do not hold it, so that all go at once with it."""
@@ -83,8 +90,8 @@ class SplitBlock:
         )
 
     def release(self) -> None:
-        """Lets go of the structure, which is made anew where it is needed again."""
-        for name in ("_layer", "trained_sums", "plain_sums", "attention"):
+        """Lets go of the structure, which is made anew where it is needed again, unless a layer like this has it."""
+        for name in ("trained_sums", "plain_sums", "attention"):
             self.__dict__.pop(name, None)
 
     def retire(self) -> None:
@@ -96,9 +103,22 @@ class SplitBlock:
         """Whether received rows come in several messages, each used and dropped. Alike on every rank."""
         return len(self._messages) > 1
 
-    @cached_property
-    def _layer(self) -> SplitLayer:
-        return _moved(split_layer(self._structure, self._messages), self._device)
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """In which received rows come."""
+        return self._messages
+
+    def _layer(self, sums: RowsPart | None = None) -> SplitLayer:
+        """Returns the layer, with partial sums as its only part if they are given."""
+        key = self._device, sums is not None
+        layer = self._shared.layers.get(key)
+        if layer is None:
+            if sums is None:
+                layer = _moved(split_layer(self._structure, self._messages), self._device)
+            else:
+                layer = replace(self._layer(), parts=(_part_on(sums, self._device),))
+            self._shared.layers[key] = layer
+        return layer
 
     def sum(self, x: Tensor, scale: Scale | None = None) -> Tensor:
         """Sums sources over in-edges, as `SplitSum` does. Collective."""
@@ -121,14 +141,13 @@ class SplitBlock:
             if found is None:
                 found = self._shared.partial_sums = build_partial_sums(self._communicator, self._structure)
             if found.part is not None:
-                layer = replace(self._layer, parts=(_part_on(found.part, self._device),))
-                return self._sums_of(layer)
+                return self._sums_of(self._layer(found.part))
         return self.plain_sums
 
     @cached_property
     def plain_sums(self) -> SplitSum:
         """Sums of sources, times constant weights of edges or not."""
-        return self._sums_of(self._layer)
+        return self._sums_of(self._layer())
 
     def _sums_of(self, layer: SplitLayer) -> SplitSum:
         return SplitSum(layer, self._communicator, number=self._structure.layer, codec=self._codec, seed=self._seed)
@@ -136,14 +155,14 @@ class SplitBlock:
     @cached_property
     def attention(self) -> SplitAttention:
         """Fused attention."""
-        return SplitAttention(self._layer, self._communicator, number=self._structure.layer)
+        return SplitAttention(self._layer(), self._communicator, number=self._structure.layer)
 
 
 def _moved(layer: SplitLayer, device: torch.device) -> SplitLayer:
     return SplitLayer(
         held=layer.held.to(device),
-        held_edge_positions=layer.held_edge_positions.to(device),
         parts=tuple(_part_on(part, device) for part in layer.parts),
+        edge_positions=layer.edge_positions if device.type == "cpu" else layer.edge_positions.to(device),
     )
 
 
@@ -153,5 +172,4 @@ def _part_on(part: RowsPart, device: torch.device) -> RowsPart:
         pack=part.pack.to(device),
         dst_rows=part.dst_rows.to(device),
         edges=part.edges.to(device),
-        edge_positions=None if part.edge_positions is None else part.edge_positions.to(device),
     )

@@ -314,13 +314,3 @@ def sum_rows(rows: Adjacency, x_F: Tensor, weights: Tensor | None = None, scale:
     else:
         summed = torch.ops.dgl_hybrid.spmm_sum(rows.tensors(), [], x, weights)
     return summed if x_F.dim() == 3 else summed.squeeze(1)
-
-
-def by_source(part: RowsPart, *, of_edges: bool) -> Adjacency:
-    """The edges of a part by received row, with the layer's rows as neighbours; edge ids are the part's entries.
-
-    Args:
-        of_edges: Sums have weights of edges; else these need no ids.
-    """
-    out = part.edges.out_edges if of_edges else part.edges.out_neighbours
-    return Adjacency(out.indptr, part.dst_rows.to(out.indices.dtype)[out.indices.long()], out.edge_ids)

@@ -20,12 +20,11 @@ import torch
 from torch import Tensor
 
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.parts import RowsPart, SplitLayer
+from dgl_hybrid.exchange.parts import SplitLayer
 from dgl_hybrid.exchange.row_codecs import RowCodec, is_encoded
-from dgl_hybrid.graph.split_exchange import Scale, SplitExchange, by_source, sum_rows
+from dgl_hybrid.graph.split_exchange import Scale, SplitExchange, sum_rows
 from dgl_hybrid.ops.backend import choose_backend
 from dgl_hybrid.ops.operands import plan_weighted
-from dgl_hybrid.ops.sparse_graph import Adjacency
 from dgl_hybrid.ops.unseen import unseen
 
 
@@ -54,8 +53,6 @@ class SplitSum:
     ) -> None:
         self.layer, self._codec = layer, codec
         self.exchange = SplitExchange(layer, communicator, number=number, seed=seed)
-        self._by_source: dict[tuple[int, bool], Adjacency] = {}
-        """Of each message, with and without the edge of each entry, once a backward needs it."""
 
     @unseen
     def __call__(self, x: Tensor, weights: Tensor | None = None, *, scale: Scale | None = None) -> Tensor:
@@ -113,7 +110,8 @@ class SplitSum:
             # Where they belong: sums of their own would be as many rows as the layer has, for each message.
             add_sums = choose_backend(rows).add_sums
             of_rows = None if row_factors is None else row_factors.index_select(0, part.dst_rows)
-            add_sums(out, part.dst_rows, part.edges.in_edges, rows, _weights_of(part, weights_EH), of_rows)
+            weights = self._weights_of(position, weights_EH)
+            add_sums(out, part.dst_rows, part.edges.in_edges, rows, weights, of_rows)
 
         row_factors = None if scale is None else scale.row_factors
         source_factors = None if scale is None else scale.source_factors
@@ -135,11 +133,8 @@ class SplitSum:
         of_received = None if turned is None or not turned.of_sources else turned
 
         def make(position: int) -> list[Tensor]:
-            weights = _weights_of(self.layer.parts[position], weights_EH)
-            key = position, weights is not None
-            if key not in self._by_source:
-                self._by_source[key] = by_source(self.layer.parts[position], of_edges=weights is not None)
-            return [sum_rows(self._by_source[key], grad_NHD, weights, of_received).flatten(1)]
+            rows = self.layer.by_source(position, of_edges=weights_EH is not None)
+            return [sum_rows(rows, grad_NHD, self._weights_of(position, weights_EH), of_received).flatten(1)]
 
         def held() -> list[Tensor]:
             beside()
@@ -156,14 +151,13 @@ class SplitSum:
         return grad
 
     def _weights_of_held(self, weights_EH: Tensor | None) -> Tensor | None:
-        return None if weights_EH is None else weights_EH.index_select(0, self.layer.held_edge_positions)
+        return None if weights_EH is None else weights_EH.index_select(0, self.layer.edge_positions.of_held())
 
-
-def _weights_of(part: RowsPart, weights_EH: Tensor | None) -> Tensor | None:
-    if weights_EH is None:
-        return None
-    assert part.edge_positions is not None, "partial sums are sums without weights"
-    return weights_EH.index_select(0, part.edge_positions)
+    def _weights_of(self, position: int, weights_EH: Tensor | None) -> Tensor | None:
+        if weights_EH is None:
+            return None
+        assert not self.layer.parts[position].are_sums, "partial sums are sums without weights"
+        return weights_EH.index_select(0, self.layer.edge_positions.of_part(position))
 
 
 class _Sum(torch.autograd.Function):

@@ -145,7 +145,7 @@ def parts_of(world: World) -> list[RowsPart]:
                 pack=pack_ordered(structure.exchange, orders),
                 dst_rows=reads[rank].dst_rows,
                 edges=reads[rank].edges,
-                edge_positions=None,
+                are_sums=True,
             )
         )
     return parts
@@ -170,7 +170,8 @@ def check_parts(world: World, parts: list[RowsPart]) -> None:
         assert part.pack.num_dst == sum(part.send_counts)
         assert part.edges.num_src == sum(part.recv_counts)
         assert part.edges.num_dst == len(part.dst_rows)
-        assert part.edge_positions is None
+        assert part.are_sums
+        assert part.send_index is None
         assert bool((part.dst_rows.diff() > 0).all())
         assert bool((part.edges.in_edges.indptr.diff() > 0).all())
         assert bool((part.pack.in_edges.indptr.diff() > 0).all())

@@ -78,13 +78,12 @@ def test_every_edge_is_in_one_place(world_size: int, chunk_rows: int | None) -> 
         dst = torch.repeat_interleave(torch.arange(structure.num_dst), structure.indptr.diff())
         held = split.held.in_edges
         rows = torch.repeat_interleave(torch.arange(structure.num_dst), held.indptr.diff().long())
-        positions = split.held_edge_positions.long()
+        positions = split.edge_positions.of_held().long()
         assert torch.equal(rows, dst[positions])
         assert torch.equal(held.indices.long(), structure.indices[positions])
         found = [positions]
-        for part, message in zip(split.parts, messages, strict=True):
-            assert part.edge_positions is not None
-            edges, positions = part.edges.in_edges, part.edge_positions.long()
+        for number, (part, message) in enumerate(zip(split.parts, messages, strict=True)):
+            edges, positions = part.edges.in_edges, split.edge_positions.of_part(number).long()
             rows = torch.repeat_interleave(part.dst_rows, edges.indptr.diff().long())
             carried = torch.cat([torch.arange(begin, end) for begin, end in message.received])
             assert torch.equal(rows, dst[positions])

@@ -14,7 +14,7 @@ from .topology import Topology
 
 STRUCTURE_BYTES_PER_EDGE = 16.0
 """Of a held in-edge, four each: source, position, global id and key of dropout; layers above share these with the first
-one and add eight for the edge by source."""
+one and add eight for the edge by source. What layers that are alike share of that, too, is not reckoned with."""
 AGREEMENTS = 1
 """Small collectives before each epoch: what happened in the last one."""
 

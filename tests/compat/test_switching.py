@@ -353,9 +353,10 @@ def run_pool(tmp_path: Path, switch: str, case: str) -> list[str]:
     script.write_text(ORPHAN)
     environment = os.environ | {"PYTHONPATH": str(CHECKOUT)}
     out = tmp_path / "out.txt"  # not a pipe: an orphan would keep it open
-    with out.open("w") as file:
+    # A sampler that fails says so while its trainer prints: in one file the two may share a line.
+    with out.open("w") as file, (tmp_path / "err.txt").open("w") as errors:
         command = [sys.executable, str(script), switch, case]
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, timeout=600, check=True)
+        subprocess.run(command, stdout=file, stderr=errors, env=environment, timeout=600, check=True)
     return out.read_text().splitlines()
 
 

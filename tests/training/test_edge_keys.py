@@ -116,7 +116,7 @@ def train(
             logits = model(blocks, g.ndata["feat"][input_nodes])
             logits.sum().backward()
             outputs.append(logits.detach())
-        known.append(loader._edge_keys.is_known)
+        known.append(loader._current.edge_keys.is_known)
     assert g.partition.orig_node_ids is not None
     return g.fetch_nodes(g.partition.orig_node_ids, loader.seeds), outputs, known
 

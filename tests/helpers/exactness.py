@@ -95,6 +95,21 @@ class WeightedConv(nn.Module):
         return self.conv(graph, feat, edge_weight=self.norm(graph, graph.edata["w"]))
 
 
+class EveryWay(nn.Module):
+    """A layer that sums rows, sums them by weights, and attends to them."""
+
+    def __init__(self, in_feats: int, out_feats: int) -> None:
+        super().__init__()
+        self.sums = dglnn.GraphConv(in_feats, out_feats, norm="right", allow_zero_in_degree=True)
+        self.weighted = dglnn.GraphConv(in_feats, out_feats, norm="none", allow_zero_in_degree=True)
+        self.attention = _gat(dglnn.GATConv, in_feats, out_feats)
+
+    def forward(self, graph: Any, feat: Tensor) -> Tensor:
+        weighted = self.weighted(graph, feat, edge_weight=graph.edata["w"])
+        out: Tensor = self.sums(graph, feat) + weighted + self.attention(graph, feat).mean(1)
+        return out
+
+
 def _gat(kind: Any, a: int, b: int, **options: float) -> nn.Module:
     return kind(a, b, 2, residual=True, allow_zero_in_degree=True, **options)
 
@@ -119,6 +134,7 @@ LAYERS: dict[str, Callable[[int, int], nn.Module]] = {
     "direct_ops": DirectOps,
     "dotgat": lambda a, b: dglnn.DotGatConv(a, b, 1, allow_zero_in_degree=True),
     "agnn": lambda a, b: nn.ModuleList([dglnn.AGNNConv(allow_zero_in_degree=True), nn.Linear(a, b)]),
+    "every_way": EveryWay,
     "edgeconv": lambda a, b: dglnn.EdgeConv(a, b, allow_zero_in_degree=True),
 }
 

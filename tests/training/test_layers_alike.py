@@ -81,6 +81,25 @@ def test_whatever_travels(
     assert_same_step(results, reference_step(graph, case))
 
 
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("partial_sums", [False, True])
+def test_sums_weights_and_attention_share_a_layer(
+    partial_sums: bool, world_size: int, partitions: PartitionStore
+) -> None:
+    """Each its own way: with or without the edge of an entry, of rows or of what others have summed up."""
+    graph = every_node_trains()
+    case = Case(
+        kind="every_way",
+        num_layers=NUM_LAYERS,
+        epochs=2,
+        optimized=True,
+        partial_sums=partial_sums,
+        rank_transport="collective",
+    )
+    results = run_ranks(world_size, run_step, partitions.get("all train", graph, world_size), case)
+    assert_same_step(results, reference_step(graph, case))
+
+
 @pytest.mark.parametrize("optimized", [False, True])
 def test_dropout_of_attention_is_that_of_one_rank(optimized: bool, partitions: PartitionStore) -> None:
     graph = every_node_trains()

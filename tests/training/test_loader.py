@@ -1127,6 +1127,26 @@ def test_seeds_keep_their_order_when_plans_change(partitions: PartitionStore) ->
         assert is_kept
 
 
+def draw_after_a_change_of_plans(rank: int, world_size: int, part_config: str) -> list[bool]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(1))
+    found = []
+    for epoch in range(4):
+        if epoch == 2:
+            loader._follow(loader.outcome)
+        for input_nodes, _, blocks in loader:
+            model(blocks, F.dropout(g.ndata["feat"][input_nodes], 0.5)).sum().backward()
+            loader._step.next_random_call()
+            found.append(loader._step.is_first_draw)
+    return found
+
+
+def test_ranks_ask_each_other_again_what_they_draw_for_once_plans_have_changed(partitions: PartitionStore) -> None:
+    """Other plans have other rows."""
+    (found,) = run_ranks(1, draw_after_a_change_of_plans, partitions.get("power_law", power_law(), 1))
+    assert found == [True, False, True, False]
+
+
 def interrupt_change_of_plans(rank: int, world_size: int, part_config: str) -> tuple[str, str]:
     g, model = open_graph(part_config)
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, topology=uniform_topology(1))

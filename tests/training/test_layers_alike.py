@@ -129,6 +129,8 @@ class Shared:
     num_searches: int
     """For the fewest rows to send."""
     has_positions: list[bool]
+    send_sums: list[tuple[bool, bool]]
+    """Of each layer, what is evaluated and what is trained."""
 
 
 def share(rank: int, world_size: int, folder: str, case: Case) -> Shared:
@@ -139,6 +141,9 @@ def share(rank: int, world_size: int, folder: str, case: Case) -> Shared:
     loader = FullGraphLoader(
         g, g.owned_nodes("train_mask"), sampler, plan=forced_plan(g, case), partial_sums=case.partial_sums
     )
+    with torch.no_grad():
+        for input_nodes, _, blocks in loader:
+            model(blocks, g.ndata["feat"][input_nodes].clone())
     for _ in range(2):
         for input_nodes, seeds, blocks in loader:
             x = g.ndata["feat"][input_nodes].clone()
@@ -162,6 +167,11 @@ def share(rank: int, world_size: int, folder: str, case: Case) -> Shared:
         num_splits=len({id(layer) for layer in used}),
         num_searches=len(searches),
         has_positions=["_found" in vars(layer.edge_positions) for layer in used],
+        send_sums=[
+            (split.plain_sums.layer.parts[0].are_sums, split.trained_sums.layer.parts[0].are_sums)
+            for split in splits
+            if "trained_sums" in vars(split)
+        ],
     )
 
 
@@ -175,6 +185,7 @@ def test_layers_that_are_alike_share_everything(kind: str, world_size: int, part
         assert all(found.same_here)
         assert (found.num_sources, found.num_dgl_graphs, found.num_op_graphs) == (1, 1, 1)
         assert (found.num_splits, found.num_searches) == (1, int(kind == "sage_mean"))
+        assert found.send_sums == [(False, True)] * (NUM_LAYERS if kind == "sage_mean" else 0)
         # The positions of edges are found for those who have numbers of edges.
         assert found.has_positions == [kind == "gat_attn_drop"] * NUM_LAYERS
 

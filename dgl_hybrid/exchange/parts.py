@@ -79,8 +79,8 @@ class EdgePositions:
         return self._found[1 + position]
 
     def to(self, device: torch.device) -> EdgePositions:
-        """Returns the same on `device`."""
-        return EdgePositions(lambda: tuple(positions.to(device) for positions in self._found))
+        """Returns the same on `device`; nothing is kept where they are found."""
+        return EdgePositions(lambda: tuple(positions.to(device) for positions in self._find()))
 
 
 @dataclass(frozen=True, kw_only=True)

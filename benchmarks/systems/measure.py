@@ -7,6 +7,7 @@ many wait at once as memory allows; then these are timed and ended, and the next
 Two processes that do the same are not equally fast, some for as long as they live; why is not known. Our strategies,
 which differ by little, therefore take turns in the same processes: a turn opens the graph, builds the model and the
 loader with the plan of its strategy, and trains. They are also started several times, and epochs of all starts count.
+When all have had their turns, they go on by themselves until the ratios between them are known.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from benchmarks.systems.grid import OURS, PEERS, Cell
 from benchmarks.systems.job import SKIPS_LARGEST, Job
 from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, USUAL, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
+from benchmarks.systems.turns import are_known
 
 WARMUP_LIMIT = 300
 """Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 216."""
@@ -61,6 +63,10 @@ class Settings:
     """Turns of each start; each turn is at least one epoch."""
     starts: int = USUAL["starts"]
     """How often each system that runs our loader is started; the others, which are further away, once."""
+    more_rounds: int = USUAL["more_rounds"]
+    """Further turns of our strategies at most, in which nobody else has any."""
+    precision: float = 0.01
+    """The standard error, relative, of the ratios between our strategies in one start that ends those."""
     warmup: int = 2
     """Epochs before the first turn once a system is settled, those of the check not counted. The fastest says how many
     epochs a turn has, so that a disturbed one does not decide."""
@@ -70,8 +76,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        if min(self.rounds, self.starts) < 1 or self.warmup < 0 or not self.timeout_s > 0:
-            raise ValueError(f"rounds, starts and timeout_s must be positive, warmup not negative (got {self})")
+        if min(self.rounds, self.starts) < 1 or not min(self.timeout_s, self.precision) > 0:
+            raise ValueError(f"rounds, starts, precision and timeout_s must be positive (got {self})")
+        if min(self.warmup, self.more_rounds) < 0:
+            raise ValueError(f"warmup and more_rounds must not be negative (got {self})")
         if self.allocator not in ALLOCATORS:
             raise ValueError(f"unknown allocator (got {self.allocator!r}); choose one of {', '.join(ALLOCATORS)}")
 
@@ -80,6 +88,8 @@ class Settings:
         return {
             "rounds": self.rounds,
             "starts": self.starts,
+            "more_rounds": self.more_rounds,
+            "precision": self.precision,
             "warmup": self.warmup,
             "allocator": self.allocator,
         }
@@ -107,6 +117,8 @@ class _Entry:
     turn: int = 1
     epochs: list[list[dict[str, Any]]] = field(default_factory=list)
     """By epoch, then by rank."""
+    turns: list[float] = field(default_factory=list)
+    """The median epoch of each turn that counts, and of further turns."""
     peak_bytes: list[int] = field(default_factory=list)
     together: list[str] = field(default_factory=list)
     """Systems that took turns with this one."""
@@ -317,14 +329,30 @@ class Bench:
         entry.working_bytes = max(0, psutil.virtual_memory().available - free_bytes)
 
     def _take_turns(self, entries: Sequence[_Entry]) -> None:
-        for number in range(-1, self.settings.rounds):
+        rounds, most = self.settings.rounds, self.settings.rounds + self.settings.more_rounds
+        for number in range(-1, rounds):
             for entry in order_of_turns(entries, number):
-                if all(other.failure is None for other in entries if other.team is entry.team):
-                    phase = f"turn {number + 1} of {self.settings.rounds}"
-                    self._try(entry, phase, functools.partial(self._turn, entry))
-                    if number < 0:
-                        # Those that started first have slept longest: the system has taken pages from them.
-                        entry.epochs.clear()
+                if self._has_turn(entry, entries, f"turn {number + 1} of {rounds}") and number < 0:
+                    # Those that started first have slept longest: the system has taken pages from them.
+                    entry.epochs.clear()
+                    entry.turns.clear()
+        together = [entry for entry in entries if len(entry.unit) > 1]
+        for number in range(rounds, most):
+            turns = {entry.system: entry.turns for entry in together}
+            if any(entry.failure is not None for entry in together) or are_known(turns, self.settings.precision):
+                return
+            for entry in order_of_turns(together, number):
+                # Its other figures are of the turns that it had beside those of other systems.
+                num_epochs = len(entry.epochs)
+                self._has_turn(entry, together, f"further turn, {number + 1} of {most} at most")
+                del entry.epochs[num_epochs:]
+
+    def _has_turn(self, entry: _Entry, entries: Sequence[_Entry], phase: str) -> bool:
+        """Gives a system its turn, unless one of its processes has failed; tells whether it has had it."""
+        if any(other.failure is not None for other in entries if other.team is entry.team):
+            return False
+        self._try(entry, phase, functools.partial(self._turn, entry))
+        return entry.failure is None
 
     def _turn(self, entry: _Entry) -> None:
         ask = functools.partial(entry.team.ask, timeout_s=self.settings.timeout_s)
@@ -337,8 +365,9 @@ class Bench:
                 entry.is_plan_checked = True
             ask("forget_peak")
         ask("epochs", count=1)  # for all alike: faults in what is used from then on
-        answers = ask("epochs", count=entry.turn)
-        entry.epochs += [list(ranks) for ranks in zip(*answers, strict=True)]
+        epochs = [list(ranks) for ranks in zip(*ask("epochs", count=entry.turn), strict=True)]
+        entry.epochs += epochs
+        entry.turns.append(statistics.median(max(rank["elapsed_s"] for rank in ranks) for ranks in epochs))
         entry.peak_bytes = [max(peaks) for peaks in zip(*filter(None, (entry.peak_bytes, ask("peak"))), strict=True)]
 
     def _try(self, entry: _Entry, phase: str, step: Callable[[], None]) -> None:
@@ -434,6 +463,7 @@ class Bench:
                     "plan": entry.facts.get("plan"),
                     "plan_digest": entry.facts.get("plan_digest"),
                     "turn": entry.turn,
+                    "turns": entry.turns,
                     "is_settled": entry.is_settled,
                     "in_turns_with": entry.together,
                     "in_processes_of": list(entry.unit),

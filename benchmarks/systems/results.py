@@ -21,13 +21,17 @@ ROOT = Path(__file__).resolve().parents[2]
 MEASURING_SOURCES = (
     "benchmarks/emulated_network.py",
     "benchmarks/systems/adaptors/*.py",
-    *(f"benchmarks/systems/{name}.py" for name in ("accuracy", "gate", "graphs", "job", "measure", "team", "worker")),
+    *(
+        f"benchmarks/systems/{name}.py"
+        for name in ("accuracy", "gate", "graphs", "job", "measure", "team", "turns", "worker")
+    ),
 )
 """Of this benchmark: what reads, draws and tells figures does not change them."""
 EPOCH_TIME, PEAK_MEMORY = "epoch_time", "peak_memory"
 """Metrics of lines. Those of the second are of the same kind, but of so few turns that only their memory counts."""
-USUAL = {"rounds": 5, "starts": 3}
-"""Turns of each start of a system, and starts of each of ours, unless a run is given others."""
+USUAL = {"rounds": 5, "starts": 3, "more_rounds": 20}
+"""Turns of each start of a system, starts of each of ours, and their further turns at most, unless a run is given
+others."""
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"
 """Status of a line: measured; ended with an error; the user does not have the system."""
 
@@ -78,7 +82,7 @@ def without_partial_runs(lines: Sequence[Line]) -> list[Line]:
 
     A run stays if it has tried all systems that were tried by the one before it that stays (not `--system`, nor without
     `--peers`; what failed was tried), by the same allocator, in as many turns and starts (`--allocator`, `--rounds`,
-    `--starts`; a run with more starts than usual gives way to one with as many as usual).
+    `--more-rounds`, `--starts`; a run with more starts than usual gives way to one with as many as usual).
     """
     runs_of: dict[tuple[str, str], dict[str, list[Line]]] = {}
     for line in lines:
@@ -86,15 +90,15 @@ def without_partial_runs(lines: Sequence[Line]) -> list[Line]:
     kept = set()
     for cell, runs in runs_of.items():
         before: set[str] = set()
-        least: dict[str, int] = {"rounds": 0, "starts": 0}
+        least = dict.fromkeys(USUAL, 0)
         allocator = None
         for run, of_run in runs.items():
             systems = {line["variant"] for line in of_run if line["status"] != UNAVAILABLE}
             settings = of_run[0]["settings"]
-            is_as_long = all(settings[name] >= count for name, count in least.items())
+            is_as_long = all(settings.get(name, 0) >= count for name, count in least.items())
             if before <= systems and is_as_long and allocator in (None, settings["allocator"]):
                 before, allocator = systems, settings["allocator"]
-                least = {name: min(settings[name], usual) for name, usual in USUAL.items()}
+                least = {name: min(settings.get(name, 0), usual) for name, usual in USUAL.items()}
                 kept.add((*cell, run))
     return [line for line in lines if (line["metric"], line["cell"], line["run"]) in kept]
 

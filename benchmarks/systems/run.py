@@ -48,6 +48,7 @@ from benchmarks.systems.results import (
     EPOCH_TIME,
     FAILED,
     PEAK_MEMORY,
+    USUAL,
     Line,
     append_lines,
     describe_run,
@@ -90,6 +91,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, help="turns of each start of a system (5)")
     parser.add_argument("--starts", type=int, help="starts of each of our systems (3; quick: 1)")
+    parser.add_argument(
+        "--more-rounds",
+        type=int,
+        metavar="TURNS",
+        help="further turns of ours at most, until ratios between them are known to 1 %% (20; quick: none)",
+    )
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
     parser.add_argument("--timeout", type=float, help="seconds for each step of a system (1800; quick: 300)")
     parser.add_argument("--retry-failed", action="store_true", help="measure cells again in which a system failed")
@@ -112,8 +119,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def settings_of(args: argparse.Namespace) -> Settings:
     """Returns what was asked for; a few minutes are enough for one start of each system, memory for one turn of it."""
-    given = {name: value for name in ("rounds", "starts") if (value := getattr(args, name)) is not None}
-    usual = {"starts": 1, "rounds": 1} if args.memory else {"starts": 1} if args.quick else {}
+    given = {name: value for name in USUAL if (value := getattr(args, name)) is not None}
+    usual = {"starts": 1, "more_rounds": 0} if args.quick or args.memory else {}
+    usual |= {"rounds": 1} if args.memory else {}
     return Settings(
         **(usual | given),
         allocator=args.allocator,

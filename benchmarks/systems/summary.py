@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From measurements to ratios, and from those to the final object. Pure.
 
-A ratio above 1 means that hybrid is faster. Both its times are medians of the same run of the same cell.
+A ratio above 1 means that hybrid is faster. Both its times are medians of the same run of the same cell; between our
+own strategies it is the median of ratios within rounds, where their turns are known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import numpy as np
 
 from benchmarks.systems.grid import OURS, PURE, SAR
 from benchmarks.systems.results import FAILED, OK, PEAK_MEMORY, UNAVAILABLE, Line, newest
+from benchmarks.systems.turns import ratio_of_turns
 
 Systems = Mapping[str, Line]
 """Lines of one cell by system."""
@@ -32,9 +34,24 @@ def ratio(systems: Systems, *names: str) -> float | None:
     return None if other is None or own is None else other / own
 
 
-def ratio_to_pure(systems: Systems) -> float | None:
-    """Returns that of the better pure plan; None unless both were measured: one alone is not known to be the better."""
-    return ratio(systems, *PURE) if all(seconds(systems, name) is not None for name in PURE) else None
+def ratio_of_ours(systems: Systems, name: str) -> float | None:
+    """Returns the time of another of our strategies over that of hybrid, formed within rounds if turns are known."""
+    plain = ratio(systems, name)
+    other, own = (_turns(systems[of]) for of in (name, "hybrid")) if plain is not None else ([], [])
+    return ratio_of_turns(other, own) if other and own else plain
+
+
+def better_pure(systems: Systems) -> str | None:
+    """Returns which pure plan is the better; None unless both were measured: one alone is not known to be."""
+    ratios = {name: ratio_of_ours(systems, name) for name in PURE}
+    found = {name: value for name, value in ratios.items() if value is not None}
+    return min(found, key=lambda name: found[name]) if len(found) == len(PURE) else None
+
+
+def _turns(line: Line) -> list[list[float]]:
+    """Returns the median epoch of each turn of each start; none, if any is not known: of older lines."""
+    starts = line.get("starts", ())
+    return [start["turns"] for start in starts] if all(start.get("turns") for start in starts) else []
 
 
 def ratio_error(systems: Systems) -> float | None:
@@ -44,7 +61,7 @@ def ratio_error(systems: Systems) -> float | None:
     from chance: the latter is what a system's time deviates from both means.
     """
     times = [
-        [start["p50"] for start in systems[name].get("starts", ())]
+        [statistics.median(start.get("turns") or [start["p50"]]) for start in systems[name].get("starts", ())]
         for name in OURS
         if name in systems and systems[name]["status"] == OK
     ]
@@ -69,6 +86,7 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
     config = first["config"]
     own = best_of(systems, "hybrid")
     is_distributed = config["ranks"] > 1
+    pure = better_pure(systems)
     errors = predicted_errors(own)
     return {
         "cell": first["cell"],
@@ -77,12 +95,12 @@ def cell_summary(systems: Systems) -> dict[str, Any]:
         "failed": {name: line["error"] for name, line in systems.items() if line["status"] == FAILED},
         "unavailable": [name for name, line in systems.items() if line["status"] == UNAVAILABLE],
         "vs_distdgl_full": ratio(systems, "distdgl_full"),
-        "vs_best_pure": ratio_to_pure(systems) if is_distributed else None,
-        "vs_neutronstar": ratio(systems, "neutronstar") if is_distributed else None,
+        "vs_best_pure": ratio_of_ours(systems, pure) if pure is not None and is_distributed else None,
+        "vs_neutronstar": ratio_of_ours(systems, "neutronstar") if is_distributed else None,
         "ratio_error": ratio_error(systems),
         "plans": plans(own),
         "same_plan": {
-            "best_pure": same_plan(own, best_of(systems, *PURE)),
+            "best_pure": same_plan(own, best_of(systems, *PURE if pure is None else (pure,))),
             "neutronstar": same_plan(own, best_of(systems, "neutronstar")),
         },
         "vs_sar": ratio(systems, *SAR),

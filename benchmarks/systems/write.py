@@ -87,7 +87,8 @@ def report(lines: Sequence[Line], pictures: Sequence[str] = ()) -> str:
     parts += [f"![epoch times]({picture})" for picture in pictures if picture.endswith(".png")]
     parts.append(
         "### Every cell\n\nGraph/model-layers x width/ranks/network; medians of epochs; columns right of the systems: "
-        "their time over hybrid's, in asterisks where hybrid is slower; ±: the standard error of ratios to best_pure "
+        "their time over hybrid's, in asterisks where hybrid is slower (best_pure and neutronstar: within rounds, "
+        "where turns are known); ±: the standard error of ratios to best_pure "
         "and neutronstar, from how starts of one system differ; †: that system had its turns before or after hybrid's."
     )
     parts.append(markdown(*drop_empty_columns(CELL_HEAD, cell_rows(cells))))

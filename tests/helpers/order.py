@@ -13,7 +13,7 @@ FOLDER = Path(__file__).resolve().parents[1]
 LONG_FILES_S: Mapping[str, float] = {
     "benchmarks/test_ops_cpu.py": 35,
     "benchmarks/test_several_hosts.py": 10,
-    "benchmarks/test_systems.py": 60,
+    "benchmarks/systems/test_processes.py": 45,
     "cli/test_commands.py": 65,
     "compat/test_fixes.py": 30,
     "compat/test_hook.py": 15,

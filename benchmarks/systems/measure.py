@@ -65,7 +65,7 @@ class Settings:
     """How often each system that runs our loader is started; the others, which are further away, once."""
     more_rounds: int = USUAL["more_rounds"]
     """Further turns of our strategies at most, in which nobody else has any."""
-    precision: float = 0.01
+    precision: float = 0.015
     """The standard error, relative, of the ratios between our strategies in one start that ends those."""
     warmup: int = 2
     """Epochs before the first turn once a system is settled, those of the check not counted. The fastest says how many

@@ -29,7 +29,7 @@ MEASURING_SOURCES = (
 """Of this benchmark: what reads, draws and tells figures does not change them."""
 EPOCH_TIME, PEAK_MEMORY = "epoch_time", "peak_memory"
 """Metrics of lines. Those of the second are of the same kind, but of so few turns that only their memory counts."""
-USUAL = {"rounds": 5, "starts": 3, "more_rounds": 20}
+USUAL = {"rounds": 5, "starts": 3, "more_rounds": 15}
 """Turns of each start of a system, starts of each of ours, and their further turns at most, unless a run is given
 others."""
 OK, FAILED, UNAVAILABLE = "ok", "failed", "unavailable"

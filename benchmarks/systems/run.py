@@ -95,7 +95,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--more-rounds",
         type=int,
         metavar="TURNS",
-        help="further turns of ours at most, until ratios between them are known to 1 %% (20; quick: none)",
+        help="further turns of ours at most, until ratios between them are known to 1.5 %% (15; quick: none)",
     )
     parser.add_argument("--allocator", choices=tuple(ALLOCATORS), default="keep", help="settings of glibc's malloc")
     parser.add_argument("--timeout", type=float, help="seconds for each step of a system (1800; quick: 300)")

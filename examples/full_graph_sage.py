@@ -45,7 +45,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     g = dgl_hybrid.PartitionedGraph.open(args.part_config)
-    num_classes = 1 + max(top for (top,) in g.communicator.gather_ints([int(g.ndata["label"].local.max())]))
+    labels = g.ndata["label"].local
+    # A rank may own no vertex.
+    tops = g.communicator.gather_ints([int(labels.max()) if len(labels) else -1])
+    num_classes = 1 + max(top for (top,) in tops)
 
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(2)
     loader = dgl_hybrid.FullGraphLoader(g, g.owned_nodes("train_mask"), sampler)

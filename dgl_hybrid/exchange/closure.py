@@ -51,6 +51,8 @@ class LayerStructure:
     there any, and every destination has all its in-edges."""
     is_like_below: bool = False
     """Whether the layer below has the same rows and edges, on all ranks; its tensors are shared then."""
+    has_empty_rows: bool = False
+    """Whether some destination, on any rank, has no in-edges in the whole graph."""
 
     @property
     def num_edges(self) -> int:
@@ -247,7 +249,7 @@ def _order(levels: _Levels, num_ids: int, row_order: RowOrder, places: LocalPlac
 def _build_layers(
     levels: _Levels, communicator: Communicator, ownership: Ownership, in_edges: InEdges, rows_global: Tensor
 ) -> tuple[tuple[LayerStructure, ...], tuple[NarrowIds, ...]]:
-    """Returns structures and ids of edges of all layers. Collective: one gather.
+    """Returns structures and ids of edges of all layers. Collective: two gathers.
 
     Destinations are prefixes of one order, so a layer has the edges of the layers above in the order of each, which
     share its memory: of layer 1 only if no destination of layer 2 lacks its edges there. Sources have the same
@@ -319,6 +321,11 @@ def _build_layers(
                 is_like_below=is_like_below,
             )
         )
+    # Replicas have in-edges elsewhere: their owners are asked.
+    empty = [int((layer.indptr.diff() == 0).sum()) for layer in layers]
+    empty[0] -= len(layers[0].replicas.positions) if layers[0].replicas is not None else 0
+    have_empty = [any(column) for column in zip(*communicator.gather_ints(empty), strict=True)]
+    layers = [replace(layer, has_empty_rows=has) for layer, has in zip(layers, have_empty, strict=True)]
     return tuple(layers), tuple(edge_ids)
 
 

@@ -28,6 +28,13 @@ _MOVED_AS_BYTES = frozenset(
 )
 """What gloo or NCCL does not send as it is."""
 
+_ON_ALL_RANKS = "_dgl_hybrid_is_on_all_ranks"
+
+
+def is_on_all_ranks(error: Exception) -> bool:
+    """Tells whether all ranks have raised this error, or its words, at the same place: see `Communicator.agreed`."""
+    return getattr(error, _ON_ALL_RANKS, False)
+
 
 class Communicator:
     """Rank `rank` of `world_size`, with a transport that only exchanges use.
@@ -401,15 +408,16 @@ class Communicator:
 
     def raise_agreed(self, error: Exception | None, reports: Sequence[Any]) -> None:
         """Raises what `agreed` would raise for these reports of all ranks; returns if there are none."""
-        if error is not None:
-            raise error
         for rank, report in enumerate(reports):
-            if report is not None:
+            if error is None and report is not None:
                 kind, message = report
                 error_type = _error_type(kind)
                 # A kind that is not known here is named, since its words may be few (an assertion's are none).
                 words = message if error_type.__name__ == kind else f"{kind}: {message}"
-                raise error_type(f"rank {rank} of {self.world_size}: {words}")
+                error = error_type(f"rank {rank} of {self.world_size}: {words}")
+        if error is not None:
+            setattr(error, _ON_ALL_RANKS, True)
+            raise error
 
     # ---------------------------------------------------------------- peers that do not come
 

@@ -199,7 +199,11 @@ class SharedMemoryTransport(Transport):
         # operation raises.
         if self._why_left or os.getpid() != self._process:
             return torch.empty(num_bytes, dtype=torch.uint8)
-        return self._outbox.place(num_bytes)
+        try:
+            return self._outbox.place(num_bytes)
+        except BaseException as error:  # no memory: peers wait for what would have been sent
+            self._leave(error)
+            raise
 
     def start_borrowing(
         self, send: Tensor, recv_counts: list[int], send_counts: list[int], tag: ExchangeTag = NO_TAG

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.communicator import Communicator
 
 _CHUNK_ELEMENTS_CPU = 1 << 19
@@ -45,6 +46,7 @@ def distributed_batch_norm(
     eps: float = 1e-5,
     communicator: Communicator | None = None,
     num_vertices: int | None = None,
+    why_not: str | None = None,
 ) -> Tensor:
     """Normalises held rows by the mean and variance over all vertices: `F.batch_norm` of the whole graph, by parts.
 
@@ -67,9 +69,12 @@ def distributed_batch_norm(
         eps: Added to the variance.
         communicator: Whose ranks hold the rows; None for one rank alone.
         num_vertices: Number of vertices of the graph: how many owned rows there must be over all ranks.
+        why_not: These are not rows of vertices on this rank; what it says of them then. All ranks must call this, as
+            one of them may have as many rows as vertices by chance.
     Returns:
         Shape, dtype and device of `x`.
     Raises:
+        BlockError: on every rank, if any of them says why not.
         ValueError: wrong shapes; or, on every rank, fewer than two values of a feature in the owned rows of all
             ranks, or these are not of `num_vertices`.
     """
@@ -88,7 +93,9 @@ def distributed_batch_norm(
         x_NF, owned_mask = x_NVF.flatten(0, 1), owned_mask.repeat_interleave(per_vertex)
     # Half precision is widened as F.batch_norm does inside: sums and the scale need the digits.
     wide_NF = x_NF if x_NF.dtype in (torch.float32, torch.float64) else x_NF.float()
-    mean, var, count = _statistics(wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices, per_vertex)
+    mean, var, count = _statistics(
+        wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices, per_vertex, why_not
+    )
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -108,6 +115,7 @@ def _statistics(
     communicator: Communicator | None,
     num_vertices: int | None,
     per_vertex: int,
+    why_not: str | None,
 ) -> tuple[Tensor, Tensor, int]:
     """Mean and biased variance over the owned rows of all ranks, (F,) float64, and their number. One all-reduce.
 
@@ -129,10 +137,17 @@ def _statistics(
         squares += torch.sub(x_NF[rows], centre, out=work).square_().mul_(owned_N1[rows]).sum(0)
     # About `centre`, the rounded mean: exact up to the square of a rounding error.
     shift = own_mean if running_mean is None else own_mean - running_mean.detach().double()
-    totals = torch.cat([num_owned * shift, squares + num_owned * shift * shift, num_owned.unsqueeze(0)])
+    counts = torch.stack([num_owned, torch.full_like(num_owned, why_not is not None)])
+    totals = torch.cat([num_owned * shift, squares + num_owned * shift * shift, counts])
     if communicator is not None:
         communicator.sum_(totals)
-    count = int(totals[-1])
+    count, num_not = (int(value) for value in totals[-2:])
+    if num_not:
+        raise BlockError(
+            why_not
+            or f"batch norm inside the model: on {num_not} other ranks a tensor of shape (n, {num_features}) does not "
+            f"hold one row for each vertex of a level"
+        )
     if num_vertices is not None and count != num_vertices * per_vertex:
         raise ValueError(
             f"batch norm over {count // per_vertex} of {num_vertices} vertices is not that of the whole graph. On the "
@@ -143,7 +158,7 @@ def _statistics(
         )
     if count < 2:
         raise ValueError(f"batch norm needs at least 2 values of a feature in training (got {count} over all ranks)")
-    shift, square = totals[:num_features] / count, totals[num_features:-1] / count
+    shift, square = totals[:num_features] / count, totals[num_features:-2] / count
     mean = shift if running_mean is None else shift + running_mean.detach().double()
     return mean, (square - shift * shift).clamp_(min=0.0), count
 

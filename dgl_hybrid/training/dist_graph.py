@@ -140,9 +140,9 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
 def _digest_of_folder(g: DistGraph) -> str | None:
     """Returns the digest of the partition folder that servers of this machine have read, if that tells and is seen."""
     part_config = Path(os.environ.get("DGL_CONF_PATH", ""))
-    if not part_config.is_file() or not (part_config.parent / MANIFEST_NAME).is_file():
-        return None
     try:
+        if not part_config.is_file() or not (part_config.parent / MANIFEST_NAME).is_file():
+            return None
         return partition_digest(part_config) if read_partition_summary(part_config).graph_name == g.graph_name else None
     except (OSError, PartitionError):
         return None

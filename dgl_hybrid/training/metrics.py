@@ -2,13 +2,14 @@
 """Metrics over the rows of all ranks: the same number on every rank, whatever the partition.
 
 Each `global_*` function is collective over its communicator, which must be given where there are several ranks, and
-runs as many collectives on every rank, rows or none. A row counts with its `weight`; a row a rank merely borrowed (to
-have something to compute) has weight 0, and a row without label (-1 in integer labels, NaN in floating ones) never
-counts. Where nothing counts on any rank, the result is NaN.
+runs as many collectives on every rank, rows or none; shapes that do not fit on one rank raise on all. A row counts with
+its `weight`; a row a rank merely borrowed (to have something to compute) has weight 0, and a row without label (-1 in
+integer labels, NaN in floating ones) never counts. Where nothing counts on any rank, the result is NaN.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 
@@ -47,22 +48,25 @@ def count_correct(logits: Tensor, labels: Tensor, weight: Tensor | None = None) 
 def global_accuracy(
     logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
-    """The share of labelled rows that are classified correctly, over all ranks. One collective; see `count_correct`."""
-    correct, total = _sum(count_correct(logits, labels, weight), communicator).tolist()
+    """The share of labelled rows that are classified correctly over all ranks; see `count_correct`. Two collectives."""
+    with _agreed(communicator):
+        counts = count_correct(logits, labels, weight)
+    correct, total = _sum(counts, communicator).tolist()
     return correct / total if total else math.nan
 
 
 def global_mean(values: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None) -> float:
-    """The mean over the rows of all ranks, for instance of a loss with `reduction="none"`. One collective.
+    """The mean over the rows of all ranks, for instance of a loss with `reduction="none"`. Two collectives.
 
     Args:
         values: (n,) floating. What has weight 0 may be NaN.
         weight: (n,) or None.
     """
-    if values.dim() != 1:
-        raise ValueError(f"the mean takes one value per row (got shape {tuple(values.shape)})")
-    if weight is not None and weight.shape != values.shape:
-        raise ValueError(f"weight must be ({len(values)},) (got {tuple(weight.shape)})")
+    with _agreed(communicator):
+        if values.dim() != 1:
+            raise ValueError(f"the mean takes one value per row (got shape {tuple(values.shape)})")
+        if weight is not None and weight.shape != values.shape:
+            raise ValueError(f"weight must be ({len(values)},) (got {tuple(weight.shape)})")
     weight_N = torch.ones_like(values, dtype=torch.float64) if weight is None else weight.double()
     products = torch.where(weight_N != 0, values.detach().double() * weight_N, 0.0)
     total, weights = _sum(torch.stack([products.sum(), weight_N.sum()]), communicator).tolist()
@@ -72,7 +76,7 @@ def global_mean(values: Tensor, weight: Tensor | None = None, *, communicator: C
 def global_f1(
     logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> F1Scores:
-    """F1 over the rows of all ranks. One collective; three where rows are labelled with a class that has no logit.
+    """F1 over the rows of all ranks. Two collectives; four where rows are labelled with a class that has no logit.
 
     Args:
         logits: (n, C) floating, C the same on every rank; with C = 1, class 1 is where the logit is positive.
@@ -81,9 +85,10 @@ def global_f1(
             predicted where its logit is positive, and NaN or -1 leaves out one class of one row.
         weight: (n,) or None.
     """
-    _check_rows(logits, labels, weight, labels_dim=labels.dim())
-    if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
-        raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
+    with _agreed(communicator):
+        _check_rows(logits, labels, weight, labels_dim=labels.dim())
+        if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
+            raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
     if labels.dim() == 1:
         num_classes = max(logits.shape[1], 2)
         weight_NC = _effective_weight(labels, weight).unsqueeze(1)
@@ -125,7 +130,7 @@ def _count_distinct(values: Tensor, communicator: Communicator | None) -> int:
 def global_roc_auc(
     scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
-    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Two collectives.
+    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Three collectives.
 
     With several columns, the mean over those that have both positive and negative rows.
 
@@ -136,13 +141,19 @@ def global_roc_auc(
     Raises:
         ValueError: on every rank, if any score that counts is NaN.
     """
-    _check_rows(scores, labels, weight, labels_dim=labels.dim())
-    if labels.dim() == 1:
-        labels = labels.unsqueeze(1)
-        if scores.dim() == 2 and scores.shape[1] == 2:
-            # Of a narrower type the difference is rounded, and what it told apart is tied.
-            scores = scores[:, 1].double() - scores[:, 0].double()
-    scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
+    with _agreed(communicator):
+        _check_rows(scores, labels, weight, labels_dim=labels.dim())
+        if labels.dim() == 1:
+            labels = labels.unsqueeze(1)
+            if scores.dim() == 2 and scores.shape[1] == 2:
+                # Of a narrower type the difference is rounded, and what it told apart is tied.
+                scores = scores[:, 1].double() - scores[:, 0].double()
+        if scores.numel() != labels.numel():
+            raise ValueError(
+                f"ROC AUC needs one score for each label (got scores {tuple(scores.shape)}, labels "
+                f"{tuple(labels.shape)})"
+            )
+        scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
     packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)
     checked = _of_all_ranks(communicator)
@@ -189,6 +200,12 @@ def _check_rows(logits: Tensor, labels: Tensor, weight: Tensor | None, *, labels
         raise ValueError(f"expected one label per row (got rows {tuple(logits.shape)}, labels {tuple(labels.shape)})")
     if weight is not None and weight.shape != rows:
         raise ValueError(f"weight must be ({len(labels)},) (got {tuple(weight.shape)})")
+
+
+def _agreed(communicator: Communicator | None) -> contextlib.AbstractContextManager[None]:
+    """Checks of shapes go in here: a rank with rows of another number must not leave the others waiting for its own."""
+    checked = _of_all_ranks(communicator)
+    return contextlib.nullcontext() if checked is None else checked.agreed()
 
 
 def _sum(values: Tensor, communicator: Communicator | None) -> Tensor:

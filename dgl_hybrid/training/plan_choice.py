@@ -10,7 +10,7 @@ from dataclasses import replace
 from torch import nn
 
 from dgl_hybrid.errors import ExchangeError, HybridError
-from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.communicator import Communicator, is_on_all_ranks
 from dgl_hybrid.graph.call_template import CallTemplate
 from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training.plan_trials import PlanTrials
@@ -283,8 +283,10 @@ class PlanChoice:
                 outcome, planning_s = self._make(*seen)
             except ExchangeError:
                 raise
-            except HybridError as error:  # none fits the memory budget by now, or the model is another one
-                _logger.warning("%s; the plans of before are tried again", error)
+            except Exception as error:  # none fits the memory budget by now, or the model is another one, or no memory
+                if not isinstance(error, HybridError) and not is_on_all_ranks(error):
+                    raise
+                _logger.warning("%s: %s; the plans of before are tried again", type(error).__name__, error)
         trials.begin_anew(
             len(outcome.candidates), self.favourites(outcome), predicted_s=outcome.predicted_s, planning_s=planning_s
         )

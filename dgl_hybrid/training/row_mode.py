@@ -374,15 +374,17 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    num_rows = len(input)
-    if input.dim() < 2 or not step.is_level(num_rows):
-        raise BlockError(
-            f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each "
-            f"vertex of a level {sorted(set(step.level_sizes))}"
-        )
+    num_rows = len(input) if input.dim() else 0
+    expected = (
+        f"batch norm inside the model: a tensor of shape {tuple(input.shape)} does not hold one row for each vertex "
+        f"of a level {sorted(set(step.level_sizes))}"
+    )
+    if input.dim() < 2:
+        raise BlockError(expected)
+    is_level = step.is_level(num_rows)
     return distributed_batch_norm(
         input,
-        step.owned[:num_rows].to(input.device),
+        step.owned[:num_rows].to(input.device) if is_level else input.new_zeros(num_rows, dtype=torch.bool),
         running_mean,
         running_var,
         weight,
@@ -392,6 +394,7 @@ def _batch_norm(
         eps=eps,
         communicator=step.communicator,
         num_vertices=num_vertices,
+        why_not=None if is_level else expected,
     )
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from dgl import DGLError
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -229,6 +230,7 @@ class _Session:
             self._note_part(module, call.step, is_ours=call.mode.is_ours)
         call.depth += 1
         _check_batch_norm(module, call)
+        _check_in_degrees(module, args)
 
     def _parts_of(self, module: nn.Module) -> list[_Part]:
         return [part for part in self.parts.get(module, ()) if part.step() is not None]
@@ -380,6 +382,24 @@ def _check_batch_norm(module: nn.Module, call: _Call) -> None:
         raise BlockError(
             "SyncBatchNorm counts vertices that several ranks hold several times. Leave out convert_sync_batchnorm: "
             "statistics of nn.BatchNorm1d are those of all ranks' vertices here."
+        )
+
+
+def _check_in_degrees(module: nn.Module, args: tuple[Any, ...]) -> None:
+    """Raises on all ranks what a layer of DGL would raise on those alone that have a vertex without in-edges.
+
+    Raises:
+        DGLError: On all ranks.
+    """
+    if module.__dict__.get("_allow_zero_in_degree", True):  # no layer that asks, or one that need not
+        return
+    given = (*args, *_keyword_arguments_of_call().values())
+    layer = next((x.layer for x in given if isinstance(x, LayerBlock) and x.structure.has_empty_rows), None)
+    if layer is not None:
+        raise DGLError(
+            f"{type(module).__name__}, layer {layer}: some vertices have no in-edges (0-in-degree nodes), on this rank "
+            f"or another one, and their output would be that of no message at all. Add self-loops before the graph is "
+            f"partitioned (dgl.add_self_loop), or make the layer with allow_zero_in_degree=True."
         )
 
 

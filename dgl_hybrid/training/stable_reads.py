@@ -220,7 +220,7 @@ class StableReads:
         epoch these are rows that ranks share, too.
 
         Raises:
-            HybridError: They ask for a row twice in one call.
+            HybridError: In backward, on all ranks: any of them asked for a row twice in one call.
         """
         self._handed_out = []
         try:
@@ -232,21 +232,11 @@ class StableReads:
             known = [(field, read.ids_global) for field, read in self._handed_out]
         finally:
             self._handed_out = None
-        if not known and rows.requires_grad and self._has_open_step and not session.is_paused():
-            known.append((name, self._distinct(ids)))
         for field, ids_global in known:
             self._settle_if_learned(field, ids_global, rows)
+        if not known and rows.requires_grad and self._has_open_step and not session.is_paused():
+            self._settle_if_learned(name, ids.detach().to("cpu", torch.int64), rows, may_repeat=True)
         return rows
-
-    def _distinct(self, ids: Tensor) -> Tensor:
-        ids_global = ids.detach().to("cpu", torch.int64)
-        if self._communicator.world_size > 1 and len(torch.unique(ids_global)) < len(ids_global):
-            raise HybridError(
-                f"a DistEmbedding was asked for {len(ids_global)} rows, some of them twice, within an epoch of a "
-                f"FullGraphLoader: ranks share them, and their gradients are summed by row. Ask for each once, best by "
-                f"the ids that the loader yields, and index what comes: embedding(input_nodes)[positions]."
-            )
-        return ids_global
 
     def follow(self, step: Step) -> None:
         """Takes note of an epoch that begins: until it is over, what is learned is of the whole graph."""
@@ -277,12 +267,20 @@ class StableReads:
         for (name, _), read in list(self._reads.items()):
             self._settle_if_learned(name, read.ids_global, read.rows)
 
-    def _settle_if_learned(self, name: str, ids_global: Tensor, rows: Tensor) -> None:
+    def _settle_if_learned(self, name: str, ids_global: Tensor, rows: Tensor, *, may_repeat: bool = False) -> None:
         if not (rows.requires_grad and rows.is_leaf) or rows in self._learned or self._communicator.world_size == 1:
             return
         self._learned[rows] = None
         ownership, communicator = self._ownership[_kind_of(name)], self._communicator
-        rows.register_hook(lambda grad: settle_gradient(grad, ids_global, ownership, communicator))
+
+        def settle(grad: Tensor) -> Tensor:
+            if may_repeat:
+                # Here, not where they were asked for: one rank may ask for rows that no loss is made of.
+                with communicator.agreed():
+                    _check_distinct(ids_global)
+            return settle_gradient(grad, ids_global, ownership, communicator)
+
+        rows.register_hook(settle)
 
     # ---------------------------------------------------------------- writes
 
@@ -349,6 +347,15 @@ class StableReads:
 
     def _stamps(self) -> dict[str, _Stamp]:
         return {name: _Stamp.of(rows) for name, rows in self._client.data_store.items()}
+
+
+def _check_distinct(ids_global: Tensor) -> None:
+    if len(torch.unique(ids_global)) < len(ids_global):
+        raise HybridError(
+            f"a DistEmbedding was asked for {len(ids_global)} rows, some of them twice, within an epoch of a "
+            f"FullGraphLoader: ranks share them, and their gradients are summed by row. Ask for each once, best by "
+            f"the ids that the loader yields, and index what comes: embedding(input_nodes)[positions]."
+        )
 
 
 def _kind_of(name: str) -> str:

@@ -279,9 +279,19 @@ class Step:
     def draw_nothing(self, block: LayerBlock) -> None:
         """Takes part in a random call that other ranks make on edges of a layer, of which this one has none. Collective
         where `keys_of` is.
+
+        Raises:
+            BlockError: On all ranks: those are not the edges of the layer.
         """
         call_index, count = self.next_random_call(), block.structure.num_edges
-        self._agree(False, frozenset([block.layer]), (call_index, count), is_unclear=self._is_unclear(count))
+        asked = frozenset([block.layer])
+        _, layers = self._agree(False, asked, (call_index, count), is_unclear=self._is_unclear(count))
+        if not layers:  # as the ranks do that have such rows
+            raise BlockError(
+                f"a random call inside layer {block.layer}: on some rank its tensor does not have one row for each of "
+                f"the layer's edges, so its randomness cannot be made equal on all ranks. Apply it to tensors with one "
+                f"row for each vertex or edge."
+            )
         self.edge_keys.ask(True, agreed=True)
 
     def _is_unclear(self, count: int) -> bool:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import sys
 import tempfile
 import weakref
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -111,11 +113,14 @@ class Rows(Client):
 @pytest.mark.parametrize("is_known", [True, False])
 @pytest.mark.parametrize("is_in_epoch", [True, False])
 @pytest.mark.parametrize("asked_for", ["cpu", "meta"])
-def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_in_epoch: bool, is_known: bool) -> None:
+def test_gradients_of_embeddings_are_summed_on_any_device(
+    asked_for: str, is_in_epoch: bool, is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`DistEmbedding(ids, device)` hands out a copy if that is not where the rows were read to. What was watched was
     the tensor that it is a copy of: gradients were those of one rank, without a word."""
     communicator = Communicator(None)
     communicator.world_size = 2
+    monkeypatch.setattr(communicator, "agreed", contextlib.nullcontext)
     row_sets, ids = RowSets(communicator), torch.arange(6)
     if is_known:
         row_sets.register_nodes(ids)
@@ -145,11 +150,20 @@ def test_gradients_of_embeddings_are_summed_on_any_device(asked_for: str, is_in_
     # Ids of a script's own are those of sampled training, but within an epoch of the full graph.
     assert settled == [asked_for] * 2 * (is_known or is_in_epoch)
     if is_in_epoch and not is_known:
-        with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
-            embedding(torch.tensor([4, 4]))
-        step.is_left = True
-        with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
-            embedding(torch.tensor([4, 4]))
+        agreed: list[int] = []
+
+        @contextlib.contextmanager
+        def agree() -> Iterator[None]:
+            agreed.append(1)
+            yield
+
+        monkeypatch.setattr(communicator, "agreed", agree)
+        for is_left in (False, True):
+            step.is_left = is_left
+            rows = embedding(torch.tensor([4, 4]))  # of one rank, perhaps, and of no loss
+            with pytest.raises(HybridError, match="asked for 2 rows, some of them twice"):
+                (2 * rows).sum().backward()
+        assert len(agreed) == 2, "raised on all ranks: others are in that backward, too"
         step.was_trained = True  # what is learnt from now on is of batches of the script's own
         (embedding(torch.tensor([4, 4])) * 2).sum().backward()
         step.is_left, step.is_over = False, True

@@ -148,6 +148,7 @@ class StoredField(GraphField):
                 f"{self._kind} field {self.name!r}: {len(foreign)} of {len(host_ids)} ids are not owned by rank "
                 f"{self.ownership.rank} of {self.ownership.world_size} (first: {int(foreign[0])}). Without servers "
                 f"only owned rows and the id tensors that the loader yields can be read."
+                + (_OF_A_COPY if self._row_sets.have_copied(self._kind, host_ids) else "")
             )
         return self.local[host_ids - self.ownership.start].to(ids_global.device)
 
@@ -211,6 +212,12 @@ def was_changed(rows: Tensor, version: int) -> bool:
     return rows._version != version or rows.requires_grad
 
 
+_OF_A_COPY = (
+    " These are a copy of what it has yielded: read by that very tensor, on every rank, and move what comes "
+    "(`g.ndata[name][input_nodes].to(device)`). Such a copy can be read only while each rank owns all of it."
+)
+
+
 class RowSets:
     """The id tensors that loaders yielded, by identity: reading their rows is a collective all ranks share."""
 
@@ -237,6 +244,11 @@ class RowSets:
         if known is None or known.reference() is not ids:
             return None
         return known.reference() if known.ids_global is None else known.ids_global
+
+    def have_copied(self, kind: str, host_ids: Tensor) -> bool:
+        """Whether these are the ids of a tensor that is registered, and not that tensor."""
+        known = (self.find(kind, row_set.reference()) for (of, _), row_set in list(self._sets.items()) if of == kind)
+        return any(ids is not None and torch.equal(ids.to("cpu", torch.int64), host_ids) for ids in known)
 
 
 class GraphFields(Mapping[str, GraphField]):

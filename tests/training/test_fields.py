@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import dgl
 import pytest
@@ -13,7 +13,7 @@ from torch import Tensor
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.fields import StoredField
-from tests.helpers.exactness import Case, assert_close
+from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
@@ -195,3 +195,24 @@ def test_weighted_degrees_are_those_of_what_is_called_so_now(partitions: Partiti
         sums.append(g.weighted_out_degrees(field[edges], ids))
     assert torch.equal(sums[0], g.fetch_nodes(g.out_degrees, ids).to(torch.float32))
     assert torch.equal(sums[1], 2 * sums[0])
+
+
+def read_by_copies(rank: int, world_size: int, part_config: str) -> list[str]:
+    g = PartitionedGraph.open(part_config)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=forced_plan(g, replace(CASE, plan="depcache")))
+    said = []
+    for input_nodes, _, _ in loader:
+        for ids in (input_nodes.clone(), input_nodes.flip(0)):
+            try:
+                g.ndata["feat"][ids]
+            except ValueError as error:
+                said.append(str(error))
+        assert len(g.ndata["feat"][input_nodes]) == len(input_nodes)
+    return said
+
+
+def test_who_reads_by_a_copy_of_the_ids_is_told(partitions: PartitionStore) -> None:
+    for copied, others in run_ranks(3, read_by_copies, partitions.get("power_law", power_law(), 3)):
+        assert "only owned rows and the id tensors that the loader yields" in others
+        assert "These are a copy of what it has yielded" in copied
+        assert "a copy" not in others

@@ -11,6 +11,9 @@ import psutil
 
 from dgl_hybrid.errors import HybridError
 
+_STATES = {"off": "off (applied while the plugin is on)", "waiting": "waiting (for the module to be imported)"}
+"""Of fixes, as the table says them: neither is a fault."""
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Adds this command's options."""
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     table = Table("what", "found", title="dgl_hybrid doctor", title_justify="left")
     for name, value in facts.items():
         if isinstance(value, dict):
-            shown = "\n".join(f"{fix}: {state}" for fix, state in value.items())
+            shown = "\n".join(f"{fix}: {_STATES.get(state, state)}" for fix, state in value.items())
         else:
             shown = ", ".join(map(str, value)) or "none" if isinstance(value, list) else str(value)
         table.add_row(name, shown)

@@ -243,7 +243,7 @@ def _random_rows(num_rows: int, shape: tuple[int, ...], dtype: torch.dtype, gene
     if not dtype.is_floating_point:
         return torch.zeros((num_rows, *shape), dtype=dtype)
     # Positive, since edge weights may have to be.
-    return (torch.rand((num_rows, *shape), generator=generator, dtype=torch.float64) + 0.5).to(dtype)
+    return torch.empty((num_rows, *shape), dtype=dtype).uniform_(0.5, 1.5, generator=generator)
 
 
 def _is_sparse(x: Tensor) -> bool:

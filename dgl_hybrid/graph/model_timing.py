@@ -54,8 +54,8 @@ FIRST_EDGES = 1 << 16
 FIRST_ROWS = 1 << 16
 """The most rows of a level of blocks that are larger than the rank's own, for their edges' sake. Hidden rows may be far
 wider than what a model is given; and where there are many rows, few edges matter little."""
-MAX_ELEMENTS = 1 << 25
-"""Of one level's input rows."""
+MAX_ELEMENTS, MAX_MADE_UP_ELEMENTS = 1 << 25, 1 << 23
+"""Of one level's input rows; the second where blocks are larger than the rank's own."""
 ROUNDS, MOST_ROUNDS = 3, 12
 """Epochs of one size that are watched and that are not, at least; short ones run unwatched as often as fits half of
 `BUDGET_S`, as machines are slower at times. With several orders each has so many."""
@@ -301,7 +301,8 @@ class _Timer:
             if layer.layer not in self._kept
         )
         width = max((functools.reduce(int.__mul__, shape, 1) for shape in shapes), default=1)
-        self._largest_factor = MAX_ELEMENTS / max(width * sizes[0], 1)
+        num_elements = max(width * sizes[0], 1)
+        self._largest_factor = min(MAX_ELEMENTS / num_elements, max(MAX_MADE_UP_ELEMENTS / num_elements, 1.0))
         self._most_rows = max(*sizes, 1)
 
     def affordable_factor(self, budget_s: float) -> float:

@@ -20,6 +20,7 @@ from dgl_hybrid.datasets.transforms import normalize_rows
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.ops.compiled_code import user_cache_folder
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
+from dgl_hybrid.partition.location import find_part_config
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
 from dgl_hybrid.planner.durable import write_durably
 
@@ -222,32 +223,6 @@ def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> di
             options = data.data.removeprefix(spec.name)
             description["data"] = [hashlib.file_digest(stream, "sha256").hexdigest(), options]
     return description
-
-
-def find_part_config(location: str | Path) -> Path:
-    """Returns the JSON file of a partition, given it or its folder.
-
-    Raises:
-        PartitionError: There is none, or more than one.
-    """
-    path = Path(location)
-    if not path.is_dir():
-        if not path.exists():
-            raise PartitionError(f"{path} does not exist. Give a partition folder or its <graph name>.json.")
-        return path
-    found = []
-    for candidate in sorted(path.glob("*.json")):
-        try:
-            content = json.loads(candidate.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            found.append(candidate)  # a truncated one: reading it will say so
-            continue
-        if isinstance(content, dict) and "part_method" in content and "num_parts" in content:
-            found.append(candidate)
-    if len(found) != 1:
-        names = ", ".join(file.name for file in found) or "none"
-        raise PartitionError(f"{path} must hold one partition's <graph name>.json (got {names}). Name the file itself.")
-    return found[0]
 
 
 def _existing(location: str, ranks: int | None) -> PreparedGraph:

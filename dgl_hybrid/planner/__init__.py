@@ -7,7 +7,7 @@ from .estimate import EpochEstimate, RankEstimate, choose_plan
 from .explain import explain_vertex
 from .forced import random_plan
 from .make import Candidate, make_plan, propose_plans
-from .memory import chunk_rows_within
+from .memory import chunk_rows_within, least_bytes_in_chunks, unsplit_layers
 from .model_times import ModelTimes
 from .model_trace import LayerTrace, LevelTrace, ModelTrace, synthetic_trace
 from .order import LEAST_GAIN, WorkCounts, propose_orders
@@ -41,6 +41,7 @@ __all__ = [
     "cost_model",
     "explain_vertex",
     "find_worth_trying",
+    "least_bytes_in_chunks",
     "load_plan",
     "make_plan",
     "plan_objective",
@@ -52,4 +53,5 @@ __all__ = [
     "summarize_plan",
     "synthetic_trace",
     "uniform_topology",
+    "unsplit_layers",
 ]

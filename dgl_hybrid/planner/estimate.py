@@ -196,11 +196,19 @@ def _waiting_edges(problem: PlanProblem, items: Items, computed: Bools, received
     return waiting
 
 
-def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
+def choose_plan(
+    estimates_by_rank: Sequence[Sequence[RankEstimate]],
+    *,
+    chunked_bytes: float | None = None,
+    unsplit: Sequence[int] = (),
+) -> int:
     """Returns the index of the candidate with the least epoch of all ranks, the first of equals. Pure, alike on ranks.
 
     Args:
         estimates_by_rank: one list per rank, all of the same length and order.
+        chunked_bytes: what is enough on each rank if rows are received in the smallest messages, for the error; None:
+            they cannot be.
+        unsplit: the layers for which they cannot, likewise.
 
     Raises:
         ValueError: no ranks, or lists of different length.
@@ -213,9 +221,11 @@ def choose_plan(estimates_by_rank: Sequence[Sequence[RankEstimate]]) -> int:
     if not fitting:
         least = [min(estimate.held_bytes for estimate in estimates) for estimates in estimates_by_rank]
         worst = max(range(len(least)), key=lambda rank: least[rank])
+        needed = math.ceil(least[worst] if chunked_bytes is None else min(least[worst], chunked_bytes))
+        at_once = f" (layers {list(unsplit)} need all of theirs at once)" if unsplit else ""
         raise PlanError(
             f"no plan fits the memory budget of every rank: rank {worst} of {len(least)} needs at least "
-            f"{least[worst]:.0f} bytes for its halo rows. Possible solutions: 1) raise memory_budget_bytes "
+            f"{needed} bytes for its halo rows{at_once}. Possible solutions: 1) raise memory_budget_bytes "
             "(--memory-budget), 2) use more partitions (--ranks), 3) use a narrower model or fewer layers"
         )
     epochs = {i: EpochEstimate(ranks=tuple(estimates[i] for estimates in estimates_by_rank)) for i in fitting}

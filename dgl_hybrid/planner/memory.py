@@ -135,11 +135,24 @@ def chunk_rows_within(trace: ModelTrace, budget_bytes: float) -> int | None:
 
     A layer that keeps its result receives its rows once, and all of them unless it can split.
     """
-    if not all(layer.can_split for layer in trace.layers):
+    if unsplit_layers(trace):
         return None
-    row_bytes = max(layer.operand_bytes_fwd for layer in trace.layers)
-    rows = int(min(budget_bytes / (CHUNK_COPIES * max(row_bytes, 1.0)), MOST_CHUNK_ROWS))
+    rows = int(min(budget_bytes / _bytes_of_chunks(trace, 1), MOST_CHUNK_ROWS))
     return rows if rows >= LEAST_CHUNK_ROWS else None
+
+
+def least_bytes_in_chunks(trace: ModelTrace) -> float | None:
+    """Returns the least budget for which `chunk_rows_within` returns a number; None if there is none."""
+    return None if unsplit_layers(trace) else _bytes_of_chunks(trace, LEAST_CHUNK_ROWS)
+
+
+def unsplit_layers(trace: ModelTrace) -> tuple[int, ...]:
+    """Returns the layers, from 1, that need all rows that they receive at once."""
+    return tuple(number for number, layer in enumerate(trace.layers, 1) if not layer.can_split)
+
+
+def _bytes_of_chunks(trace: ModelTrace, chunk_rows: int) -> float:
+    return CHUNK_COPIES * chunk_rows * max(1.0, *(layer.operand_bytes_fwd for layer in trace.layers))
 
 
 def too_large(items: Items, costs: ItemCosts, held_bytes: float, budget_bytes: float) -> PlanError:

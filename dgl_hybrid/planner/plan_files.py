@@ -38,8 +38,14 @@ def save_plan(plan: DependencyPlan, directory: str | Path) -> Path:
         directory: Made if it is not there; ranks may share it.
 
     Raises:
+        PlanError: There is no plan.
         OSError: The files cannot be written; where their bytes cannot, those of before are as they were.
     """
+    if not isinstance(plan, DependencyPlan):
+        raise PlanError(
+            f"there is no plan to save (got {type(plan).__name__}): a loader has one from its second epoch on, at once "
+            f"if it is given model="
+        )
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     json_path, ids_path = plan_paths(directory, plan.rank)

@@ -23,6 +23,9 @@ by them whether this module is imported at all."""
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
+_MOST_PER_CENT = 100
+"""So few bytes hold nothing: who writes such a number means per cent, or has left out a unit."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Budget:
@@ -112,16 +115,30 @@ def parse_budget(text: str | int) -> Budget:
         ValueError: It is none of the forms that `HaloConfig.budget` lists.
     """
     if isinstance(text, int) and not isinstance(text, bool) and text >= 0:
-        return Budget(num_bytes=text)
+        return Budget(num_bytes=_not_too_few(text, text))
     if text == "auto":
         return Budget(is_auto=True)
     if text == "unlimited":
         return Budget()
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", str(text), re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*", text if isinstance(text, str) else "", re.IGNORECASE)
     if match is not None and match[2] == "%":
         return Budget(share=float(match[1]) / 100)
     if match is not None and match[2].upper() in _UNITS:
-        return Budget(num_bytes=int(float(match[1]) * _UNITS[match[2].upper()]))
+        return Budget(num_bytes=_not_too_few(int(float(match[1]) * _UNITS[match[2].upper()]), text))
     raise ValueError(
         f"budget must be 'auto', 'unlimited', a share such as '10%' or bytes such as '256MB' (got {text!r})"
     )
+
+
+def _not_too_few(num_bytes: int, given: str | int) -> int:
+    """Returns so many bytes.
+
+    Raises:
+        ValueError: They would hold nothing, and nobody would be told: a share was meant, or a unit forgotten.
+    """
+    if 0 < num_bytes <= _MOST_PER_CENT:
+        raise ValueError(
+            f"a budget of {num_bytes} bytes holds nothing (got {given!r}): a number without a unit is bytes. Write "
+            f"'{num_bytes}%' for a share of the node features, '{num_bytes}MB' for megabytes, or 0 to hold nothing."
+        )
+    return num_bytes

@@ -88,7 +88,8 @@ def config_of(strategy: str | None, planner: PlannerConfig | None) -> PlannerCon
     if strategy is not None and strategy != planner.strategy:
         raise ValueError(
             f"strategy={strategy!r} and planner=PlannerConfig(strategy={planner.strategy!r}) contradict each other: "
-            f"give one of the two"
+            f"the strategy of a planner is 'hybrid' unless it is given another. Write "
+            f"planner=PlannerConfig(strategy={strategy!r}, …)"
         )
     return planner
 

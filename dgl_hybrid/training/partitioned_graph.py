@@ -25,6 +25,7 @@ from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.in_edges import InEdges
 from dgl_hybrid.exchange.locality import LocalPlaces
 from dgl_hybrid.partition import LocalPartition, RankPart, load_partition, read_partition_summary
+from dgl_hybrid.partition.location import find_part_config
 from dgl_hybrid.partition.manifest import partition_digest
 from dgl_hybrid.planner import Topology
 from dgl_hybrid.training.dist_graph import DistFields, TransportName, connect_trainers, share_partition
@@ -107,7 +108,7 @@ class PartitionedGraph:
         """Opens this rank's part. Collective: a fault on one rank is raised on all.
 
         Args:
-            part_config: The JSON file of a DistDGL partition folder.
+            part_config: A DistDGL partition folder, or the JSON file in it.
             communicator: None makes one over the default process group.
             verify: Check checksums where the folder has them.
             timeout_s: How long ranks wait for each other, in planning too; None: what `init_process_group(timeout=)`
@@ -124,6 +125,7 @@ class PartitionedGraph:
         with chosen.agreed():
             if communicator is not None and timeout_s is not None:
                 raise ValueError(f"timeout_s is for a new communicator (got {timeout_s} with one that has its own)")
+            part_config = find_part_config(part_config)
             summary = read_partition_summary(part_config)
             if summary.num_parts != chosen.world_size:
                 is_alone = communicator is None and not dist.is_initialized()

@@ -39,8 +39,10 @@ from dgl_hybrid.planner import (
     chunk_rows_within,
     cost_model,
     find_worth_trying,
+    least_bytes_in_chunks,
     propose_orders,
     propose_plans,
+    unsplit_layers,
 )
 from dgl_hybrid.planner.probe import Alone, probe
 from dgl_hybrid.training import session
@@ -53,6 +55,10 @@ _logger = logging.getLogger(__name__)
 
 class TraceError(PlanError):
     """The model could not be traced, so its costs are not known."""
+
+
+_IN_CHUNKS = ("hybrid", "depcomm")
+"""Strategies that receive rows in messages where no plan fits the memory budget."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -466,7 +472,12 @@ class PlanMaker:
             _logger.info("no plan fits the memory budget: rows are received in messages of %d", chunk_rows)
         else:
             with communicator.agreed():
-                chosen = choose_plan(by_rank)
+                is_chunked = self._config.strategy in _IN_CHUNKS
+                chosen = choose_plan(
+                    by_rank,
+                    chunked_bytes=least_bytes_in_chunks(trace) if is_chunked else None,
+                    unsplit=unsplit_layers(trace) if is_chunked else (),
+                )
             worth_trying = find_worth_trying(by_rank, chosen) if self._config.strategy == "hybrid" else [chosen]
         plans = [
             with_dense_below(
@@ -516,7 +527,7 @@ class PlanMaker:
         """
         budget = self._config.memory_budget_bytes
         rows = None
-        if budget is not None and self._config.strategy in ("hybrid", "depcomm"):
+        if budget is not None and self._config.strategy in _IN_CHUNKS:
             rows = chunk_rows_within(trace, budget)
         least = min(row[0] for row in self._graph.communicator.gather_ints([rows or 0]))
         fitting = [all(of_rank[i].fits for of_rank in by_rank) for i in range(len(by_rank[0]))]

@@ -26,10 +26,10 @@ from dgl_hybrid.launch.workspace import (
     DataConfig,
     PartitionConfig,
     check_existing_partition,
-    find_part_config,
     prepare_partition,
 )
 from dgl_hybrid.partition import load_partition, verify_partition
+from dgl_hybrid.partition.location import find_part_config
 
 SMALL = "powerlaw:nodes=120,degree=6,features=5,classes=3"
 

@@ -20,6 +20,8 @@ from dgl_hybrid.planner.memory import (
     LEAST_CHUNK_ROWS,
     MOST_SOLVES,
     chunk_rows_within,
+    least_bytes_in_chunks,
+    unsplit_layers,
 )
 from dgl_hybrid.planner.model_trace import synthetic_trace
 from dgl_hybrid.planner.plan import choice_from_plan
@@ -151,5 +153,12 @@ def test_a_chunk_is_as_long_as_its_copies_allow() -> None:
         budget = CHUNK_COPIES * rows * widest
         assert chunk_rows_within(trace, budget) == rows
         assert chunk_rows_within(trace, budget - 1) == (rows - 1 if rows > LEAST_CHUNK_ROWS else None)
+    least = least_bytes_in_chunks(trace)
+    assert least is not None
+    assert chunk_rows_within(trace, least) == LEAST_CHUNK_ROWS
+    assert chunk_rows_within(trace, least - 1) is None
+    assert unsplit_layers(trace) == ()
     first, last = trace.layers
-    assert chunk_rows_within(replace(trace, layers=(first, replace(last, can_split=False))), budget) is None
+    whole = replace(trace, layers=(first, replace(last, can_split=False)))
+    assert chunk_rows_within(whole, budget) is least_bytes_in_chunks(whole) is None
+    assert unsplit_layers(whole) == (2,)

@@ -200,6 +200,8 @@ def test_no_halo_at_all(strategy: str, tmp_path: Path) -> None:
     problem = make_problem(in_neighbours=[], demand=np.zeros((2, 0), dtype=bool), owner=[], world_size=1)
     plan = make_plan(problem, random_costs(0, num_layers=2, world_size=1), PlannerConfig(strategy=strategy))
     assert plan.num_cached == plan.communicated == (0, 0)
+    with pytest.raises(PlanError, match=r"there is no plan to save \(got NoneType\): a loader has one from its second"):
+        save_plan(None, tmp_path)  # type: ignore[arg-type]
     save_plan(plan, tmp_path)
     check_plan(problem, load_plan(tmp_path, 0))
 

@@ -26,10 +26,17 @@ def test_budgets_are_read(text: str | int, budget: Budget) -> None:
     assert parse_budget(text) == budget
 
 
-@pytest.mark.parametrize("text", ["", "much", "10 XB", "-5", -5, "%", True, "1e9", "10%%"])
+@pytest.mark.parametrize("text", ["", "much", "10 XB", "-5", -5, "%", True, "1e9", "10%%", 0.1, 256e6])
 def test_other_budgets_are_refused(text: str | int) -> None:
     with pytest.raises(ValueError, match=r"budget must be 'auto', 'unlimited', a share .* \(got "):
         HaloConfig(budget=text)
+
+
+@pytest.mark.parametrize("budget", ["10", 10, "100 B", 1, "0.1KB"])
+def test_who_forgets_the_unit_of_a_budget_is_told(budget: str | int) -> None:
+    with pytest.raises(ValueError, match=r"bytes holds nothing \(got .*\): .* Write '\d+%' for a share"):
+        HaloConfig(budget=budget)
+    assert parse_budget("101").num_bytes == 101
 
 
 def test_only_nothing_at_all_is_unlimited() -> None:
@@ -44,7 +51,7 @@ def test_an_unknown_strategy_is_refused() -> None:
         HaloConfig(strategy="everything")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("config", [HaloConfig(), HaloConfig(strategy="depcomm", budget=7), HaloConfig(budget="10%")])
+@pytest.mark.parametrize("config", [HaloConfig(), HaloConfig(strategy="depcomm", budget=700), HaloConfig(budget="10%")])
 def test_the_variable_brings_back_the_same(config: HaloConfig) -> None:
     assert HaloConfig.from_environment(config.to_environment()) == config
 

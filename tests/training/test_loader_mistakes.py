@@ -18,7 +18,7 @@ from dgl.distributed import DistTensor
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer, partition_graph
-from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.errors import PartitionError, PlanError
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from dgl_hybrid.training.fields import StoredFields
 from dgl_hybrid.training.loader_arguments import num_layers_of
@@ -206,6 +206,40 @@ def test_other_number_of_ranks_than_parts(partitions: PartitionStore) -> None:
     errors = run_ranks_expect_errors(2, open_wrong_number, partitions.get("power_law", power_law(), 3))
     assert all("has 3 parts, but 2 ranks are running" in error.message for error in errors)
     assert not any("init_process_group" in error.message for error in errors)
+
+
+def train_within(rank: int, world_size: int, part_config: str, num_bytes: int) -> str | int | None:
+    g, model = open_graph(part_config)
+    planner = PlannerConfig(memory_budget_bytes=num_bytes)
+    try:
+        loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model, planner=planner, autotune=False)
+    except PlanError as error:
+        return str(error)
+    assert loader.best_plan is not None
+    return loader.best_plan.chunk_rows
+
+
+@pytest.mark.parametrize(("num_nodes", "chunk_rows"), [(60, None), (4000, 64)])
+def test_the_budget_that_an_error_names_is_enough(
+    num_nodes: int, chunk_rows: int | None, partitions: PartitionStore
+) -> None:
+    """It was what all rows at once take, also where messages of 64 of them need less."""
+    graph = power_law(num_nodes, 5 * num_nodes)
+    folder = partitions.get(f"power_law {num_nodes}", graph, 2)
+    (said, _) = run_ranks(2, train_within, folder, 1)
+    assert isinstance(said, str)
+    needed = int(re.findall(r"needs at least (\d+) bytes for its halo rows\.", said)[0])
+    assert run_ranks(2, train_within, folder, needed) == [chunk_rows] * 2
+    assert isinstance(run_ranks(2, train_within, folder, needed - 1)[0], str)
+
+
+def count_vertices(rank: int, world_size: int, location: str) -> int:
+    return PartitionedGraph.open(location).num_nodes()
+
+
+def test_a_partition_is_named_by_its_folder_too(partitions: PartitionStore) -> None:
+    file = Path(partitions.get("power_law", power_law(), 2))
+    assert run_ranks(2, count_vertices, str(file.parent)) == run_ranks(2, count_vertices, str(file))
 
 
 def test_who_opens_a_graph_before_the_process_group_is_told(partitions: PartitionStore) -> None:

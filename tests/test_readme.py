@@ -112,5 +112,5 @@ def test_commands_of_the_accuracy_table_are_those_of_its_test() -> None:
     tested = {name: list(options) for name, options, _ in mark.args[1]}
     rows = {row[0]: row[1].strip("`").split() for row in table_after("Test accuracy with 3 ranks")}
     assert rows == {
-        name: ["dgl-hybrid", "train", "--data", f"{name}.npz", *options] for name, options in tested.items()
+        name: ["dgl-hybrid", "train", "--data", f"FOLDER/{name}.npz", *options] for name, options in tested.items()
     }

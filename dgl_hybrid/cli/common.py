@@ -15,7 +15,7 @@ from typing import Any
 import dgl_hybrid
 from dgl_hybrid.cli.options import flatten
 from dgl_hybrid.compat.versions import dgl_version
-from dgl_hybrid.launch.job import write_json
+from dgl_hybrid.planner.durable import write_durably
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,8 +70,8 @@ def write_results(out: str | None, configs: Sequence[Any], result: dict[str, Any
     if out is None:
         return
     folder = Path(out)
-    write_json(folder / "config.json", flatten(configs))
-    write_json(folder / "result.json", {**result, "versions": versions()})
+    contents = {"config.json": flatten(configs), "result.json": {**result, "versions": versions()}}
+    write_durably(folder, {name: json.dumps(content).encode() for name, content in contents.items()})
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from dgl_hybrid.cli.common import add_common_options, print_config, versions
+from dgl_hybrid.cli.common import add_common_options, make_results_folder, print_config, versions
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, format_share, make_console
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     console = make_console()
     start_s = time.monotonic()
     out = Path(config.out)
-    out.mkdir(parents=True, exist_ok=True)
+    make_results_folder(config.out)
     data = DataConfig(data=config.data).for_model(config.model)
     partition = PartitionConfig(ranks=config.ranks, workspace=str(out / "partitions"))
     model = ModelConfig(model=config.model, num_layers=config.num_layers, hidden=config.hidden, dropout=0.0)

@@ -113,6 +113,8 @@ def make_job(args: argparse.Namespace) -> ClusterJob:
         )
     ssh = [*SSH]
     if args.ssh_port is not None:
+        if not 1 <= args.ssh_port <= 65535:
+            raise ValueError(f"--ssh-port must lie in 1..65535 (got {args.ssh_port})")
         ssh += ["-p", str(args.ssh_port)]
     if args.ssh_username is not None:
         ssh += ["-l", args.ssh_username]

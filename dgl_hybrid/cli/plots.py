@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import statistics
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dgl_hybrid.planner.durable import write_durably
 from dgl_hybrid.training.report import DISTDGL, PLAIN_DGL
 
 # Okabe and Ito's palette.
@@ -178,6 +180,10 @@ def _quantile(values: Sequence[float], share: float) -> float:
 
 def _save(figure: Any, folder: Path, name: str) -> list[Path]:
     paths = [folder / f"{name}.png", folder / f"{name}.svg"]
+    pictures = {}
     for path in paths:
-        figure.savefig(path, dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, dpi=150, format=path.suffix[1:])
+        pictures[path.name] = picture.getvalue()
+    write_durably(folder, pictures)
     return paths

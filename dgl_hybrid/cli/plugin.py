@@ -56,6 +56,8 @@ def plugin_environment(args: argparse.Namespace) -> dict[str, str]:
         return {ENABLE_VARIABLE: "0"}  # not left out: parts inherit what we have, and scripts may call enable()
     require_startup_hook()
     before = os.environ.get(ENABLE_VARIABLE, "")
+    if before not in ("", *OFF_WORDS):
+        HaloConfig.from_environment(before)  # here, not in each process that is started
     if not said:
         return {ENABLE_VARIABLE: before or "1"}
     if before not in ("", *OFF_WORDS):

@@ -54,6 +54,10 @@ def check_features(name: str, tensor: Tensor) -> None:
     )
 
 
+MOST_CLASSES = 10_000
+"""Of a graph that has fewer vertices: what is more is ids of another kind, or a number that stands for none."""
+
+
 def make_dataset(
     *,
     name: str,
@@ -103,6 +107,11 @@ def make_dataset(
     largest = int(label.max()) if num_nodes else -1
     if num_classes is None:
         num_classes = largest + 1
+    if num_classes > max(num_nodes, MOST_CLASSES):
+        raise DatasetError(
+            f"{origin}: label must be class ids from 0 on, -1 for none: {num_classes} classes of {num_nodes} vertices "
+            f"would be (largest label {largest}). Number the classes through, and write -1 where there is none."
+        )
     if largest >= num_classes:
         raise DatasetError(f"{origin}: label must be below num_classes={num_classes} (got {largest})")
     for key in MASKS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tokenize
 import zipfile
 import zlib
 from pathlib import Path
@@ -75,6 +76,14 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
     )
 
 
+_DAMAGE = (
+    *(OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error),
+    # Other methods of compression, encryption; headers of arrays, which NumPy reads as Python; sizes.
+    *(NotImplementedError, RuntimeError, SyntaxError, tokenize.TokenError, MemoryError),
+)
+"""What NumPy and zipfile raise for archives that are damaged, or none of theirs."""
+
+
 def _read_arrays(path: Path) -> dict[str, Array]:
     try:
         if not path.is_dir() and path.stat().st_size and not zipfile.is_zipfile(path):
@@ -93,7 +102,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
                     return {key: stored[key] for key in stored.files}
     except FileNotFoundError as error:
         raise DatasetError(f"{path} does not exist. Give the path of an .npz graph.") from error
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except _DAMAGE as error:
         raise DatasetError(
             f"{path} cannot be read as .npz ({error}). It may be truncated, or hold pickled objects, which are refused."
         ) from error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -73,6 +74,10 @@ class ClusterJob:
         for name, least in (("num_servers", 1), ("num_trainers", 1), ("num_samplers", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least} (got {getattr(self, name)})")
+        for name in ("timeout_s", "start_timeout_s"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0.0 < seconds < math.inf:
+                raise ValueError(f"{name} must be positive and finite (got {seconds})")
         if not self.command:
             raise ValueError("command must name the script to run (got nothing)")
         if self.threads is not None and self.threads < 1:

@@ -27,6 +27,7 @@ from typing import Any
 
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError
+from dgl_hybrid.partition.signals import ending_signals_raise
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -77,7 +78,8 @@ def run_local(
     from torch.distributed.launcher.api import elastic_launch
 
     threads = threads_per_rank(ranks) if threads is None else threads
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
+    # Until the launcher of PyTorch has its own handlers, too: what ends this process takes the folder along.
+    with ending_signals_raise(), tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
         folder = Path(name)
         job = Job(
             task=task,

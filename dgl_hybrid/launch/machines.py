@@ -101,7 +101,7 @@ def find_free_ports(address: str, count: int = 1, *, avoid: set[int] | frozenset
         LaunchError: None were found.
     """
     low, high = _ports_to_choose_from()
-    for _ in range(200):
+    for _ in range(200 if count <= high - low else 0):
         port = random.randint(low, high - count)
         ports = range(port, port + count)
         if not avoid.intersection(ports) and all(why_port_unusable(address, one) is None for one in ports):

@@ -361,7 +361,10 @@ def _locked(root: Path, key: str) -> Iterator[bool]:
         file = (root / f".{key}.lock").open("w")
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS) or _reusable(root, key) is None:
-            raise
+            raise PartitionError(
+                f"the workspace {root} cannot be made, or not be written into ({error.strerror}). Name another folder "
+                f"with --workspace (without it, it lies in XDG_CACHE_HOME, or in .cache of HOME)."
+            ) from error
         yield False
         return
     with file:

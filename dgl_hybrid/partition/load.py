@@ -19,6 +19,7 @@ from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.partition.split import counts_to_offsets, expand_ranges
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
+from dgl_hybrid.partition.tensor_files import check_tensor_file
 from dgl_hybrid.partition.verify import verify_partition
 
 _logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ def _load_dgl_graph(path: Path) -> dgl.DGLGraph:
         graph = graphs[0]
         missing = [name for name in ("inner_node", dgl.NID) if name not in graph.ndata]
         missing += [name for name in ("inner_edge", dgl.EID) if name not in graph.edata]
-    except (dgl.DGLError, RuntimeError, IndexError, KeyError) as error:
+    except (dgl.DGLError, RuntimeError, IndexError, KeyError, AttributeError, ValueError) as error:
         raise PartitionError(f"{path} cannot be read by DGL ({_reason(error)}). {_REMEDY}") from error
     if missing:
         raise PartitionError(f"{path} lacks the fields {missing} of a DistDGL part. {_REMEDY}")
@@ -174,6 +175,12 @@ def _read_structure(summary: PartitionSummary, part_id: int) -> _Structure:
     if bool((halo[1:] == halo[:-1]).any()) or bool(((halo >= first) & (halo < last)).any()):
         raise PartitionError(f"{path}: a halo vertex occurs twice or is an inner one. {_REMEDY}")
     local_src, local_dst = (ends.to(torch.int64) for ends in graph.edges(order="eid"))
+    for ends in (local_src, local_dst):
+        if len(ends) and not 0 <= int(ends.min()) <= int(ends.max()) < len(nodes):
+            raise PartitionError(
+                f"{path}: ends of edges must lie in 0..{len(nodes) - 1} (got {int(ends.min())}..{int(ends.max())}). "
+                f"{_REMEDY}"
+            )
     inner_edge = inner[local_dst]
     if not torch.equal(_sorted(eid[inner_edge]), torch.arange(first_edge, last_edge)):
         raise PartitionError(
@@ -255,16 +262,11 @@ def _reason(error: Exception) -> str:
 
 
 def _read_data(path: Path, num_rows: int, kind: str, sidecar: Sidecar | None) -> dict[str, Tensor]:
+    check_tensor_file(path, _REMEDY)  # DGL fills what a truncated file lacks with whatever the memory held
     try:
         stored = load_tensors(str(path))
-    except (dgl.DGLError, RuntimeError) as error:
+    except (dgl.DGLError, RuntimeError, ValueError) as error:
         raise PartitionError(f"{path} cannot be read by DGL ({_reason(error)}). {_REMEDY}") from error
-    # DGL fills what a truncated file lacks with whatever the memory held. These are the sizes its format takes.
-    expected = 24 + sum(48 + len(key) + 8 * data.ndim + data.nbytes for key, data in stored.items())
-    if path.stat().st_size < expected:
-        raise PartitionError(
-            f"{path} is truncated: its tensors take {expected} bytes (got {path.stat().st_size}). {_REMEDY}"
-        )
     data: dict[str, Tensor] = {}
     for key, tensor in stored.items():
         # "_N/feat" and "_N:_E:_N/weight"; folders of old DGL versions have no prefix.

@@ -125,6 +125,8 @@ def cut_part(ids: Renumbering, part_id: int, num_hops: int) -> PartStructure:
     for _ in range(1, num_hops):
         sources = ids.src[new_edges]
         frontier = torch.unique(sources[~expanded[sources]])
+        if not len(frontier):
+            break
         expanded[frontier] = True
         new_edges = expand_ranges(ids.indptr[frontier], ids.indptr[frontier + 1])
     is_owned_source = (ids.src >= first) & (ids.src < last)

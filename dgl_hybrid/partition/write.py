@@ -42,6 +42,7 @@ from dgl_hybrid.partition.rights import umask
 from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
 from dgl_hybrid.partition.signals import ending_signals_raise, ending_signals_wait
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
+from dgl_hybrid.partition.tensor_files import check_tensor_file
 
 _logger = logging.getLogger(__name__)
 
@@ -461,6 +462,10 @@ def _save_data(path: Path, prefix: str, data: Mapping[str, Tensor], rows: Tensor
     reserved = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
     kept = {f"{prefix}/{name}": tensor.cpu()[rows] for name, tensor in data.items() if name not in reserved}
     save_tensors(str(path), kept)
+    try:
+        check_tensor_file(path, "DGL has not told of an error as it wrote it: is there a quota, or another limit?")
+    except PartitionError as error:
+        raise OSError(str(error)) from None
 
 
 def _save_structure(

@@ -124,7 +124,9 @@ def parse_budget(text: str | int) -> Budget:
     if match is not None and match[2] == "%":
         return Budget(share=float(match[1]) / 100)
     if match is not None and match[2].upper() in _UNITS:
-        return Budget(num_bytes=_not_too_few(int(float(match[1]) * _UNITS[match[2].upper()]), text))
+        num_bytes = float(match[1]) * _UNITS[match[2].upper()]
+        if num_bytes < 2**63:
+            return Budget(num_bytes=_not_too_few(int(num_bytes), text))
     raise ValueError(
         f"budget must be 'auto', 'unlimited', a share such as '10%' or bytes such as '256MB' (got {text!r})"
     )

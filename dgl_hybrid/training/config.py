@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,6 +18,10 @@ DTYPES = ("float32", "float64")
 DEVICES = ("cpu", "cuda")
 _CACHE_RATIO = 0.5
 """If none is given."""
+
+
+LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.01, 1e8
+"""What PyTorch's process groups can wait for: less is over before anything began, more is no number of theirs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,12 +118,18 @@ class TrainConfig:
             raise ValueError(f"epochs must be at least 1 (got {self.epochs})")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must not be negative (got {self.eval_every})")
-        if not self.lr > 0 or not self.weight_decay >= 0:
+        if not 0.0 < self.lr < math.inf or not 0.0 <= self.weight_decay < math.inf:
             raise ValueError(
-                f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay})"
+                f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay}), both "
+                f"finite"
             )
-        if not 0.0 < self.exchange_timeout_s < float("inf"):
+        if not 0.0 < self.exchange_timeout_s < math.inf:
             raise ValueError(f"exchange_timeout_s must be positive and finite (got {self.exchange_timeout_s})")
+        if not LEAST_TIMEOUT_S <= self.exchange_timeout_s <= MOST_TIMEOUT_S:
+            raise ValueError(
+                f"exchange_timeout_s must lie in {LEAST_TIMEOUT_S:g}..{MOST_TIMEOUT_S:g} seconds (got "
+                f"{self.exchange_timeout_s:g})"
+            )
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype (got {self.dtype!r}); choose one of {', '.join(DTYPES)}")
         if self.device not in DEVICES:

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 from pathlib import Path
 
 import numpy as np
@@ -136,6 +138,8 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
         ({"train_mask": np.array([1, 0, 0, 0])}, r"train_mask must be bool of shape \(4,\) \(got int64"),
         ({"test_mask": np.zeros(3, dtype=bool)}, r"test_mask must be bool of shape \(4,\)"),
         ({"val_mask": np.ones(4, dtype=bool)}, "val_mask selects 1 vertices without a label, the first is 3"),
+        ({"label": np.array([0, 1, 9_999_999, -1])}, r"label must be class ids .* 10000000 classes of 4 vertices"),
+        ({"meta": np.array('{"num_classes": 1000000000000}')}, r"label must be class ids .*\(largest label \d\)"),
         ({"meta": np.array("{")}, "meta must be a JSON string"),
         ({"meta": np.array("[]")}, r"meta must hold a JSON object \(got list\)"),
     ],
@@ -187,6 +191,21 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(DatasetError, match=r"toy\.npz does not exist"):
         load_dataset(str(path))
+
+
+def test_every_flipped_bit_is_told_or_changes_values_alone(tmp_path: Path) -> None:
+    """Headers of archives and of arrays: NumPy and zipfile raise seven kinds of errors for them."""
+    path, draw = Path(save(tmp_path, good())), random.Random(0)
+    content = path.read_bytes()
+    told = 0
+    for _ in range(1500):
+        at = draw.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :])
+        with contextlib.suppress(DatasetError):
+            load_dataset(str(path))
+            continue
+        told += 1
+    assert told > 700
 
 
 def test_pickles_are_refused(tmp_path: Path) -> None:

@@ -149,6 +149,13 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (["launch", *OURS, "t.py"], 1, "p.json cannot be read: No such file or directory"),
         (["launch", *OURS, "--num-servers", "0", "t.py"], 1, "num_servers must be at least 1 (got 0)"),
+        (["launch", *OURS, "--timeout-s", "-5", "t.py"], 1, "timeout_s must be positive and finite (got -5.0)"),
+        (
+            ["launch", *OURS, "--start-timeout-s", "nan", "t.py"],
+            1,
+            "start_timeout_s must be positive and finite (got nan)",
+        ),
+        (["launch", *OURS, "--ssh-port", "99999999", "t.py"], 1, "--ssh-port must lie in 1..65535 (got 99999999)"),
         (["run"], 1, "name the script to run, after our own options"),
         (["run", "--strategy", "off", "t.py"], 2, "argument --strategy: invalid choice: 'off'"),
         (["run", "nope.py"], 1, "the script nope.py does not exist"),
@@ -173,6 +180,20 @@ def test_wrong_words_end_in_one_line(
     assert captured.out == ""
     assert captured.err.count("\n") == 1, captured.err
     assert message in captured.err
+
+
+@pytest.mark.parametrize("words", [["launch", *OURS, "t.py"], ["run", "t.py"], ["run", "--budget", "10%", "t.py"]])
+def test_a_variable_that_nobody_can_read_is_told_before_anything_starts(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each server and trainer died of it, with a traceback."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    monkeypatch.setenv(ENABLE_VARIABLE, "true")
+    assert main.main(words) == 1
+    told = capsys.readouterr().err
+    assert "DGL_HYBRID_ENABLE must be 1, 0, a strategy" in told
+    assert told.count("\n") == 1, told
 
 
 def test_without_the_startup_hook_the_plugin_would_be_left_out(

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch import leftovers, messages
 from dgl_hybrid.launch import machines as machines_module
 from dgl_hybrid.launch.agent import _line, listening_ports, part_environment
@@ -62,6 +63,8 @@ def test_ports_in_use_are_seen_and_not_given_away() -> None:
         assert first in listening_ports()
         assert why_port_unusable("127.0.0.1", first) == f"port {first} of 127.0.0.1 is already in use"
     assert why_port_unusable("127.0.0.1", first) is None
+    with pytest.raises(LaunchError, match="no 100000 free ports in a row were found"):
+        find_free_ports("127.0.0.1", 100_000)
 
 
 def test_addresses() -> None:

@@ -123,8 +123,15 @@ def test_a_workspace_that_cannot_be_written_is_read(tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Path, "open", refuse)
     assert prepare(tmp_path) == first
-    with pytest.raises(PermissionError, match="Permission denied"):
+    with pytest.raises(PartitionError, match=r"workspace .*empty cannot be made.*\(Permission denied\). Name another"):
         prepare(tmp_path / "empty")
+
+
+def test_a_workspace_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for place in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(PartitionError, match=r"workspace .*file.* cannot be made.*with --workspace"):
+            prepare(place)
 
 
 def test_a_damaged_partition_is_written_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -346,7 +346,7 @@ def test_plain_folder_truncated_features(plain: Path) -> None:
     path = plain / "part0" / "node_feat.dgl"
     path.write_bytes(path.read_bytes()[:-5])
     dgl.distributed.load_partition(str(plain / "g.json"), 0)
-    with pytest.raises(PartitionError, match=r"node_feat\.dgl is truncated: its tensors take \d+ bytes"):
+    with pytest.raises(PartitionError, match=r"node_feat\.dgl is truncated: '.*' ends at byte \d+ of \d+"):
         load_partition(plain / "g.json", 0)
 
 
@@ -354,6 +354,23 @@ def test_plain_folder_truncated_structure(plain: Path) -> None:
     path = plain / "part0" / "graph.dgl"
     path.write_bytes(path.read_bytes()[:300])
     with pytest.raises(PartitionError, match=r"graph\.dgl cannot be read by DGL"):
+        load_partition(plain / "g.json", 0)
+
+
+def test_what_dgl_makes_of_a_damaged_structure_is_told(plain: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It checks nothing of what it reads, and ends the process for some files, which no test can try."""
+    (graph,), _ = dgl.load_graphs(str(plain / "part0" / "graph.dgl"))
+    sources, targets = graph.edges(order="eid")
+    beyond = (sources, targets + graph.num_nodes())
+    monkeypatch.setattr(dgl.DGLGraph, "edges", lambda *of, **options: beyond)
+    with pytest.raises(PartitionError, match=r"part0/graph\.dgl: ends of edges must lie in 0\.\.\d+ \(got "):
+        load_partition(plain / "g.json", 0)
+
+    def fail(*args: object) -> None:
+        raise AttributeError("'NoneType' object has no attribute 'contents'")
+
+    monkeypatch.setattr(dgl, "load_graphs", fail)
+    with pytest.raises(PartitionError, match=r"part0/graph\.dgl cannot be read by DGL \('NoneType' object"):
         load_partition(plain / "g.json", 0)
 
 

@@ -26,7 +26,9 @@ def test_budgets_are_read(text: str | int, budget: Budget) -> None:
     assert parse_budget(text) == budget
 
 
-@pytest.mark.parametrize("text", ["", "much", "10 XB", "-5", -5, "%", True, "1e9", "10%%", 0.1, 256e6])
+@pytest.mark.parametrize(
+    "text", ["", "much", "10 XB", "-5", -5, "%", True, "1e9", "10%%", 0.1, 256e6, "9" * 400 + "GB"]
+)
 def test_other_budgets_are_refused(text: str | int) -> None:
     with pytest.raises(ValueError, match=r"budget must be 'auto', 'unlimited', a share .* \(got "):
         HaloConfig(budget=text)

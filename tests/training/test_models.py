@@ -57,6 +57,18 @@ def test_a_job_survives_the_way_to_the_ranks() -> None:
         (TrainConfig, {"epochs": 0}, r"epochs must be at least 1 \(got 0\)"),
         (TrainConfig, {"eval_every": -1}, r"eval_every must not be negative \(got -1\)"),
         (TrainConfig, {"lr": 0.0}, r"lr must be positive and weight_decay not negative \(got 0.0 and"),
+        (TrainConfig, {"lr": float("inf")}, r"\(got inf and 0.0005\), both finite"),
+        (TrainConfig, {"weight_decay": float("inf")}, r"\(got 0.01 and inf\), both finite"),
+        (
+            TrainConfig,
+            {"exchange_timeout_s": 1e18},
+            r"timeout_s must lie in 0.01..1e\+08 seconds \(got 1e\+18\)",
+        ),
+        (
+            TrainConfig,
+            {"exchange_timeout_s": 1e-6},
+            r"timeout_s must lie in 0.01..1e\+08 seconds \(got 1e-06\)",
+        ),
         (TrainConfig, {"dtype": "int8"}, r"unknown dtype \(got 'int8'\); choose one of float32, float64"),
         (TrainConfig, {"seed": -1}, r"seed must lie in 0..2\*\*32-1 \(got -1\)"),
         (TrainConfig, {"seed": 2**32}, r"seed must lie in 0..2\*\*32-1 \(got 4294967296\)"),

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor files of DGL that are not whole are told of before DGL reads them, which may end the process."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from dgl.data.utils import load_tensors, save_tensors
+
+from dgl_hybrid import partition_graph
+from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.tensor_files import check_tensor_file
+from tests.helpers.graphs import power_law
+
+TENSORS = {
+    "_N/feat": torch.arange(60.0).view(20, 3),
+    "_N/label": torch.arange(20),
+    "_N/mask": torch.ones(20, dtype=torch.uint8),
+    "_N/half": torch.ones(20, 2, dtype=torch.float16),
+    "_N/none": torch.ones(0, 4),
+    "_N/größe": torch.tensor([1.0]),
+}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "node_feat.dgl"
+    save_tensors(str(path), TENSORS)
+    return path
+
+
+def test_whole_files_pass(file: Path, tmp_path: Path) -> None:
+    check_tensor_file(file, "")
+    empty = tmp_path / "empty.dgl"
+    save_tensors(str(empty), {})
+    check_tensor_file(empty, "")
+    another = tmp_path / "another.dgl"
+    another.write_bytes(b"of another layout, which DGL may know")
+    check_tensor_file(another, "")
+    assert load_tensors(str(file)).keys() == TENSORS.keys()
+
+
+def test_every_cut_is_told(file: Path) -> None:
+    content = file.read_bytes()
+    for length in range(len(content)):
+        file.write_bytes(content[:length])
+        with pytest.raises(PartitionError, match=r"node_feat\.dgl is truncated.*\. Write it anew"):
+            check_tensor_file(file, "Write it anew")
+
+
+def test_flipped_bits_are_told_or_change_values_alone(file: Path) -> None:
+    content, draw = file.read_bytes(), random.Random(0)
+    told = 0
+    for _ in range(1000):
+        at = draw.randrange(16, len(content))
+        file.write_bytes(content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :])
+        with contextlib.suppress(PartitionError):
+            check_tensor_file(file, "")
+            continue
+        told += 1
+    assert told > 200
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PartitionError, match=r"gone\.dgl cannot be read: No such file"):
+        check_tensor_file(tmp_path / "gone.dgl", "")
+
+
+def test_what_dgl_could_not_write_is_told(tmp_path: Path) -> None:
+    """DGL loses its last buffer without a word, and the manifest would have vouched for the rest."""
+    graph = power_law(400, 1200)
+    graph.ndata["feat"] = torch.rand(400, 200)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    whole = tmp_path / "whole"
+    partition_graph(graph, "g", 1, str(whole), part_method="random")
+    size = (whole / "part0" / "node_feat.dgl").stat().st_size
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 100, before[1]))
+    try:
+        with pytest.raises(PartitionError, match=r"cannot be written: .*node_feat\.dgl is truncated.*is there a quota"):
+            partition_graph(graph, "g", 1, str(tmp_path / "cut"), part_method="random")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not (tmp_path / "cut").exists()

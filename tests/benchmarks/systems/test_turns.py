@@ -21,6 +21,7 @@ SHAKEN = [0.95, 1.05] * 2
 def test_ratios_are_formed_within_rounds() -> None:
     own = [[1.0, 2.0, 1.0], [4.0]]  # whatever slows the machine in a round slows both
     assert ratio_of_turns([[1.1, 2.2, 1.1], [4.4]], own) == pytest.approx(1.1)
+    assert ratio_of_turns([[3.3, 1.1, 2.2]], [[3.0, 1.0, 2.0]]) == pytest.approx(1.1), "of the same round"
     assert ratio_of_turns([[1.0, 3.0], [8.0, 9.0], [1.0]], own) == 1.5, "of rounds that both have had"
 
 

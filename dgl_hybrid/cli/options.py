@@ -126,7 +126,8 @@ def read_config_file(path: Path) -> dict[str, Any]:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+        is_toml = path.suffix.lower() == ".toml"
+        content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=_without_doubles)
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # includes both decoders' errors
@@ -134,7 +135,22 @@ def read_config_file(path: Path) -> dict[str, Any]:
         raise ValueError(f"config file {path} is not valid {kind}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"config file {path} must hold options by name (got {type(content).__name__})")
-    return {name.replace("-", "_"): value for name, value in content.items()}
+    named = [(name.replace("-", "_"), value) for name, value in content.items()]
+    return _without_doubles(named, f"config file {path}: ")
+
+
+def _without_doubles(pairs: Sequence[tuple[str, Any]], where: str = "") -> dict[str, Any]:
+    """Returns a dict of them; of a name that is given twice, JSON would take the last value without a word.
+
+    Raises:
+        ValueError: One is.
+    """
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{where}{name} is given twice")
+        found[name] = value
+    return found
 
 
 def parse_bytes(text: str) -> float:

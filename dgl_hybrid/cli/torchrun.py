@@ -36,12 +36,18 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         ValueError, HybridError: On every rank.
     """
     data, partition, model, strategy, training, options = configs
-    world_size = int(os.environ["WORLD_SIZE"])
+    try:
+        world_size = int(os.environ["WORLD_SIZE"])
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    except ValueError as error:
+        raise ValueError(
+            f"WORLD_SIZE and LOCAL_WORLD_SIZE must be numbers, as torchrun sets them ({error}). Start by torchrun, or "
+            "unset RANK and WORLD_SIZE to train on ranks that this command starts."
+        ) from error
     if partition.ranks is not None and partition.ranks != world_size:
         raise ValueError(
             f"--ranks is {partition.ranks}, but torchrun started {world_size} ranks. Leave out --ranks under torchrun."
         )
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     interface = _find_interface(is_one_host=local_ranks == world_size)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

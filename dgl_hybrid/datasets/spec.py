@@ -56,7 +56,7 @@ def convert_options(spec: DatasetSpec, known: Mapping[str, type]) -> dict[str, i
         spec: Parsed spec.
         known: Type (int, float or bool) of every option of this kind, `COMMON_OPTIONS` aside.
     Raises:
-        DatasetError: unknown option (lists the known ones) or a value of another type.
+        DatasetError: unknown option (lists the known ones), a value of another type, or a negative seed.
     """
     types = {**known, **COMMON_OPTIONS}
     values: dict[str, int | float | bool] = {}
@@ -64,6 +64,8 @@ def convert_options(spec: DatasetSpec, known: Mapping[str, type]) -> dict[str, i
         if key not in types:
             raise DatasetError(f"dataset {spec.text!r}: unknown option {key!r}; known are {', '.join(sorted(types))}")
         values[key] = _convert(spec, key, types[key])
+    if values.get("seed", 0) < 0:
+        raise DatasetError(f"dataset {spec.text!r}: seed must not be negative (got {values['seed']})")
     return values
 
 

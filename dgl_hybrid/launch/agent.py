@@ -61,7 +61,7 @@ from dgl_hybrid.launch.messages import (
 )
 from dgl_hybrid.launch.watch import Watch
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, partition_digest
-from dgl_hybrid.partition.verify import verify_partition
+from dgl_hybrid.partition.verify import find_problems_of_plain_part, verify_partition
 
 TURN_S = 0.05
 LOOK_S = 0.25
@@ -430,7 +430,7 @@ def _problems_of_part(part_config: Path, part_id: int) -> list[str]:
     if not part_config.is_file():
         return [f"the partition config {part_config} does not exist"]
     if not (part_config.parent / MANIFEST_NAME).is_file():
-        return []  # of DGL's own: nobody knows what its files should be
+        return find_problems_of_plain_part(part_config, part_id)
     try:
         verify_partition(part_config, part_id, checksums=False)
     except PartitionError as error:

@@ -13,12 +13,15 @@ from dgl_hybrid.partition.manifest import (
     WRITTEN_OVER_REMEDY,
     Manifest,
     check_file,
+    read_json_object,
     read_manifest,
 )
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
+from dgl_hybrid.partition.tensor_files import check_tensor_file
 
 _logger = logging.getLogger(__name__)
 _REMEDY = "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
+_PLAIN_REMEDY = "Copy the folder again from its source, or partition the graph anew."
 
 
 def verify_partition(
@@ -65,6 +68,40 @@ def verify_partition(
             wanted.add(f"part{part}/{SIDECAR_NAME}")
     for name in sorted(wanted):
         _check_listed(summary, manifest, name, checksum=checksums)
+
+
+def find_problems_of_plain_part(part_config: str | Path, part_id: int) -> list[str]:
+    """Looks for what would keep DistDGL's servers from opening a part that DGL has written. Not collective.
+
+    Their errors name no file, and a feature file that is cut short ends them in the midst of DGL's C++. What else a
+    JSON file may say, which other versions of DGL understand, is not judged.
+
+    Args:
+        part_config: Path of `<graph name>.json`.
+        part_id: The part whose files must be here.
+
+    Returns:
+        In words, one for each file that is missing or damaged.
+    """
+    path = Path(part_config)
+    try:
+        part = read_json_object(path).get(f"part-{part_id}")
+    except PartitionError as error:
+        return [str(error)]
+    problems = []
+    for key in ("part_graph", "node_feats", "edge_feats"):
+        name = part.get(key) if isinstance(part, dict) else None
+        if not isinstance(name, str) or (key == "part_graph" and "part_graph_graphbolt" in part):
+            continue
+        file = path.parent / name
+        if not file.is_file():
+            problems.append(f"{file} is missing, which {path.name} names for part {part_id}. {_PLAIN_REMEDY}")
+        elif key != "part_graph":
+            try:
+                check_tensor_file(file, _PLAIN_REMEDY)
+            except PartitionError as error:
+                problems.append(str(error))
+    return problems
 
 
 def verify_sidecar(summary: PartitionSummary, part_id: int) -> None:

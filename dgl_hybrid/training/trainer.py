@@ -78,11 +78,21 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
     measured: list[Accuracy] = []
     trial_epochs = 0
     first_epoch = 1
+    has_diverged = False
     if run.progress is not None:
         measured.append(run.progress.best)
         first_epoch = run.progress.accuracy.epoch + 1
     for epoch in range(first_epoch, config.epochs + 1):
         epochs.append(run.run_epoch())
+        if not has_diverged and not math.isfinite(epochs[-1].loss):
+            has_diverged = True
+            if run.g.rank() == 0:  # all know: it is the loss of the whole graph
+                _logger.warning(
+                    "the loss of epoch %d is %s: weights are of no use from here on. Train with a smaller --lr (it is %g)",
+                    epoch,
+                    epochs[-1].loss,
+                    config.lr,
+                )
         if loader.is_trying:
             trial_epochs = epoch - first_epoch + 1
         last = epoch == config.epochs

@@ -138,6 +138,8 @@ def test_wrong_bytes(text: str) -> None:
         ('{"epochs": true}', r"epochs must be of type int \(got True\)"),
         ('{"memory_budget": "many"}', "memory_budget must be bytes"),
         ('{"strategy": "foo"}', r"unknown strategy \(got 'foo'\)"),
+        ('{"epochs": 3, "epochs": 4}', "epochs is given twice"),
+        ('{"eval_every": 3, "eval-every": 4}', r"config file .*c\.json: eval_every is given twice"),
     ],
 )
 def test_wrong_config_files(content: str, message: str, tmp_path: Path) -> None:
@@ -145,6 +147,14 @@ def test_wrong_config_files(content: str, message: str, tmp_path: Path) -> None:
     file.write_text(content)
     with pytest.raises(ValueError, match=message):
         resolve(parse("--config", str(file)), train.CONFIGS)
+
+
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
+def test_ranks_that_torchrun_has_not_started(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(name, "abc")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE must be numbers, as torchrun sets them \(invalid .*'abc'\)"):
+        torchrun.train_under_torchrun(resolve(parse(), train.CONFIGS))
 
 
 def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_tiny_and_edgeless(options: str) -> None:
         ("node=3", "unknown option 'node'; known are classes, degree, exponent, features"),
         ("nodes", r"options must look like key=value,key=value \(got 'nodes'\)"),
         ("nodes=3,nodes=4", "option 'nodes' is given twice"),
+        ("seed=-1", r"seed must not be negative \(got -1\)"),
     ],
 )
 def test_wrong_options(options: str, message: str) -> None:

@@ -193,6 +193,14 @@ def test_hosts_whose_ip_configs_differ_do_not_wait_for_each_other(
         assert f"{file} {problem}" in problems[0]
 
 
+def test_a_part_that_is_not_here_is_told_before_anything_starts(tmp_path: Path) -> None:
+    places = {"workspace": str(tmp_path), "part_config": str(tmp_path / "graph.json")}
+    assert find_problems(replace(PREPARE, **places)) == [f"the partition config {tmp_path}/graph.json does not exist"]
+    (tmp_path / "graph.json").write_text('{"part-0": {"part_graph": "part0/graph.dgl"}}')
+    (problem,) = find_problems(replace(PREPARE, **places))
+    assert f"{tmp_path}/part0/graph.dgl is missing, which graph.json names for part 0" in problem
+
+
 def test_rank_0_has_its_store_where_no_server_will_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of other machines on the same host have not begun to."""
     said: list[Message] = []

@@ -17,6 +17,7 @@ import torch
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition import load_partition, partition_graph, read_partition_summary, verify_partition
 from dgl_hybrid.partition.manifest import hash_file, partition_digest
+from dgl_hybrid.partition.verify import find_problems_of_plain_part
 from tests.helpers.graphs import power_law
 
 FILES = ["graph.dgl", "node_feat.dgl", "edge_feat.dgl", "hybrid.safetensors"]
@@ -372,6 +373,46 @@ def test_what_dgl_makes_of_a_damaged_structure_is_told(plain: Path, monkeypatch:
     monkeypatch.setattr(dgl, "load_graphs", fail)
     with pytest.raises(PartitionError, match=r"part0/graph\.dgl cannot be read by DGL \('NoneType' object"):
         load_partition(plain / "g.json", 0)
+
+
+@pytest.mark.parametrize("key", ["part_graph", "node_feats", "edge_feats"])
+def test_what_servers_could_not_open_of_a_plain_part(key: str, plain: Path) -> None:
+    """All of a job was started, to end in the midst of DGL; that of other machines need not be here."""
+    config = plain / "g.json"
+    assert find_problems_of_plain_part(config, 1) == []
+    file = plain / json.loads(config.read_text())["part-1"][key]
+    file.unlink()
+    (problem,) = find_problems_of_plain_part(config, 1)
+    assert problem.startswith(f"{file} is missing, which g.json names for part 1. Copy the folder again")
+    assert find_problems_of_plain_part(config, 0) == []
+
+
+def test_features_of_a_plain_part_that_are_cut_short(plain: Path) -> None:
+    file = plain / "part1" / "node_feat.dgl"
+    file.write_bytes(file.read_bytes()[:-1])
+    (problem,) = find_problems_of_plain_part(plain / "g.json", 1)
+    assert problem.startswith(f"{file} is truncated")
+    file.unlink()
+    (plain / "part1" / "edge_feat.dgl").unlink()
+    assert len(find_problems_of_plain_part(plain / "g.json", 1)) == 2
+
+
+def test_what_other_versions_of_dgl_may_name_is_not_judged(plain: Path) -> None:
+    """Such jobs must run as before."""
+    config = plain / "g.json"
+    content = json.loads(config.read_text())
+    content["node_map"] = "a file of its own"
+    (plain / content["part-1"]["part_graph"]).unlink()
+    content["part-1"]["part_graph_graphbolt"] = "part1/fused_csc_sampling_graph.pt"
+    config.write_text(json.dumps(content))
+    assert find_problems_of_plain_part(config, 1) == []
+    for entry in (None, [], {"node_feats": None}):
+        content["part-1"] = entry
+        config.write_text(json.dumps(content))
+        assert find_problems_of_plain_part(config, 1) == []
+    config.write_text("{")
+    (problem,) = find_problems_of_plain_part(config, 1)
+    assert "g.json is not valid JSON" in problem
 
 
 def test_plain_folder_parts_swapped(plain: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import re
 import sys
@@ -215,6 +216,33 @@ def test_nan_features_of_one_part(tmp_path: Path, dataset: GraphDataset) -> None
     dgl_hybrid.partition_graph(graph, "g", 3, tmp_path / "3")
     errors = run_ranks_expect_errors(3, run_job, make_job(tmp_path, 3).to_json())
     expect_everywhere(errors, "DatasetError", r"feat of part \d of g.json must be finite \(got NaN or infinity in 1 of")
+
+
+def run_and_listen(rank: int, world_size: int, record: dict[str, Any]) -> tuple[list[float | None], list[str]]:
+    """Trains; returns the losses and what the trainer warns of."""
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda entry: told.append(entry.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(trainer.__name__)
+    logger.addHandler(handler)
+    try:
+        report = run_job(rank, world_size, record, is_probed=False)
+    finally:
+        logger.removeHandler(handler)
+    return [epoch["loss"] for epoch in report["epochs"]], told
+
+
+def test_diverging_is_told_once(folder: Path) -> None:
+    """A run whose loss was not a number any more went on to its end without a word."""
+    found = run_ranks(2, run_and_listen, make_job(folder, 2, lr=1e200).to_json())
+    losses = found[0][0]
+    first = losses.index(None) + 1
+    assert 1 < first < len(losses)
+    (warning,) = found[0][1]
+    assert f"the loss of epoch {first} is " in warning
+    assert "a smaller --lr (it is 1e+200)" in warning
+    assert found[1] == (losses, []), "ranks other than 0 repeat it"
+    assert run_ranks(2, run_and_listen, make_job(folder, 2).to_json())[0][1] == []
 
 
 def test_labels_past_the_number_of_classes(folder: Path) -> None:

@@ -37,7 +37,7 @@ from benchmarks.systems.grid import OURS, PEERS, Cell
 from benchmarks.systems.job import SKIPS_LARGEST, Job
 from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, USUAL, Line, now, spread
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
-from benchmarks.systems.turns import are_known
+from benchmarks.systems.turns import are_known, balanced_orders
 
 WARMUP_LIMIT = 300
 """Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 216."""
@@ -493,17 +493,20 @@ def network_of(cell: Cell) -> Iterator[tuple[EmulatedNetwork | None, float | Non
 
 
 def order_of_turns(entries: Sequence[_Entry], number: int) -> list[_Entry]:
-    """Returns in which order systems have their turns in a round; who comes after whom matters.
+    """Returns in which order systems have their turns in a round, -1 the first; who comes after whom matters.
 
-    Those that share processes come first, so that one of them, each round another one, comes after a system of others.
-    Another one begins in each round, and every other round goes backwards.
+    Those that share processes come first, so that one of them, each round another one, comes after a system of others,
+    and none of them more often after one that leaves its mark on processes. Of the others another one begins in each
+    round, and every other round goes backwards.
     """
-    order: list[_Entry] = []
-    for shares in (True, False):
-        group = [entry for entry in entries if (len(entry.unit) > 1) == shares]
-        step = -1 if number % 2 else 1
-        order += [group[(number + step * place) % len(group)] for place in range(len(group))]
-    return order
+    sharing = [entry for entry in entries if len(entry.unit) > 1]
+    others = [entry for entry in entries if len(entry.unit) == 1]
+    places = balanced_orders(len(sharing), number + 2)[-1] if sharing else ()
+    step = -1 if number % 2 else 1
+    return [
+        *(sharing[place] for place in places),
+        *(others[(number + step * place) % len(others)] for place in range(len(others))),
+    ]
 
 
 def units_of(systems: Sequence[str]) -> list[Unit]:

@@ -88,9 +88,11 @@ def find_problems_of_plain_part(part_config: str | Path, part_id: int) -> list[s
         part = read_json_object(path).get(f"part-{part_id}")
     except PartitionError as error:
         return [str(error)]
+    if not isinstance(part, dict):
+        return []
     problems = []
     for key in ("part_graph", "node_feats", "edge_feats"):
-        name = part.get(key) if isinstance(part, dict) else None
+        name = part.get(key)
         if not isinstance(name, str) or (key == "part_graph" and "part_graph_graphbolt" in part):
             continue
         file = path.parent / name

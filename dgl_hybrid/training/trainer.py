@@ -88,7 +88,7 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
             has_diverged = True
             if run.g.rank() == 0:  # all know: it is the loss of the whole graph
                 _logger.warning(
-                    "the loss of epoch %d is %s: weights are of no use from here on. Train with a smaller --lr (it is %g)",
+                    "the loss of epoch %d is %s: weights are of no use from here on. Try a smaller --lr (it is %g)",
                     epoch,
                     epochs[-1].loss,
                     config.lr,

@@ -129,9 +129,9 @@ def test_every_strategy_comes_after_a_system_of_others_once() -> None:
     orders = [[entry.system for entry in measure.order_of_turns(entries, number)] for number in range(-1, 5)]
     assert all(sorted(order) == sorted([*unit, "dgl", "sar"]) for order in orders)
     assert all(set(order[:4]) == set(unit) for order in orders)
-    assert [order[0] for order in orders[1:]] == ["hybrid", "depcache", "depcomm", "neutronstar", "hybrid"]
+    assert {order[0] for order in orders[1:]} == set(unit)
     after = {(order[place], order[place + 1]) for order in orders for place in range(5)}
-    assert {("hybrid", "depcache"), ("depcache", "hybrid"), ("dgl", "sar"), ("sar", "dgl")} <= after
+    assert {("dgl", "sar"), ("sar", "dgl")} <= after
 
 
 def test_as_many_wait_as_there_is_room_for_while_they_train(fake_bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_strategies_take_turns_in_the_same_processes(fake_bench: Bench) -> None:
     assert turns[first : first + 6] == ["hybrid", "check", "forget_peak", "epochs", "epochs", "peak"]
     stays = " ".join(turns[first + 1 :])
     assert "hybrid epochs forget_peak epochs epochs peak" in stays
-    assert "hybrid epochs epochs peak" in stays, "where it was the last one, too, it goes on"
+    assert "hybrid epochs epochs peak" not in stays, "nobody follows itself"
     # All have one epoch in each turn that is not counted, beside those of the turn.
     assert FakeTeam.made[1].orders[-3:] == ["epochs", "epochs", "peak"]
     # The most that either rank held in any turn, which here is the first.

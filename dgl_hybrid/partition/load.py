@@ -14,12 +14,12 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.ops.cpu.memory import unmap_read_files_in
+from dgl_hybrid.partition.dgl_files import check_graph_file, check_tensor_file
 from dgl_hybrid.partition.edge_lists import StoredLists
 from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.partition.split import counts_to_offsets, expand_ranges
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
-from dgl_hybrid.partition.tensor_files import check_tensor_file
 from dgl_hybrid.partition.verify import verify_partition
 
 _logger = logging.getLogger(__name__)
@@ -145,6 +145,7 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
 
 
 def _load_dgl_graph(path: Path) -> dgl.DGLGraph:
+    check_graph_file(path, _REMEDY)  # DGL may end the process at one that is cut short
     try:
         graphs, _ = dgl.load_graphs(str(path))
         graph = graphs[0]

@@ -7,6 +7,7 @@ import logging
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
+from dgl_hybrid.partition.dgl_files import check_graph_file, check_tensor_file
 from dgl_hybrid.partition.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
@@ -17,7 +18,6 @@ from dgl_hybrid.partition.manifest import (
     read_manifest,
 )
 from dgl_hybrid.partition.summary import PartitionSummary, read_partition_summary
-from dgl_hybrid.partition.tensor_files import check_tensor_file
 
 _logger = logging.getLogger(__name__)
 _REMEDY = "Copy the folder again from its source, or write it anew with dgl_hybrid.partition_graph."
@@ -73,7 +73,7 @@ def verify_partition(
 def find_problems_of_plain_part(part_config: str | Path, part_id: int) -> list[str]:
     """Looks for what would keep DistDGL's servers from opening a part that DGL has written. Not collective.
 
-    Their errors name no file, and a feature file that is cut short ends them in the midst of DGL's C++. What else a
+    Their errors name no file, and one that is cut short ends them in the midst of DGL's C++. What else a
     JSON file may say, which other versions of DGL understand, is not judged.
 
     Args:
@@ -98,9 +98,9 @@ def find_problems_of_plain_part(part_config: str | Path, part_id: int) -> list[s
         file = path.parent / name
         if not file.is_file():
             problems.append(f"{file} is missing, which {path.name} names for part {part_id}. {_PLAIN_REMEDY}")
-        elif key != "part_graph":
+        else:
             try:
-                check_tensor_file(file, _PLAIN_REMEDY)
+                (check_graph_file if key == "part_graph" else check_tensor_file)(file, _PLAIN_REMEDY)
             except PartitionError as error:
                 problems.append(str(error))
     return problems

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.partition.assign import assign_nodes, check_method, check_num_parts
+from dgl_hybrid.partition.dgl_files import check_graph_file, check_tensor_file
 from dgl_hybrid.partition.manifest import (
     MANIFEST_NAME,
     SIDECAR_NAME,
@@ -42,7 +43,6 @@ from dgl_hybrid.partition.rights import umask
 from dgl_hybrid.partition.sidecar import Sidecar, write_sidecar
 from dgl_hybrid.partition.signals import ending_signals_raise, ending_signals_wait
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
-from dgl_hybrid.partition.tensor_files import check_tensor_file
 
 _logger = logging.getLogger(__name__)
 
@@ -462,8 +462,13 @@ def _save_data(path: Path, prefix: str, data: Mapping[str, Tensor], rows: Tensor
     reserved = (dgl.NID, dgl.EID, "inner_node", "inner_edge")
     kept = {f"{prefix}/{name}": tensor.cpu()[rows] for name, tensor in data.items() if name not in reserved}
     save_tensors(str(path), kept)
+    _check_written(path, check_tensor_file)
+
+
+def _check_written(path: Path, check: Callable[[Path, str], None]) -> None:
+    """Looks whether DGL has written all of it, which does not look itself."""
     try:
-        check_tensor_file(path, "DGL has not told of an error as it wrote it: is there a quota, or another limit?")
+        check(path, "DGL has not told of an error as it wrote it: is there a quota, or another limit?")
     except PartitionError as error:
         raise OSError(str(error)) from None
 
@@ -479,6 +484,7 @@ def _save_structure(
     structure.ndata["part_id"] = torch.searchsorted(ids.node_offsets, part.nodes, right=True) - 1
     # DGL's own writer casts these fields to the dtypes DistGraph servers share in memory.
     dgl_partition._save_graphs(str(path), [structure], formats=graph_formats)
+    _check_written(path, check_graph_file)
 
 
 def _move_into_place(staging: Path, target: Path, graph_name: str) -> None:

@@ -354,7 +354,7 @@ def test_plain_folder_truncated_features(plain: Path) -> None:
 def test_plain_folder_truncated_structure(plain: Path) -> None:
     path = plain / "part0" / "graph.dgl"
     path.write_bytes(path.read_bytes()[:300])
-    with pytest.raises(PartitionError, match=r"graph\.dgl cannot be read by DGL"):
+    with pytest.raises(PartitionError, match=r"graph\.dgl is truncated"):
         load_partition(plain / "g.json", 0)
 
 
@@ -387,8 +387,9 @@ def test_what_servers_could_not_open_of_a_plain_part(key: str, plain: Path) -> N
     assert find_problems_of_plain_part(config, 0) == []
 
 
-def test_features_of_a_plain_part_that_are_cut_short(plain: Path) -> None:
-    file = plain / "part1" / "node_feat.dgl"
+@pytest.mark.parametrize("name", ["node_feat.dgl", "graph.dgl"])
+def test_files_of_a_plain_part_that_are_cut_short(name: str, plain: Path) -> None:
+    file = plain / "part1" / name
     file.write_bytes(file.read_bytes()[:-1])
     (problem,) = find_problems_of_plain_part(plain / "g.json", 1)
     assert problem.startswith(f"{file} is truncated")

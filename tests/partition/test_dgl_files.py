@@ -81,9 +81,11 @@ def test_cuts_of_graphs_are_told(num_graphs: int, labels: dict[str, torch.Tensor
         file.write_bytes(content[:length])
         with pytest.raises(PartitionError, match=r"graph\.dgl is truncated.*\. Write it anew"):
             check_graph_file(file, "Write it anew")
-    file.write_bytes(content + b"and on")
-    with pytest.raises(PartitionError, match="does not end as DGL ends a file"):
-        check_graph_file(file, "")
+    another_start = content[:4096] + bytes([content[4096] ^ 8]) + content[4097:]
+    for damaged in (content + b"and on", another_start):
+        file.write_bytes(damaged)
+        with pytest.raises(PartitionError, match="does not end as DGL ends a file"):
+            check_graph_file(file, "")
 
 
 def test_graphs_of_another_layout_pass(tmp_path: Path) -> None:

@@ -73,8 +73,8 @@ def verify_partition(
 def find_problems_of_plain_part(part_config: str | Path, part_id: int) -> list[str]:
     """Looks for what would keep DistDGL's servers from opening a part that DGL has written. Not collective.
 
-    Their errors name no file, and one that is cut short ends them in the midst of DGL's C++. What else a
-    JSON file may say, which other versions of DGL understand, is not judged.
+    Their errors name no file, and one that is cut short ends them in the midst of DGL's C++. What else a JSON file may
+    say, which other versions of DGL understand, is not judged.
 
     Args:
         part_config: Path of `<graph name>.json`.

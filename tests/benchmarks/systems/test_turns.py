@@ -39,7 +39,7 @@ def test_disturbed_rounds_do_not_decide() -> None:
 
 @pytest.mark.parametrize(("count", "spread"), [(1, 0), (2, 1), (3, 2), (4, 1)])
 def test_each_comes_after_each_other_one_as_often(count: int, spread: int) -> None:
-    """NeutronStar's plan never came after everything cached, and hybrid's every other time."""
+    """Hybrid came after everything cached every other time, the others every fourth."""
     rounds = balanced_orders(count, 21)
     assert rounds[:6] == balanced_orders(count, 6)
     assert all(sorted(order) == list(range(count)) for order in rounds)

@@ -26,9 +26,9 @@ def balanced_orders(count: int, num_rounds: int) -> tuple[tuple[int, ...], ...]:
     """Returns in which order some few take turns, round by round: each comes after each other one as often as any.
 
     What trained before may leave its mark on processes: in some of them epochs were a sixth longer, turn after turn,
-    where the plan before had cached everything. Designs of experiments call that carry-over, and balance it (E. J. Williams,
-    Australian Journal of Scientific Research A2, 1949); here, also from one round to the next, and nobody follows
-    itself.
+    where the plan before had cached everything. Designs of experiments call that carry-over, and balance it
+    (E. J. Williams, Australian Journal of Scientific Research A2, 1949); here, also from one round to the next, and
+    nobody follows itself.
 
     Args:
         count: How many there are, at least one; all their orders are looked at, for each round.

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import glob
+import inspect
 import itertools
 import json
 import logging
@@ -45,9 +46,6 @@ from dgl_hybrid.partition.signals import ending_signals_raise, ending_signals_wa
 from dgl_hybrid.partition.split import PartStructure, Renumbering, cut_part, renumber
 
 _logger = logging.getLogger(__name__)
-
-_dgls_own_partition_graph = dgl_partition.partition_graph
-"""Taken before the plugin can be on: with it on, the name leads to `partition_graph` below, which would begin again."""
 
 _PART_FILES = (
     *("graph.dgl", "node_feat.dgl", "edge_feat.dgl", SIDECAR_NAME),
@@ -248,6 +246,9 @@ def _write_heterograph(
 ) -> IdMapping | None:
     """Lets DGL write it: full-graph training does not read heterographs yet, sampled training does."""
     check_num_parts(num_parts, int(g.num_nodes()))
+    # With the plugin on, the name leads to `partition_graph` above, which would begin again; this module may have been
+    # imported before or after.
+    write = inspect.unwrap(dgl_partition.partition_graph)
     # Nothing else of it draws, and what does not draw leaves the script's own draws as they are.
     is_drawn = options["part_method"] == "random" and num_parts > 1
     try:
@@ -255,9 +256,7 @@ def _write_heterograph(
             _seeded(seed) if is_drawn else contextlib.nullcontext(),
             captured_output("dgl.distributed.partition_graph"),
         ):
-            mapping: IdMapping | None = _dgls_own_partition_graph(
-                g, graph_name, num_parts, str(folder), return_mapping=True, **options
-            )
+            mapping: IdMapping | None = write(g, graph_name, num_parts, str(folder), return_mapping=True, **options)
     except (IndexError, KeyError, TypeError, AssertionError, dgl.DGLError) as error:
         # KeyError: no vertex was drawn for the last part; TypeError: METIS returned nothing.
         if _is_of_files(error):

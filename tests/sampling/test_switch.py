@@ -91,6 +91,27 @@ def test_the_plugin_may_be_what_imports_dgl(first: str) -> None:
     assert ran.stdout == "True\n", ran.stderr[-2000:]
 
 
+@pytest.mark.parametrize("how", ["by the environment", "by a call", "after an import"])
+def test_a_process_that_had_the_plugin_on_from_the_start_partitions_heterographs(how: str, tmp_path: Path) -> None:
+    """Where what lets DGL write them is imported only when the hook is there, DGL's name leads to the hook."""
+    first = {
+        "by the environment": "",
+        "by a call": "import dgl_hybrid\ndgl_hybrid.enable()",
+        "after an import": "from dgl_hybrid import partition_graph\nimport dgl_hybrid\ndgl_hybrid.enable()",
+    }[how]
+    ran = run_python(
+        f"""{first}
+import dgl, torch
+ring = torch.arange(40)
+graph = dgl.heterograph({{("a", "x", "b"): (ring, ring), ("b", "y", "a"): (ring, ring.roll(1))}})
+dgl.distributed.partition_graph(graph, "h", 2, {str(tmp_path / "parts")!r}, part_method="random")
+""",
+        **({"DGL_HYBRID_ENABLE": "1"} if how == "by the environment" else {}),
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert (tmp_path / "parts" / "h.json").is_file()
+
+
 def test_servers_can_be_asked_before_anything_is_said_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a process that was connected while the plugin had never been on in it."""
     done = list[str]()

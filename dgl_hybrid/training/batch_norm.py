@@ -60,7 +60,7 @@ def distributed_batch_norm(
         x: (n, F) floating: rows this rank owns and replicas, in any order; n may be 0. Or (n, F, …), of which the
             statistics are over the dimensions after F, too (attention's rows: over the columns of each head).
         owned_mask: (n,) bool: the rows this rank owns. Every vertex must be owned by exactly one rank.
-        running_mean: (F,) or None: updated in place when training, to the same bits on every rank.
+        running_mean: (F,) or None: updated in place when training, to the same bits on every rank if it was alike.
         running_var: (F,) or None: likewise, with the unbiased variance.
         weight: (F,) or None.
         bias: (F,) or None.
@@ -93,9 +93,7 @@ def distributed_batch_norm(
         x_NF, owned_mask = x_NVF.flatten(0, 1), owned_mask.repeat_interleave(per_vertex)
     # Half precision is widened as F.batch_norm does inside: sums and the scale need the digits.
     wide_NF = x_NF if x_NF.dtype in (torch.float32, torch.float64) else x_NF.float()
-    mean, var, count = _statistics(
-        wide_NF.detach(), owned_mask, running_mean, communicator, num_vertices, per_vertex, why_not
-    )
+    mean, var, count = _statistics(wide_NF.detach(), owned_mask, communicator, num_vertices, per_vertex, why_not)
     with torch.no_grad():
         if running_mean is not None:
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
@@ -111,7 +109,6 @@ def distributed_batch_norm(
 def _statistics(
     x_NF: Tensor,
     owned_mask: Tensor,
-    running_mean: Tensor | None,
     communicator: Communicator | None,
     num_vertices: int | None,
     per_vertex: int,
@@ -121,8 +118,10 @@ def _statistics(
 
     There are `per_vertex` rows of each vertex.
 
-    Sums of squares about a far-off point lose digits, so each rank takes its own mean and variance first, and what is
-    added up refers to the running mean (near the mean, and the same on every rank), in float64.
+    Sums of squares about a far-off point lose digits, so each rank takes its own mean and variance first, in float64,
+    and these are put together by rank (Chan, Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for
+    Computing Sample Variances", 1979), in the same order on each. Sums about the running mean would need no rank's own,
+    but that may differ by rank, where each has trained by itself before.
     """
     num_features = x_NF.shape[1]
     owned_N1 = owned_mask.unsqueeze(1).to(x_NF.dtype)
@@ -136,12 +135,13 @@ def _statistics(
     for rows, work in _chunks(x_NF):
         squares += torch.sub(x_NF[rows], centre, out=work).square_().mul_(owned_N1[rows]).sum(0)
     # About `centre`, the rounded mean: exact up to the square of a rounding error.
-    shift = own_mean if running_mean is None else own_mean - running_mean.detach().double()
     counts = torch.stack([num_owned, torch.full_like(num_owned, why_not is not None)])
-    totals = torch.cat([num_owned * shift, squares + num_owned * shift * shift, counts])
-    if communicator is not None:
-        communicator.sum_(totals)
-    count, num_not = (int(value) for value in totals[-2:])
+    of_ranks = torch.cat([own_mean, squares, counts]).unsqueeze(0)
+    if communicator is not None and communicator.world_size > 1:
+        own, of_ranks = of_ranks, of_ranks.new_zeros(communicator.world_size, of_ranks.shape[1])
+        of_ranks[communicator.rank] = own[0]
+        communicator.sum_(of_ranks)
+    count, num_not = (int(value) for value in of_ranks[:, -2:].sum(0))
     if num_not:
         raise BlockError(
             why_not
@@ -158,9 +158,9 @@ def _statistics(
         )
     if count < 2:
         raise ValueError(f"batch norm needs at least 2 values of a feature in training (got {count} over all ranks)")
-    shift, square = totals[:num_features] / count, totals[num_features:-2] / count
-    mean = shift if running_mean is None else shift + running_mean.detach().double()
-    return mean, (square - shift * shift).clamp_(min=0.0), count
+    means, squares, owned_P1 = of_ranks[:, :num_features], of_ranks[:, num_features:-2], of_ranks[:, -2:-1]
+    mean = (means * owned_P1).sum(0) / count
+    return mean, (squares + owned_P1 * (means - mean).square_()).sum(0) / count, count
 
 
 class _Normalise(torch.autograd.Function):

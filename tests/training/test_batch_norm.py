@@ -334,3 +334,30 @@ def test_of_several_dimensions_replicas_take_no_part_in_the_statistics() -> None
     mean, var = of_owned.mean(0), of_owned.var(0, unbiased=False)
     expected = (x - mean.view(3, 1)) / torch.sqrt(var.view(3, 1) + 1e-5)
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+def norm_from_other_statistics(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    communicator = create_communicator()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    own = x.tensor_split(world_size)[rank].clone().requires_grad_()
+    running_mean = torch.full((3,), torch.nan if rank == 0 else 2.0 * rank, dtype=torch.float64)
+    is_owned = torch.ones(len(own), dtype=torch.bool)
+    out = distributed_batch_norm(own, is_owned, running_mean, None, training=True, communicator=communicator)
+    (out * out * torch.arange(3)).sum().backward()
+    assert own.grad is not None
+    return out.detach(), own.grad
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_running_statistics_of_ranks_may_differ(world_size: int) -> None:
+    """After each has trained by itself before. Each rank's own were what its sums referred to: results were wrong by
+    what they differed, and no training brought them together.
+    """
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 5
+    x.requires_grad_()
+    out = F.batch_norm(x, None, None, training=True)
+    (out * out * torch.arange(3)).sum().backward()
+    assert x.grad is not None
+    results = run_ranks(world_size, norm_from_other_statistics)
+    torch.testing.assert_close(torch.cat([out for out, _ in results]), out.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(torch.cat([grad for _, grad in results]), x.grad, rtol=1e-12, atol=1e-12)

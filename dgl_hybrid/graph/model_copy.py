@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from dgl.distributed import DistGraph, DistTensor, PartitionPolicy
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -35,6 +37,27 @@ def copy_of(model: ModelT) -> ModelT:
     """
     with _shared_by_copies(_ON_SERVERS), _copied_without_graphs():
         return copy.deepcopy(model)
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
+    """While copies of a model run: they may call parts of the model itself, by functions that it holds
+    (`activation=lambda h: self.norm(h)`), which are not copied. Gradients and running statistics are put back after it.
+    """
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    buffers = [(x, x.clone()) for norm in norms for x in norm.buffers(recurse=False) if not is_lazy(x)]
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        with torch.no_grad():
+            for buffer, before in buffers:
+                if not torch.equal(buffer, before):  # PyTorch's batch norm does not count its writes
+                    buffer.copy_(before)
 
 
 @contextlib.contextmanager

@@ -344,6 +344,10 @@ class _Timer:
         if losses:
             torch.autograd.backward(losses)
         if self._optimizer is not None:
+            # Adam takes none of a sparse table; whose optimizer takes them touches the rows that were read.
+            for parameter in self._parameters:
+                if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                    parameter.grad = None
             self._optimizer.step()
         wait_for_device(self.device)
 

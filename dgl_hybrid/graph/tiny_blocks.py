@@ -120,8 +120,20 @@ def build_blocks_like(
         indices = torch.cat([indices, torch.full((spare,), num_dst - 1)])
         layers.append(_structure_of_one_rank(structure.layer, num_held, indptr_of(counts), indices))
     degrees = torch.bincount(layers[0].indices, minlength=sizes[0]).clamp(min=1)
-    blocks = _blocks_of_one_rank(tuple(layers), tuple(sizes), out_degrees=degrees)
-    return blocks, sizes, [layer.num_edges for layer in layers]
+    num_edges = [layer.num_edges for layer in layers]
+    blocks = _blocks_of_one_rank(
+        tuple(layers),
+        tuple(sizes),
+        out_degrees=degrees,
+        rows_global=_repeated(sets.rows_global, sizes[0]),
+        edge_ids=tuple(_repeated(ids.wide(), count) for ids, count in zip(sets.edge_ids, num_edges, strict=True)),
+    )
+    return blocks, sizes, num_edges
+
+
+def _repeated(ids: Tensor, count: int) -> Tensor:
+    """So many of these ids, from the first on again when all are taken: a model may look its rows up in a table."""
+    return ids[torch.arange(count) % len(ids)] if len(ids) else torch.zeros(count, dtype=torch.int64)
 
 
 def build_block_of(indptr: Tensor, sources: Tensor) -> LayerBlock:
@@ -162,14 +174,21 @@ def _structure_of_one_rank(layer: int, num_held: int, indptr: Tensor, sources: T
 
 
 def _blocks_of_one_rank(
-    layers: tuple[LayerStructure, ...], sizes: tuple[int, ...], *, out_degrees: Tensor
+    layers: tuple[LayerStructure, ...],
+    sizes: tuple[int, ...],
+    *,
+    out_degrees: Tensor,
+    rows_global: Tensor | None = None,
+    edge_ids: tuple[Tensor, ...] | None = None,
 ) -> list[LayerBlock]:
+    if edge_ids is None:
+        edge_ids = (torch.arange(max(layer.num_edges for layer in layers)),) * len(layers)
     sets = LevelSets(
-        rows_global=torch.arange(sizes[0]),
+        rows_global=torch.arange(sizes[0]) if rows_global is None else rows_global,
         sizes=sizes,
         owned=torch.ones(sizes[0], dtype=torch.bool),
         layers=layers,
-        edge_ids=(NarrowIds(torch.arange(max(layer.num_edges for layer in layers))),) * len(layers),
+        edge_ids=tuple(map(NarrowIds, edge_ids)),
         num_borrowed=0,
     )
     return build_layer_blocks(

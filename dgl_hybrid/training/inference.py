@@ -17,7 +17,7 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.call_template import CallTemplate, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.graph.model_copy import without_ddp
+from dgl_hybrid.graph.model_copy import left_as_it_was, without_ddp
 from dgl_hybrid.graph.rows_apart import check_rows_apart
 from dgl_hybrid.training import session
 from dgl_hybrid.training.dist_graph import TransportName
@@ -132,7 +132,7 @@ def _check_once(model: nn.Module, loader: FullGraphLoader, blocks: list[LayerBlo
     # Ranks may have models that were made at different times: rank 0 looks at its own, so it decides.
     if communicator.broadcast_json(model in _checked):
         return
-    with communicator.agreed(), session.paused():
+    with communicator.agreed(), session.paused(), left_as_it_was(model):
         if communicator.rank == 0:
             try:
                 template = CallTemplate.of_call((blocks, x), {}, blocks, loader.prefetch.shapes(loader.graph))

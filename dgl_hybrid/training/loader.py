@@ -48,7 +48,7 @@ from dgl_hybrid.training.partitioned_graph import PartitionedGraph, as_partition
 from dgl_hybrid.training.plan_blocks import BlockBuilder, Layout, PlanBlocks
 from dgl_hybrid.training.plan_choice import PlanChoice
 from dgl_hybrid.training.plan_trials import SHARE
-from dgl_hybrid.training.planning import PlanMaker, PlanOutcome
+from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError
 from dgl_hybrid.training.prefetch import Prefetch
 from dgl_hybrid.training.seen_calls import SeenCalls
 from dgl_hybrid.training.step import Step
@@ -303,7 +303,15 @@ class FullGraphLoader:
                 template = CallTemplate.of_convention(
                     g.ndata, self.prefetch.shapes(g), self._runs_on.type, is_static=self._runs_on == self.device
                 )
-            self._follow(self._choice.plan(model, template))
+            try:
+                outcome = self._choice.plan(model, template)
+            except TraceError as error:
+                raise TraceError(
+                    f"{error}. Called was model(blocks, x), with x like the field that prefetch_node_feats names, or "
+                    f"one of a usual name. Name the field there; where the script calls its model otherwise, leave "
+                    f"`model=` out: the first epoch shows how."
+                ) from error
+            self._follow(outcome)
         else:
             if config.memory_budget_bytes is not None and self.communicator.rank == 0:
                 _logger.warning(
@@ -492,6 +500,10 @@ class FullGraphLoader:
             f"{self.communicator.world_size}, {exchange})"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullGraphLoader:
+        """A copy of a model that holds its loader holds this one, as one that holds its graph does."""
+        return self
+
     def __iter__(self) -> Iterator[Batch]:
         """Yields the epoch's only batch. Collective: every rank iterates.
 
@@ -538,7 +550,12 @@ class FullGraphLoader:
             step.is_left = True
             self._note_epoch(step, start_ns)
             raise
-        step.is_over = True  # its blocks may be held for longer
+        # Its blocks may be held for longer. Who has not used any takes the batch out of the loop (`list(loader)`), as
+        # by `next`, to train on it now.
+        if step.runs_on is None:
+            step.is_left = True
+        else:
+            step.is_over = True
         self.communicator.settle()  # stale rows of this epoch travelled until here
         self._note_epoch(step, start_ns)
         if is_first:

@@ -84,8 +84,16 @@ def check_reduction(reduction: str, denominator: float | None) -> None:
     """Checks what a script says of its loss.
 
     Raises:
-        ValueError: Another reduction than those there are, or a denominator of a sum.
+        ValueError: Another reduction than those there are, a denominator of a sum, or one that is no number.
     """
+    try:
+        float(0.0 if denominator is None else denominator)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = f"a tensor of shape {tuple(denominator.shape)}" if isinstance(denominator, Tensor) else repr(denominator)
+        raise ValueError(
+            f"loss_denominator must be a number, what the mean divides by on this rank: class_weights[labels].sum(), "
+            f"say (got {kind})"
+        ) from error
     if reduction not in REDUCTIONS:
         raise ValueError(
             f"loss_reduction must be one of {', '.join(REDUCTIONS)} (got {reduction!r}): how the script reduces its "

@@ -19,6 +19,7 @@ from dgl_hybrid.exchange.partial_sums import MIN_SAVING, count_least_rows
 from dgl_hybrid.exchange.problem import build_plan_problem
 from dgl_hybrid.exchange.row_codecs import is_encoded
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.model_copy import left_as_it_was
 from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.graph.op_rates import InEdgeSum
 from dgl_hybrid.graph.trace import TraceResult, trace_model
@@ -227,7 +228,7 @@ class PlanMaker:
         """
         communicator = self._graph.communicator
         traced: TraceResult | None = None
-        with communicator.agreed(), session.paused():
+        with communicator.agreed(), session.paused(), left_as_it_was(model):
             if communicator.rank != 0:
                 # The first optimizer or disabled function imports it, a second of work that rank 0 does here, too: the
                 # others would begin with it when that is done.
@@ -386,7 +387,7 @@ class PlanMaker:
         communicator.barrier()
         times: list[ModelTimes] | None = None
         together = TimedEpochs(communicator)
-        with session.paused():
+        with session.paused(), left_as_it_was(model):
             try:
                 times = time_model(
                     model,

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from dgl import DGLError
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import checkpoint
@@ -274,20 +275,21 @@ class _Session:
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
         if _is_in_backward():
-            return self._weighted(output, module, step, weighed) if module in step.called_without_grad else None
+            if not any(ctx in step.unweighted_functions for ctx in _functions_that_run("backward")):
+                return None
+            if torch.is_grad_enabled():
+                return self._weighted(output, module, step, weighed)
+            step.unweighted_functions.update(_functions_that_run("forward"))  # of a checkpoint inside a checkpoint
+            return None
         if torch.is_grad_enabled():
             for used in weighed:
                 used.was_trained = True
             _notice_backward(output, weighed)
         else:
-            step.called_without_grad.add(module)
+            step.unweighted_functions.update(_functions_that_run("forward"))
         if step.on_call is not None and step.last_block_used:
             step.on_call(module, args, kwargs)
-        weighted = self._weighted(output, module, step, weighed)
-        if torch.is_grad_enabled():
-            # What a reentrant checkpoint in it repeats was weighted here, whoever has looked at a part of it before.
-            step.called_without_grad -= set(module.modules())
-        return weighted
+        return self._weighted(output, module, step, weighed)
 
     def _weigh(self) -> LossWeight | None:
         """Returns the weight of a loss that the outermost call backs itself, None if it has used no last block."""
@@ -460,6 +462,18 @@ def stop() -> None:
 
 def _is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _functions_that_run(method: str) -> Iterator[Any]:
+    """Yields the contexts of the autograd functions whose `forward` or `backward` is being run, the innermost first."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == method and code.co_argcount:
+            ctx = frame.f_locals.get(code.co_varnames[0])
+            if isinstance(ctx, BackwardCFunction):
+                yield ctx
+        frame = frame.f_back
 
 
 def _may_have_gradients() -> bool:

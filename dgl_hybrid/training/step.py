@@ -117,7 +117,7 @@ class Step:
     is_over: bool = False
     """The loader's epoch has ended."""
     is_left: bool = False
-    """The script has left the loader before its epoch ended (`next(iter(loader))`), and may use the blocks yet."""
+    """The script has taken the batch out of the loop (`next(iter(loader))`, `list(loader)`), and may use it yet."""
     is_replaced: bool = False
     """The loader has yielded another step since."""
     dense_below: int = 0
@@ -153,8 +153,9 @@ class Step:
     was_differentiated: bool = False
     """It has taken gradients of its own, after the last block was used, that are no part of a graph."""
     num_random_calls: int = 0
-    called_without_grad: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """Outermost modules whose output could not be weighted since it needed no gradient."""
+    unweighted_functions: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    """Contexts of autograd functions (reentrant checkpoints) in whose forward an outermost module was called: its
+    output needed no gradient, so it is weighted when their backward calls it again."""
     _call_of_token: dict[int, int] = field(default_factory=dict)
     _agreed: dict[tuple[int, int], tuple[bool, frozenset[int]]] = field(default_factory=dict)
     """By random call and number of rows, what ranks have found out together: whether these

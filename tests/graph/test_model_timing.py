@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 
+import dgl
 import dgl.nn as dglnn
 import pytest
 import torch
@@ -92,6 +93,32 @@ def test_blocks_read_what_the_rank_reads() -> None:
     alone, _, edges = build_blocks_like(hand_sets(), 100.0, set(), without_edges=frozenset([2]))
     assert in_lists(alone[1])[:3] == [[0], [1], [2]]
     assert edges[1] not in (200, 300, 400)
+
+
+class WithTables(TwoLayers):
+    """Reads rows of its own by the ids of vertices and edges."""
+
+    def __init__(self, num_nodes: int, num_edges: int, *, sparse: bool) -> None:
+        super().__init__()
+        self.of_nodes = nn.Embedding(num_nodes, IN, sparse=sparse)
+        self.of_edges = nn.Embedding(num_edges, 1, sparse=sparse)
+
+    def forward(self, blocks: list[object], x: Tensor) -> Tensor:
+        weight = self.of_edges(blocks[0].edata[dgl.EID])  # type: ignore[attr-defined]
+        h = self.first(blocks[0], x + self.of_nodes(blocks[0].srcdata[dgl.NID]), edge_weight=weight)  # type: ignore[attr-defined]
+        return self.second(blocks[1], F.relu(h))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_rows_and_edges_of_larger_blocks_have_ids_of_the_graph(sparse: bool) -> None:
+    """Blocks of small graphs are larger than these. Ids went on to their end, beyond what a table by id has."""
+    blocks, sizes, _ = build_blocks_like(hand_sets(), 100.0, set())
+    assert sizes[0] > 100
+    assert set(blocks[0].srcdata[dgl.NID].tolist()) == set(range(4))
+    assert all(set(block.edata[dgl.EID].tolist()) <= set(range(4)) for block in blocks)
+    template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))  # type: ignore[dict-item]
+    model = WithTables(200, 700, sparse=sparse)  # as many as the smallest blocks have
+    assert time_model(model, template, hand_sets(), [synthetic_trace([IN, HIDDEN, OUT])], budget_s=0.01) is not None
 
 
 def test_slopes_and_calls_by_hand() -> None:

@@ -648,7 +648,7 @@ class Repeats(nn.Module):
         return checkpoint(self.inner, blocks, x, use_reentrant=True)
 
 
-def train_after_a_look(rank: int, world_size: int, part_config: str, looks: bool) -> tuple[list[list[Tensor]], float]:
+def train_after_a_look(rank: int, world_size: int, part_config: str, looks: str) -> tuple[list[list[Tensor]], float]:
     g, plan = open_graph(part_config)
     model = TwoLayers().double()
     wrapped = Repeats(model)
@@ -658,23 +658,34 @@ def train_after_a_look(rank: int, world_size: int, part_config: str, looks: bool
     for _ in range(EPOCHS):
         for input_nodes, seeds, blocks in loader:
             x = g.ndata["feat"][input_nodes].clone().requires_grad_()
-            if looks:
+            if looks == "before":
                 with torch.no_grad():
                     model(blocks, x)
+            logits = wrapped(blocks, x)
+            if looks == "after":
+                with torch.no_grad():
+                    model(blocks, x)
+            loss = F.cross_entropy(logits, g.ndata["label"][seeds])
+            if looks == "twice":  # another view, which is repeated by itself, and one that is not
+                loss = F.cross_entropy(checkpoint(model, blocks, x, use_reentrant=True), g.ndata["label"][seeds]) + loss
+                loss = (loss + F.cross_entropy(model(blocks, x), g.ndata["label"][seeds])) / 3
             optimizer.zero_grad()
-            F.cross_entropy(wrapped(blocks, x), g.ndata["label"][seeds]).backward()
+            loss.backward()
             grads.append(average_gradients(model))
             optimizer.step()
     return grads, loader.loss_weight
 
 
-def test_what_a_script_looked_at_before_is_weighted_once(folder: str, folder_of_one: str) -> None:
-    """Called without gradients, then repeated in the backward of what was weighted as a whole."""
-    expected, _ = run_ranks(1, train_after_a_look, folder_of_one, False)[0]
-    results = run_ranks(RANKS, train_after_a_look, folder, True)
+@pytest.mark.parametrize("looks", ["before", "after", "twice"])
+def test_what_a_script_looks_at_besides_is_weighted_once(looks: str, folder: str, folder_of_one: str) -> None:
+    """Called without gradients, before or after what is repeated in the backward and was weighted as a whole; or called
+    besides what was not weighted before it is repeated.
+    """
+    expected, _ = run_ranks(1, train_after_a_look, folder_of_one, "never")[0]
+    results = run_ranks(RANKS, train_after_a_look, folder, looks)
     assert len({weight for _, weight in results}) > 1
     for grads, _ in results:
-        assert_same_gradients(grads, expected, "after a look")
+        assert_same_gradients(grads, expected, f"looks: {looks}")
 
 
 class Synchronised(nn.SyncBatchNorm):

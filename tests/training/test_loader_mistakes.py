@@ -318,6 +318,9 @@ def make_with_loss(rank: int, world_size: int, part_config: str, **of_rank: dict
             *[{"loss_reduction": "weighted", "loss_denominator": 1.0}] * 2,
             "has no meaning with loss_reduction='weighted'",
         ),
+        # Where the other rank has one seed, or none, that is a number there: it waited for this one.
+        ({"loss_denominator": torch.ones(5)}, {"loss_denominator": torch.ones(1)}, "(got a tensor of shape (5,))"),
+        ({}, {"loss_denominator": "all"}, "must be a number, what the mean divides by on this rank"),
     ],
 )
 def test_how_the_loss_is_reduced_is_checked(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import dgl.nn as dglnn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.graph.model_timing import time_model
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training import planning
-from tests.helpers.graphs import power_law
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 from tests.training.loader_cases import Centred, OtherHead, open_graph, reference_curve
@@ -206,6 +207,75 @@ def test_a_model_that_holds_its_graph_is_planned_for(is_given: bool, partitions:
     for num_cached, shares_graph in run_ranks(3, train_what_holds_the_graph, folder, is_given):
         assert num_cached > 0
         assert shares_graph
+
+
+class _HoldsLoader(_HoldsGraph):
+    loader: FullGraphLoader
+
+
+def hold_loader(rank: int, world_size: int, part_config: str) -> list[bool]:
+    g, inner = open_graph(part_config)
+    model = _HoldsLoader(inner, g)
+    model.loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    for _ in range(2):
+        for input_nodes, seeds, blocks in model.loader:
+            F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    return [model.loader.outcome is not None, copy.deepcopy(model).loader is model.loader]
+
+
+def test_a_model_that_holds_its_loader_is_planned_for(partitions: PartitionStore) -> None:
+    assert run_ranks(2, hold_loader, partitions.get("power_law", power_law(), 2)) == [[True, True]] * 2
+
+
+class _CallsByFunction(nn.Module):
+    """Deep copies of a function are that function: those of the model call parts of this one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.slope, self.norm = nn.PReLU(), nn.BatchNorm1d(4)
+        self.first = dglnn.SAGEConv(NUM_FEATURES, 4, "mean", activation=lambda h: self.slope(self.norm(h)))
+        self.second = dglnn.SAGEConv(4, NUM_CLASSES, "mean")
+        self.double()
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.second(blocks[1], self.first(blocks[0], x))
+        return out
+
+
+def plan_for_functions(rank: int, world_size: int, part_config: str) -> list[float]:
+    g, _ = open_graph(part_config)
+    model = _CallsByFunction()
+    model.slope.weight.grad = torch.full_like(model.slope.weight, 7.0)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model)
+    assert loader.outcome is not None
+    left = [model.slope.weight.grad.item(), float(model.norm.num_batches_tracked)]
+    assert model.norm.weight.grad is None
+    return [*left, *model.norm.running_mean.tolist()]
+
+
+def test_parts_that_a_model_calls_by_functions_stay_as_they_are(partitions: PartitionStore) -> None:
+    """Planning left gradients of made-up rows in them, and made-up rows in their running statistics: on each rank its
+    own, silently.
+    """
+    folder = partitions.get("power_law", power_law(), 2)
+    assert run_ranks(2, plan_for_functions, folder) == [[7.0, 0.0, *[0.0] * 4]] * 2
+
+
+class _TakesMore(nn.Module):
+    def forward(self, blocks: Sequence[Any], x: Tensor, edge_weights: Sequence[Tensor]) -> Tensor:
+        raise AssertionError("nobody gives it these")
+
+
+def make_for_more(rank: int, world_size: int, part_config: str) -> None:
+    g, _ = open_graph(part_config)
+    FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=_TakesMore())
+
+
+def test_who_gives_a_model_that_is_called_otherwise_is_told_what_to_do(partitions: PartitionStore) -> None:
+    for error in run_ranks_expect_errors(2, make_for_more, partitions.get("power_law", power_law(), 2)):
+        assert "Called was model(blocks, x)" in error.message
+        assert "leave `model=` out" in error.message
 
 
 def test_a_second_model_on_a_loader_is_checked_too(partitions: PartitionStore) -> None:

@@ -5,7 +5,7 @@ the first layer of a model that holds its blocks in an object, parts that a chec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,14 @@ class Trained:
     """Weights, and running statistics."""
 
 
-def train(rank: int, world_size: int, part_config: str, way: str, dropout: float) -> Trained:
+TAKEN: dict[str, Callable[[FullGraphLoader], Iterable[Any]]] = {
+    "in a loop": lambda loader: loader,
+    "as a list": list,
+    "by next": lambda loader: [next(iter(loader))],
+}
+
+
+def train(rank: int, world_size: int, part_config: str, way: str, dropout: float, taken: str = "in a loop") -> Trained:
     g = PartitionedGraph.open(part_config)
     assert g.partition.orig_node_ids is not None
     model = Normed(way, dropout)
@@ -105,7 +112,7 @@ def train(rank: int, world_size: int, part_config: str, way: str, dropout: float
     other = FullGraphLoader(g, g.owned_nodes(), 1, plan=[torch.arange(0)])
     input_gradients, losses, held = [], [], []
     for _ in range(2):
-        for input_nodes, seeds, blocks in loader:
+        for input_nodes, seeds, blocks in TAKEN[taken](loader):
             x = g.ndata["feat"][input_nodes].clone().requires_grad_()
             loss = F.cross_entropy(model.run(blocks, x), g.ndata["label"][seeds])
             if way.endswith("after another loader"):
@@ -171,6 +178,17 @@ def test_dropout_is_that_of_one_rank_in_every_part(way: str, partitions: Partiti
     graph = power_law()
     (alone,) = run_ranks(1, train, partitions.get("power_law", graph, 1), way, 0.4)
     assert_alike(run_ranks(3, train, partitions.get("power_law", graph, 3), way, 0.4), alone, way)
+
+
+@pytest.mark.parametrize("taken", list(TAKEN))
+@pytest.mark.parametrize("way", ["pieces", "object"])
+def test_however_a_script_takes_the_batch(way: str, taken: str, partitions: PartitionStore) -> None:
+    """Who took it as a list had ended the epoch before it was trained on: each rank normed and dropped out its own."""
+    graph = power_law()
+    folder = partitions.get("power_law", graph, 3)
+    assert_alike(run_ranks(3, train, folder, way, 0.0, taken), train_whole(way), f"{way}, {taken}")
+    (alone,) = run_ranks(1, train, partitions.get("power_law", graph, 1), way, 0.4)
+    assert_alike(run_ranks(3, train, folder, way, 0.4, taken), alone, f"{way}, {taken}, dropout")
 
 
 def drop_in_pieces(rank: int, world_size: int, part_config: str) -> dict[str, str]:

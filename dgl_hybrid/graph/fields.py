@@ -52,7 +52,7 @@ class SourceFields(MutableMapping[str, Tensor]):
         self._is_approximate = is_approximate
         self._held: dict[str, Tensor] = {}
         self._extended: dict[str, _Extended] = {}
-        self._complete: set[str] = set()
+        self._complete: dict[str, tuple[Tensor, _Extended]] = {}
         self._set_in_scope: list[str] = []
         self._calls = _Calls()
         self._set_in_call: dict[str, int] = {}
@@ -90,8 +90,14 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
-        self._held[key], self._extended[key] = held, _Extended(extended, version_of(held))
-        self._complete.add(key)
+        self._complete[key] = held, _Extended(extended, version_of(held))
+        self.put_complete_back()
+
+    def put_complete_back(self) -> None:
+        """Where a script has written another tensor into such a field, or dropped it."""
+        for name, (held, extended) in self._complete.items():
+            if self._held.get(name) is not held:
+                self._held[name], self._extended[name] = held, extended
 
     def reset(self, known: Mapping[str, Tensor], *, keeps_received: bool) -> None:
         """Leaves these fields alone, and those whose received rows were known from the beginning.
@@ -168,7 +174,7 @@ class SourceFields(MutableMapping[str, Tensor]):
 
     def adopt(self, other: SourceFields) -> None:
         """Takes over another block's fields, the same tensors, with what was received for them."""
-        self._held, self._extended, self._complete = dict(other._held), dict(other._extended), set(other._complete)
+        self._held, self._extended, self._complete = dict(other._held), dict(other._extended), dict(other._complete)
         self.adopt_calls(other)
 
     def adopt_calls(self, other: SourceFields) -> None:

@@ -129,6 +129,7 @@ class LayerBlock:
         """Whether weights of edges are being divided by those of their ends, for which no rows travel."""
         self._block = self._build_block(device, edge_numbers, alike) if _block is None else _block
         self._edge_ids, self._idtype = edge_ids, _idtype
+        self._destination_ids: Tensor = self._block.dstdata[dgl.NID]
         claim(self._block._graph)
         of_destinations = None if in_degrees is None else in_degrees.to(device)
         self._degrees = FullDegrees(out_degrees.to(device)[: structure.num_held], of_destinations, self._block)
@@ -301,6 +302,15 @@ class LayerBlock:
                 yield
             finally:
                 self._source.pop_scope()
+
+    def put_ids_back(self) -> None:
+        """Before what is read by them: a script may have written its own, as it does with blocks of a sampler."""
+        self._source.put_complete_back()
+        if self._block.dstdata.get(dgl.NID) is not self._destination_ids:
+            self._block.dstdata[dgl.NID] = self._destination_ids
+        # Those of edges are spelled out when they are asked for.
+        if self._edge_ids is not None and self._block.edata.get(dgl.EID) is not self._edge_ids.made:
+            self._block.edata.pop(dgl.EID, None)
 
     def begin_epoch(
         self, source: Mapping[str, Tensor], destination: Mapping[str, Tensor], edge: Mapping[str, Tensor]

@@ -49,6 +49,8 @@ class Prefetch:
         """Leaves the fields' rows in the blocks and nothing else, before each epoch. Collective where they are to be
         read anew, in the order of the fields' names as the sampler lists them.
         """
+        for block in blocks:
+            block.put_ids_back()
         source = {name: g.ndata[name][blocks[0].srcdata[dgl.NID]] for name in self.node_fields}
         destination = {name: g.ndata[name][blocks[-1].dstdata[dgl.NID]] for name in self.label_fields}
         for block in blocks:

@@ -93,6 +93,38 @@ def test_reads_of_a_loaders_ids_are_stable(partitions: PartitionStore) -> None:
         assert all(checks), checks
 
 
+def overwrite_ids(rank: int, world_size: int, part_config: str, how: str) -> list[bool]:
+    g, model = open_graph(part_config)
+    loader = FullGraphLoader(
+        g,
+        g.owned_nodes("train_mask"),
+        dgl.dataloading.MultiLayerFullNeighborSampler(2, prefetch_node_feats=["feat"], prefetch_labels=["label"]),
+        plan=[torch.arange(0)] * 2,
+    )
+    edge_ids = loader.blocks[0].edata[dgl.EID]
+    found = []
+    for _ in range(3):
+        for input_nodes, seeds, blocks in loader:
+            frames = [(blocks[0].srcdata, dgl.NID), (blocks[-1].dstdata, dgl.NID), (blocks[0].edata, dgl.EID)]
+            known = [input_nodes, seeds, edge_ids]
+            found += [frame[name] is ids for (frame, name), ids in zip(frames, known, strict=True)]
+            assert_close(blocks[0].srcdata["feat"], g.ndata["feat"][input_nodes], "prefetched")
+            F.cross_entropy(model(blocks, blocks[0].srcdata["feat"]), blocks[-1].dstdata["label"]).backward()
+            for frame, name in frames:
+                if how == "written":
+                    frame[name] = frame[name].flip(0)
+                else:
+                    frame.pop(name)
+    return found
+
+
+@pytest.mark.parametrize("how", ["written", "dropped"])
+def test_ids_that_a_script_writes_into_blocks_are_gone_in_the_next_epoch(how: str, partitions: PartitionStore) -> None:
+    """As other fields are, and with sampled blocks these, too. What is prefetched was read by the script's ids."""
+    folder = partitions.get("power_law", power_law(), 2)
+    assert run_ranks(2, overwrite_ids, folder, how) == [[True] * 9] * 2
+
+
 def hold_edges(rank: int, world_size: int, part_config: str, plan: str) -> dict[str, Any]:
     g, model = open_graph(part_config)
     planner = PlannerConfig(strategy=plan)

@@ -64,7 +64,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     job.add_argument("--ssh-port", type=int, metavar="PORT", help="of other hosts [ssh's own choice]")
     job.add_argument("--ssh-username", metavar="NAME", help="on other hosts [ssh's own choice]")
-    job.add_argument("--timeout-s", type=float, metavar="S", help="end the job after so long [never]")
+    job.add_argument(
+        "--timeout-s", type=float, metavar="S", help="end the job after so long, with exit code 124 [never]"
+    )
     job.add_argument(
         "--start-timeout-s", type=float, metavar="S", default=1800.0, help="until all servers must listen [1800]"
     )

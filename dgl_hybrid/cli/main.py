@@ -34,7 +34,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and returns its exit code: 0, 1 for a fault, 2 for wrong options."""
+    """Runs a command and returns its exit code: 0; 1 for a fault or a value that is refused; 130 after Ctrl-C; of a job
+    that of what died, or 128 and the number of the signal. Words that are no options end the process with 2.
+    """
     argv = sys.argv[1:] if argv is None else list(argv)
     prefix = f"dgl-hybrid {next((word for word in argv if word in COMMANDS), '')}".rstrip() + ": error:"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -84,7 +86,10 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, list[st
     own = list(argv)
     script: list[str] = []
     for name, (module, text) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+        # Whole names only: what a script's words are is told by these.
+        command = commands.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
         if argv[at : at + 1] == [name]:
             chosen = import_module(module)
             chosen.add_options(command)

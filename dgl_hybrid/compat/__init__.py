@@ -4,7 +4,8 @@
 `import dgl_hybrid` installs an import hook; when a module of DGL that has a fix in `patches/` is loaded, it gets the
 mended source. DGL's files stay as they are. Scripts that import `dgl` first, and processes that they spawn, are served
 by `dgl_hybrid_startup.pth`, which pip puts into `site-packages` with this package and which acts only where
-`import dgl` would fail, or where the environment variable `DGL_HYBRID_ENABLE` asks for the plugin.
+`import dgl` would fail, where the environment variable `DGL_HYBRID_ENABLE` asks for the plugin, or in a job that
+`dgl-hybrid launch` has started.
 
 Fixes of how DistDGL behaves are switched on and off with the plugin (`dgl_hybrid.compat.repairs`).
 """

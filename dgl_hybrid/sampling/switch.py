@@ -121,6 +121,8 @@ def disable() -> None:
     """Turns the plugin off: every function of DistDGL is the original one again, and what was held is dropped.
 
     Writes of this process are no longer announced, so the processes of the job hold no rows until it is on again here.
+    They learn of it by the servers: a process that switches the plugin off before `dgl.distributed.initialize` says
+    nothing, and must not write into fields of which others hold rows.
 
     What full-graph training on a `DistGraph` has hooked is DGL's own again, too, until a `FullGraphLoader` of it is
     iterated again. Call this on all ranks, between its epochs: a forward that trains on a batch from before raises

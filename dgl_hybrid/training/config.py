@@ -37,7 +37,7 @@ class ModelConfig:
     heads: int = 4
     """Attention heads of hidden layers (gat, gatv2); the last layer has one."""
     dropout: float = 0.5
-    """Dropout before every layer, and on attention; 0 turns it off."""
+    """Dropout before every layer (sage and gin: but the first), and on attention; 0 turns it off."""
 
     def __post_init__(self) -> None:
         """Checks every field."""

@@ -133,7 +133,9 @@ class FullGraphLoader:
             a strategy other than the planner's; for a sampler with `prob`, `mask` or another `edge_dir`, for
             `chunk_rows` beside `approximate`, and where ranks make loaders that differ.
         TypeError: Arguments of another type, unknown ones, or neither or both of `sampler` and `graph_sampler`.
-        PlanError: On all ranks, if a given plan does not fit the graph, the number of layers or the memory budget.
+        PlanError: On all ranks, if a given plan does not fit the graph, the number of layers or the memory budget, no
+            plan fits that, or `model` cannot be run on the made-up blocks that it is planned by.
+        BlockError: On all ranks, if `model` would not be exact on blocks.
     """
 
     def __init__(
@@ -509,6 +511,9 @@ class FullGraphLoader:
 
         Raises:
             RuntimeError: A change of plans was interrupted, which has left no blocks.
+            BlockError: On all ranks, in the second epoch, if the model that the first one has shown is not exact on
+                blocks.
+            PlanError: Likewise, if no plan fits the memory budget.
         """
         self._agree_on_last_epoch()
         self.prefetch.fill(self.graph, self.blocks)

@@ -173,6 +173,7 @@ def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> Non
         (["train", "--model", "mlp"], 2, "argument --model: invalid choice: 'mlp'"),
         (["train", "--num-layers", "two"], 2, "argument --num-layers: invalid int value: 'two'"),
         (["train", "--unknown"], 2, "unrecognized arguments: --unknown"),
+        (["train", "--rank", "2"], 2, "unrecognized arguments: --rank 2"),
         (["fly"], 2, "invalid choice: 'fly'"),
         ([], 2, "the following arguments are required: COMMAND"),
         (["train", "--seed", "-1"], 1, r"seed must lie in 0..2**32-1 (got -1)"),

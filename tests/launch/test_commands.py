@@ -133,6 +133,8 @@ def test_options_become_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         (["launch", "--part-config", "p.json"], 1, "name the script to run, after our own options"),
         (["launch", "train.py"], 2, "the following arguments are required: --part-config"),
         (["launch", "--part-config", "p.json", "--foo", "train.py"], 2, "unrecognized arguments: --foo"),
+        # An option cut short took the script's place: its value was missing then.
+        (["launch", "--part-conf", "p.json", "train.py"], 2, "arguments are required: --part-config"),
         (["launch", *OURS, "--strategy", "none", "t.py"], 2, "argument --strategy: invalid choice: 'none'"),
         (["launch", *OURS, "--budget", "much", "t.py"], 1, "budget must be 'auto', 'unlimited', a share"),
         (

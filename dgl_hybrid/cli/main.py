@@ -87,9 +87,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, list[st
     script: list[str] = []
     for name, (module, text) in COMMANDS.items():
         # Whole names only: what a script's words are is told by these.
-        command = commands.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
-        )
+        command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False)
         if argv[at : at + 1] == [name]:
             chosen = import_module(module)
             chosen.add_options(command)

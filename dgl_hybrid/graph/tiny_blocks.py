@@ -12,7 +12,7 @@ from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.segments import gather_segments, indptr_of
 from dgl_hybrid.graph.build import build_layer_blocks
 from dgl_hybrid.graph.layer_block import LayerBlock
-from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow
+from dgl_hybrid.partition.narrow_ids import NarrowIds, narrow, repeated
 
 
 def _tiny_sizes(num_layers: int, taken: set[int]) -> tuple[list[int], list[int]]:
@@ -125,15 +125,11 @@ def build_blocks_like(
         tuple(layers),
         tuple(sizes),
         out_degrees=degrees,
-        rows_global=_repeated(sets.rows_global, sizes[0]),
-        edge_ids=tuple(_repeated(ids.wide(), count) for ids, count in zip(sets.edge_ids, num_edges, strict=True)),
+        # A model may look up rows of its own by them.
+        rows_global=repeated(sets.rows_global, sizes[0]),
+        edge_ids=tuple(ids.repeated(count) for ids, count in zip(sets.edge_ids, num_edges, strict=True)),
     )
     return blocks, sizes, num_edges
-
-
-def _repeated(ids: Tensor, count: int) -> Tensor:
-    """So many of these ids, from the first on again when all are taken: a model may look its rows up in a table."""
-    return ids[torch.arange(count) % len(ids)] if len(ids) else torch.zeros(count, dtype=torch.int64)
 
 
 def build_block_of(indptr: Tensor, sources: Tensor) -> LayerBlock:
@@ -179,16 +175,16 @@ def _blocks_of_one_rank(
     *,
     out_degrees: Tensor,
     rows_global: Tensor | None = None,
-    edge_ids: tuple[Tensor, ...] | None = None,
+    edge_ids: tuple[NarrowIds, ...] | None = None,
 ) -> list[LayerBlock]:
     if edge_ids is None:
-        edge_ids = (torch.arange(max(layer.num_edges for layer in layers)),) * len(layers)
+        edge_ids = (NarrowIds(torch.arange(max(layer.num_edges for layer in layers))),) * len(layers)
     sets = LevelSets(
         rows_global=torch.arange(sizes[0]) if rows_global is None else rows_global,
         sizes=sizes,
         owned=torch.ones(sizes[0], dtype=torch.bool),
         layers=layers,
-        edge_ids=tuple(map(NarrowIds, edge_ids)),
+        edge_ids=edge_ids,
         num_borrowed=0,
     )
     return build_layer_blocks(

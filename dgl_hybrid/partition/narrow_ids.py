@@ -42,3 +42,14 @@ class NarrowIds:
     def peek(self, positions: Tensor | None = None) -> Tensor:
         """Returns the (n,) int64 ids, or those at some positions, for once."""
         return (self._held if positions is None else self._held[positions]).to(torch.int64)
+
+    def repeated(self, count: int) -> NarrowIds:
+        """Returns so many of them, from the first on again when all are taken; in their memory where they suffice."""
+        return NarrowIds(repeated(self._held, count))
+
+
+def repeated(ids: Tensor, count: int) -> Tensor:
+    """Returns (count,) of these ids, from the first on again when all are taken, and zeros where there are none."""
+    if count <= len(ids):
+        return ids[:count]
+    return ids[torch.arange(count) % len(ids)] if len(ids) else ids.new_zeros(count)

@@ -116,6 +116,9 @@ def test_rows_and_edges_of_larger_blocks_have_ids_of_the_graph(sparse: bool) -> 
     assert sizes[0] > 100
     assert set(blocks[0].srcdata[dgl.NID].tolist()) == set(range(4))
     assert all(set(block.edata[dgl.EID].tolist()) <= set(range(4)) for block in blocks)
+    sets = hand_sets()
+    build_blocks_like(sets, 0.5, set())[0][0].edata[dgl.EID]
+    assert all(ids._held.dtype == torch.int32 for ids in sets.edge_ids), "those of the graph take no more memory for it"
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))  # type: ignore[dict-item]
     model = WithTables(200, 700, sparse=sparse)  # as many as the smallest blocks have
     assert time_model(model, template, hand_sets(), [synthetic_trace([IN, HIDDEN, OUT])], budget_s=0.01) is not None

@@ -661,7 +661,12 @@ def train_after_a_look(rank: int, world_size: int, part_config: str, looks: str)
             if looks == "before":
                 with torch.no_grad():
                     model(blocks, x)
-            logits = wrapped(blocks, x)
+            if looks == "within":  # what is repeated repeats it itself
+                logits = checkpoint(
+                    lambda *given: checkpoint(model, *given, use_reentrant=True), blocks, x, use_reentrant=True
+                )
+            else:
+                logits = wrapped(blocks, x)
             if looks == "after":
                 with torch.no_grad():
                     model(blocks, x)
@@ -676,10 +681,10 @@ def train_after_a_look(rank: int, world_size: int, part_config: str, looks: str)
     return grads, loader.loss_weight
 
 
-@pytest.mark.parametrize("looks", ["before", "after", "twice"])
+@pytest.mark.parametrize("looks", ["before", "after", "twice", "within"])
 def test_what_a_script_looks_at_besides_is_weighted_once(looks: str, folder: str, folder_of_one: str) -> None:
     """Called without gradients, before or after what is repeated in the backward and was weighted as a whole; or called
-    besides what was not weighted before it is repeated.
+    besides what was not weighted before it is repeated; or repeated twice.
     """
     expected, _ = run_ranks(1, train_after_a_look, folder_of_one, "never")[0]
     results = run_ranks(RANKS, train_after_a_look, folder, looks)

@@ -275,12 +275,8 @@ class _Session:
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
         if _is_in_backward():
-            if not any(ctx in step.unweighted_functions for ctx in _functions_that_run("backward")):
-                return None
-            if torch.is_grad_enabled():
-                return self._weighted(output, module, step, weighed)
-            step.unweighted_functions.update(_functions_that_run("forward"))  # of a checkpoint inside a checkpoint
-            return None
+            is_owed = any(ctx in step.unweighted_functions for ctx in _functions_that_run("backward"))
+            return self._weighted(output, module, step, weighed) if is_owed else None
         if torch.is_grad_enabled():
             for used in weighed:
                 used.was_trained = True

@@ -556,8 +556,8 @@ class FullGraphLoader:
             self._note_epoch(step, start_ns)
             raise
         # Its blocks may be held for longer. Who has not used any takes the batch out of the loop (`list(loader)`), as
-        # by `next`, to train on it now.
-        if step.runs_on is None:
+        # by `next`, to train on it now; not amid an epoch of another loader.
+        if step.runs_on is None and not session.is_amid_another(step):
             step.is_left = True
         else:
             step.is_over = True

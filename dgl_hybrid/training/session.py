@@ -94,6 +94,11 @@ class _Session:
         """Returns the step that was yielded last, of those that anybody still holds."""
         return next((step for step in (ref() for ref in reversed(self.followed)) if step is not None), None)
 
+    def is_amid_another(self, step: Step) -> bool:
+        """Whether a script is in the loop of an epoch of which another step is."""
+        others = (ref() for ref in self.followed)
+        return any(x is not None and x is not step and not (x.is_over or x.is_left or x.is_replaced) for x in others)
+
     def _steps_of_piece(self) -> list[Step]:
         """Returns the steps that a call may be about that is given no blocks, the latest first: those that take pieces,
         else the latest; none in a thread that has nothing to do with it. What a backward repeats in threads of its own
@@ -417,6 +422,11 @@ def follow(step: Step, blocks: Iterable[LayerBlock]) -> None:
         block.on_use = step.note_use
         block.on_edge_result = step.note_edge_result
         block.on_edge_dropout = step.edge_dropout
+
+
+def is_amid_another(step: Step) -> bool:
+    """Tells whether a step ends in the midst of an epoch of another loader."""
+    return _session.is_amid_another(step)
 
 
 def _install() -> None:

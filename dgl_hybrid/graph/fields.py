@@ -91,7 +91,7 @@ class SourceFields(MutableMapping[str, Tensor]):
     def set_complete(self, key: str, held: Tensor, extended: Tensor) -> None:
         """Stores a static field whose received rows are known already."""
         self._complete[key] = held, _Extended(extended, version_of(held))
-        self.put_complete_back()
+        self._held[key], self._extended[key] = self._complete[key]
 
     def put_complete_back(self) -> None:
         """Where a script has written another tensor into such a field, or dropped it."""

@@ -15,6 +15,7 @@ from typing import Any
 import dgl_hybrid
 from dgl_hybrid.cli.options import flatten
 from dgl_hybrid.compat.versions import dgl_version
+from dgl_hybrid.launch.threads import check_threads
 from dgl_hybrid.planner.durable import write_durably
 
 
@@ -29,8 +30,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Checks every field."""
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1 (got {self.threads})")
+        check_threads(self.threads)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

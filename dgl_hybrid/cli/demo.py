@@ -22,7 +22,8 @@ from dgl_hybrid.cli.tables import format_bytes, format_seconds, format_share, ma
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.launch.distdgl import NoEpochInTime, run_distdgl
-from dgl_hybrid.launch.local import run_local, threads_per_rank
+from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.threads import threads_per_rank
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.planner.durable import write_durably
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from dgl_hybrid.cli.common import make_results_folder
 from dgl_hybrid.exchange.connect import create_communicator
-from dgl_hybrid.launch.local import LOOPBACK, threads_per_rank
+from dgl_hybrid.launch.local import LOOPBACK
 from dgl_hybrid.launch.machines import find_interface
 from dgl_hybrid.launch.tasks import progress_bar
+from dgl_hybrid.launch.threads import threads_per_rank
 from dgl_hybrid.launch.workspace import PreparedGraph, prepare_partition
 from dgl_hybrid.training.config import TrainJob
 from dgl_hybrid.training.report import TrainReport

@@ -14,6 +14,7 @@ from typing import Literal
 
 from dgl_hybrid.errors import LaunchError, PartitionError
 from dgl_hybrid.launch.machines import Machine, local_machines, read_ip_config
+from dgl_hybrid.launch.threads import check_threads
 from dgl_hybrid.partition.manifest import read_json_object
 
 SSH = (
@@ -80,8 +81,7 @@ class ClusterJob:
                 raise ValueError(f"{name} must be positive and finite (got {seconds})")
         if not self.command:
             raise ValueError("command must name the script to run (got nothing)")
-        if self.threads is not None and self.threads < 1:
-            raise ValueError(f"threads must be at least 1 (got {self.threads})")
+        check_threads(self.threads)
         unknown = [word for word in self.graph_format.split(",") if word.strip() not in _FORMATS]
         if unknown:
             raise ValueError(f"graph_format must be of {', '.join(_FORMATS)} (got {self.graph_format!r})")

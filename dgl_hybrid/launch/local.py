@@ -27,6 +27,7 @@ from typing import Any
 
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError
+from dgl_hybrid.launch.threads import threads_per_rank
 from dgl_hybrid.partition.signals import ending_signals_raise
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -41,12 +42,6 @@ class RankFailure(LaunchError):
         super().__init__(message)
         self.details = details
         """The rank's traceback."""
-
-
-def threads_per_rank(ranks: int) -> int:
-    """Returns how many threads each of `ranks` local ranks gets, so that together they do not exceed the cores."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks)
 
 
 def run_local(

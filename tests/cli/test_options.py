@@ -182,6 +182,8 @@ def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> Non
         (["train", "--config", "nope.json"], 1, "config file nope.json cannot be read: No such file"),
         (["train", "--partition", "nope"], 1, "nope does not exist. Give a partition folder"),
         (["train", "--ranks", "0"], 1, "ranks must be at least 1 (got 0)"),
+        (["train", "--threads", "0"], 1, "threads must be at least 1 and at most 4096 (got 0)"),
+        (["plan", "--threads", "1000000"], 1, "threads must be at least 1 and at most 4096 (got 1000000)"),
         (["train", "--partition", "parts", "--symmetric"], 1, "--symmetric cannot be given with --partition"),
         (["train", "--partition", "parts", "--no-self-loops"], 1, "--no-self-loops cannot be given with --partition"),
         (

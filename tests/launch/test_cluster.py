@@ -598,7 +598,8 @@ def test_wrong_ip_configs(text: str, message: str, tmp_path: Path) -> None:
         ({"num_samplers": -1}, r"num_samplers must be at least 0 \(got -1\)"),
         ({"command": ()}, "command must name the script"),
         ({"graph_format": "csc,foo"}, r"graph_format must be of coo, csr, csc \(got 'csc,foo'\)"),
-        ({"threads": 0}, r"threads must be at least 1 \(got 0\)"),
+        ({"threads": 0}, r"threads must be at least 1 and at most 4096 \(got 0\)"),
+        ({"threads": 4097}, r"threads must be at least 1 and at most 4096 \(got 4097\)"),
     ],
 )
 def test_wrong_fields(change: dict[str, Any], message: str) -> None:

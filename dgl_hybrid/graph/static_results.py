@@ -6,8 +6,8 @@ recognised by identity: every operand must be a tensor that a loader handed out 
 script that copies, drops or transforms its features first gives another tensor, and everything is computed as ever.
 Rows that are mostly zeros are kept by their other entries (`SparseRows`), for the products that layers make of them.
 
-PyTorch counts what is written into a tensor, but not through `.data`, NumPy or DLPack: a sample of each operand and of
-each result is compared before each epoch, which finds rows that were scaled or shuffled in that way, not one of them.
+PyTorch does not count every write into a tensor (`tensor_versions`): a sample of each operand and of each result is
+compared before each epoch, too.
 
 Making a result exchanges rows, so all ranks must find the same results kept. Which operands a program uses is alike on
 every rank, unless a script copies its features on some only; that, and whether somebody wrote into one, is agreed on
@@ -16,8 +16,6 @@ before each epoch (`FullGraphLoader`).
 
 from __future__ import annotations
 
-import functools
-import random
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
-from dgl_hybrid.graph.tensor_versions import version_of
+from dgl_hybrid.graph.tensor_versions import sample_of, version_of
 from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu.products import most_entries
 
@@ -38,9 +36,6 @@ IsStatic = Callable[[Tensor], bool]
 Rows = Tensor | SparseRows
 """What a layer multiplies by its weight."""
 
-NUM_SAMPLES, SAMPLED_ELEMENTS = 16, 256
-"""Of an operand that is compared: so many runs of so many elements, on as many pages. Rows may lie on disk."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Operand:
@@ -50,7 +45,7 @@ class _Operand:
 
     @staticmethod
     def of(tensor: Tensor) -> _Operand:
-        return _Operand(weakref.ref(tensor), tensor._version, _sample(tensor))
+        return _Operand(weakref.ref(tensor), tensor._version, sample_of(tensor))
 
     def holds(self, tensor: Tensor) -> bool:
         return self.tensor() is tensor and self.version == tensor._version
@@ -60,25 +55,7 @@ class _Operand:
         tensor = self.tensor()
         if tensor is None or tensor._version != self.version or tensor.requires_grad:
             return True
-        return not torch.equal(_sample(tensor), self.sample)
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Bytes of short runs of elements, the same of every tensor of this size; NaN equals itself in them."""
-    flat = tensor.detach().reshape(-1)
-    if len(flat) <= NUM_SAMPLES * SAMPLED_ELEMENTS:
-        return flat.clone().view(torch.uint8)
-    return flat.index_select(0, _sampled_places(len(flat), flat.device)).view(torch.uint8)
-
-
-@functools.lru_cache(32)
-def _sampled_places(count: int, device: torch.device) -> Tensor:
-    """Odd ones, as columns come again at even distances."""
-    generator = random.Random(count)
-    starts = [generator.randrange(count - SAMPLED_ELEMENTS) for _ in range(NUM_SAMPLES)]
-    with torch.inference_mode(False):
-        places = torch.tensor(starts).unsqueeze(1) + torch.arange(SAMPLED_ELEMENTS)
-        return places.flatten().to(device)
+        return not torch.equal(sample_of(tensor), self.sample)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,7 +68,7 @@ class _Kept:
 
     @staticmethod
     def of(operands: tuple[Tensor, ...], result: Rows | None) -> _Kept:
-        sample = _sample(result) if isinstance(result, Tensor) else None
+        sample = sample_of(result) if isinstance(result, Tensor) else None
         return _Kept(tuple(map(_Operand.of, operands)), result, _version_of(result), sample)
 
     @property
@@ -117,7 +94,7 @@ class _Kept:
     def _is_sampled_otherwise(self) -> bool:
         """A layer's own sum, which a script may divide through `.data`, in every epoch once more."""
         known = self.result_sample
-        return known is not None and isinstance(self.result, Tensor) and not torch.equal(_sample(self.result), known)
+        return known is not None and isinstance(self.result, Tensor) and not torch.equal(sample_of(self.result), known)
 
 
 def _version_of(result: Rows | None) -> int:

@@ -118,6 +118,7 @@ def partition_graph(
         raise TypeError(f"partition_graph needs a dgl.DGLGraph (got {type(g).__name__})")
     check_method(part_method)
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
+    _check_formats(g)
     target = Path(out_path).absolute()
     _check_target(target, graph_name, num_parts)
     following = contextlib.ExitStack()
@@ -301,6 +302,15 @@ def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype:
         raise ValueError(f"num_trainers_per_machine must be at least 1 (got {num_trainers})")
     if objtype not in ("cut", "vol"):
         raise ValueError(f"objtype must be 'cut' or 'vol' (got {objtype!r})")
+
+
+def _check_formats(g: dgl.DGLGraph) -> None:
+    known = sorted({name for names in g.formats().values() for name in names})
+    if "coo" not in known:
+        raise ValueError(
+            f"a graph that is partitioned must have the format coo (got {', '.join(known)} alone): pass "
+            f"g.formats(['coo', 'csr', 'csc'])"
+        )
 
 
 def _check_target(target: Path, graph_name: str, num_parts: int) -> None:

@@ -22,8 +22,17 @@ from dgl_hybrid.sampling.id_sums import IdSums
 def graph_of_loader(collate_fn: Any) -> Any:
     """Returns the `DistGraph` that a loader's collate function samples from, or None if it cannot be told."""
     owner = getattr(collate_fn, "__self__", collate_fn)
-    g = getattr(owner, "g_sampling", getattr(owner, "g", None))
+    g = _attribute(owner, "g_sampling")
+    g = _attribute(owner, "g") if g is None else g
     return g if isinstance(g, DistGraph) else None
+
+
+def _attribute(owner: Any, name: str, default: Any = None) -> Any:
+    """An attribute of an object of the script's, which may be a property that cannot be asked yet."""
+    try:
+        return getattr(owner, name, default)
+    except Exception:
+        return default
 
 
 def read_loader(
@@ -52,19 +61,21 @@ def read_loader(
         return num_seeds // batch_size if drop_last else math.ceil(num_seeds / batch_size)
 
     if isinstance(owner, (NodeCollator, EdgeCollator)):
-        sampler = getattr(owner, "graph_sampler", None)
-        fanouts = _read_fanouts(g, getattr(sampler, "fanouts", None), first_drawn_last=True)
-        wanted = getattr(owner, "nids" if isinstance(owner, NodeCollator) else "eids", None)
-        if fanouts is None or wanted is None or getattr(sampler, "edge_dir", "in") != "in":
+        sampler = _attribute(owner, "graph_sampler")
+        fanouts = _read_fanouts(g, _attribute(sampler, "fanouts"), first_drawn_last=True)
+        wanted = _attribute(owner, "nids" if isinstance(owner, NodeCollator) else "eids")
+        if fanouts is None or wanted is None or _attribute(sampler, "edge_dir", "in") != "in":
             return None
-        replace = bool(getattr(sampler, "replace", False))
-        by_structure = getattr(sampler, "prob", None) is None  # which has masks, too
+        if isinstance(owner, NodeCollator) and isinstance(wanted, Mapping) and not set(wanted) <= set(g.ntypes):
+            return None  # DGL says so when it samples
+        replace = bool(_attribute(sampler, "replace", False))
+        by_structure = _attribute(sampler, "prob") is None  # which has masks, too
         # Of what is drawn from: scripts' own loaders may hand over another form of it, by type say.
         num_batches = count_batches(sum(map(len, wanted.values())) if isinstance(wanted, Mapping) else len(wanted))
         if isinstance(owner, NodeCollator):
             seeds, occurrences = _count(_homogeneous_nodes(g, wanted))
         else:
-            if getattr(owner, "g", g) is not g:
+            if _attribute(owner, "g", g) is not g:
                 return None  # edges of one graph, whose ids are of no meaning in the one that is sampled
             key = (*_edge_key(owner), num_batches, fanouts, replace, by_structure)
             if seen is not None and key in seen:
@@ -80,7 +91,7 @@ def read_loader(
             replace=replace,
             by_structure=by_structure,
         )
-    fanouts = _read_fanouts(g, getattr(owner, "fanouts", None), first_drawn_last=False)
+    fanouts = _read_fanouts(g, _attribute(owner, "fanouts"), first_drawn_last=False)
     ids = _as_ids(dataset)
     if fanouts is None or ids is None or len(g.ntypes) > 1:
         return None
@@ -149,7 +160,7 @@ def _edge_key(collator: Any) -> tuple[object, ...]:
     """Equal for collators of the same edges and as many negatives, whatever asking for their ends would tell."""
     by_type = collator.eids if isinstance(collator.eids, Mapping) else {"": collator.eids}
     digests = [(str(etype), hash(eids.cpu().numpy().tobytes()), str(eids.dtype)) for etype, eids in by_type.items()]
-    return (*sorted(digests), _negatives_per_edge(getattr(collator, "negative_sampler", None)))
+    return (*sorted(digests), _negatives_per_edge(_attribute(collator, "negative_sampler")))
 
 
 def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
@@ -157,7 +168,7 @@ def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
     book = g.get_partition_book()
     by_type = collator.eids if isinstance(collator.eids, Mapping) else {g.canonical_etypes[0]: collator.eids}
     sums = IdSums()
-    num_negatives = _negatives_per_edge(getattr(collator, "negative_sampler", None))
+    num_negatives = _negatives_per_edge(_attribute(collator, "negative_sampler"))
     for etype, eids in by_type.items():
         edges = eids.to(torch.int64)
         if not book.is_homogeneous:
@@ -178,5 +189,5 @@ def _edge_seeds(g: Any, collator: Any) -> tuple[Tensor, Tensor]:
 
 def _negatives_per_edge(negative_sampler: Any) -> float:
     """DGL's samplers name their number `k`; of others nothing is known, and what they draw is learnt while it runs."""
-    number = getattr(negative_sampler, "k", 0)
+    number = _attribute(negative_sampler, "k", 0)
     return float(number) if isinstance(number, (int, float)) else 0.0

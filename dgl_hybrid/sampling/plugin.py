@@ -3,13 +3,16 @@
 
 from __future__ import annotations
 
+import copyreg
 import os
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from dgl.distributed import graph_services, role
+from dgl.distributed import DistGraph, graph_services, role
 from torch import Tensor
 
 from dgl_hybrid.compat.hook_set import Hook, HookSet
@@ -56,9 +59,12 @@ class HaloPlugin:
         except BaseException:
             self._hooks.remove()
             raise
+        ForkingPickler.register(DistGraph, self._reduce)
 
     def remove(self) -> None:
         """Gives DGL its functions back and forgets what is held."""
+        if _reducers().get(DistGraph) == self._reduce:
+            del _reducers()[DistGraph]
         withdraw(self._answer_pull)
         self._hooks.remove()
         self._stores.clear()
@@ -78,7 +84,6 @@ class HaloPlugin:
             hook(".kvstore", "KVClient.barrier", "self", self._barrier),
             hook(".kvstore", "DeleteDataRequest.process_request", "self server_state", answer_deletion),
             hook(".dist_graph", "DistGraph.__init__", "self graph_name gpb part_config", self._make_graph),
-            hook(".dist_graph", "DistGraph.__getstate__", "self", self._get_state),
             hook(".dist_graph", "DistGraph.__setstate__", "self state", self._set_state),
             hook(".dist_graph", "DistGraphServer.__init__", _SERVER_PARAMETERS, self._start_server),
             hook(".dist_dataloader", "DistDataLoader.__init__", _LOADER_PARAMETERS, self._make_loader),
@@ -132,7 +137,7 @@ class HaloPlugin:
         g = graph_of_loader(collate_fn)
         store = None if g is None else self._store_of(g, share=_has_samplers())
         if store is not None and store.can_plan:  # ends of edges are asked of their owners
-            with store.planning():  # ends of edges take longer than what is made of them
+            with _on_cpu(), store.planning():  # ends of edges take longer than what is made of them
                 access = read_loader(g, dataset, batch_size, drop_last, collate_fn, seen=store.edge_loaders)
                 if access is not None:
                     store.plan_for(access)
@@ -198,13 +203,13 @@ class HaloPlugin:
             return None  # whatever DGL makes of it
         for store in self._stores.values():
             if store.has_field(client, name):
-                return store.pull(name, ids)
+                return _pull(store, name, ids)
         # Sampler processes may do all the sampling, by a function that does not say from what: learn from reads alone.
         for g in list(_graphs.values()):
             if g._client is client and g.graph_name not in self._stores:
                 made = self._store_of(g, share=_has_samplers())
                 if made is not None and made.has_field(client, name):
-                    return made.pull(name, ids)
+                    return _pull(made, name, ids)
         return None
 
     @staticmethod
@@ -233,11 +238,11 @@ class HaloPlugin:
             written.announce_direct_writes()
         original(client)
 
-    def _get_state(self, original: Callable[..., Any], g: Any) -> Any:
-        state = original(g)
-        # Only samplers take what is held; a copy of a model that has the graph, or a file of it, is to be DGL's.
+    def _reduce(self, g: Any) -> tuple[Any, ...]:
+        """What processes are given of a graph: only samplers take what is held. Copies and files are DGL's own."""
+        state = g.__getstate__()
         store = self._stores.get(g.graph_name) if _has_samplers() else None
-        return state if store is None else (*state, store.shared())
+        return copyreg.__newobj__, (type(g),), state if store is None else (*state, store.shared())  # type: ignore[attr-defined]
 
     def _set_state(self, original: Callable[..., Any], g: Any, state: Any) -> None:
         shared = state[-1] if isinstance(state[-1], SharedHalo) else None
@@ -252,6 +257,22 @@ class HaloPlugin:
         original(server, *args, **kwargs)
         if not server.is_backup_server():
             publish_table(server)
+
+
+def _pull(store: HaloStore, name: str, ids: Tensor) -> Tensor | None:
+    with _on_cpu():
+        return store.pull(name, ids)
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """Tensors of ours are made there, whatever device a script has made PyTorch's default."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _reducers() -> dict[type, Any]:
+    """What `ForkingPickler.register` adds to, and has no function to take from."""
+    reducers: dict[type, Any] = ForkingPickler._extra_reducers  # type: ignore[attr-defined]
+    return reducers
 
 
 def _has_samplers() -> bool:

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from dgl import backend as dgl_backend
 from dgl.distributed import kvstore, rpc
 from dgl.ndarray import empty_shared_mem, exist_shared_mem_array
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
-from dgl_hybrid.graph.tensor_versions import version_of
+from dgl_hybrid.graph.tensor_versions import sample_of, version_of
 
 STATIC_NAMES_SERVICE = 0x48590001
 WRITTEN_SERVICE = 0x48590002
@@ -195,6 +196,8 @@ class WrittenFields:
         self._told: set[str] = set()
         self._versions: dict[str, int] = {}
         """Of the shared-memory parts, when this process spoke again."""
+        self._samples: dict[str, Tensor] = {}
+        """Of the static ones among them, when this process was last known to have written nothing."""
         self._table: Tensor | None = None
         self._flag_of: dict[str, int] = {}
         """Entries of the table."""
@@ -209,6 +212,7 @@ class WrittenFields:
             self._flag_of = _number(rpc.recv_response().value)
             self._table = _map_table(own, len(self._flag_of))
             self.static_names = frozenset(self._flag_of)
+            self._take_samples()
 
     def is_of(self, client: Any) -> bool:
         """Whether this is the view of that client."""
@@ -255,6 +259,7 @@ class WrittenFields:
         if self._table is None:
             return
         self._versions = {name: version_of(part) for name, part in self._client._data_store.items()}
+        self._take_samples()
         self._ask(range(self._client.num_servers), kvstore.DeleteDataRequest(_QUESTION))
         self._tell(SilenceRequest(-1))
 
@@ -278,15 +283,33 @@ class WrittenFields:
                 )
 
     def announce_direct_write(self, name: str) -> None:
-        """Announces a field if this process wrote into its shared-memory part without a push (`local_partition`)."""
-        if self._table is None or name not in self.static_names or name in self._told:
-            return
-        part = self._client._data_store.get(name)
-        # Of what was made in inference mode no writes are counted, and any may have been.
-        if part is not None and (part.is_inference() or part._version > self._versions.get(name, 0)):
+        """Announces a field if PyTorch counted a write of this process into its shared-memory part (`local_partition`),
+        without a push.
+        """
+        if self._may_be_told(name) and self._has_counted_write(name):
             self.announce(name)
 
+    def _take_samples(self) -> None:
+        parts = self._client._data_store
+        self._samples = {name: sample_of(parts[name]) for name in self.static_names & set(parts)}
+
     def announce_direct_writes(self) -> None:
-        """Announces all such fields; looks at every field, so it is for what happens seldom."""
+        """Announces all such fields, and those whose samples tell of a write that PyTorch did not count; looks at every
+        field, so it is for what happens seldom.
+        """
         for name in self.static_names - self._told:
-            self.announce_direct_write(name)
+            if self._may_be_told(name) and (self._has_counted_write(name) or self._is_sampled_otherwise(name)):
+                self.announce(name)
+
+    def _may_be_told(self, name: str) -> bool:
+        is_static = self._table is not None and name in self.static_names and name not in self._told
+        return is_static and self._client._data_store.get(name) is not None
+
+    def _has_counted_write(self, name: str) -> bool:
+        part = self._client._data_store[name]
+        # Of what was made in inference mode no writes are counted, and any may have been.
+        return bool(part.is_inference() or part._version > self._versions.get(name, 0))
+
+    def _is_sampled_otherwise(self, name: str) -> bool:
+        sample = sample_of(self._client._data_store[name])
+        return not torch.equal(sample, self._samples.setdefault(name, sample))

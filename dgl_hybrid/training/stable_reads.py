@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.ids import Ownership
-from dgl_hybrid.graph.tensor_versions import version_of
+from dgl_hybrid.graph.tensor_versions import sample_of, version_of
 from dgl_hybrid.ops.cpu.resting_rows import own_rows
 from dgl_hybrid.sampling.hooks import until_disabled
 from dgl_hybrid.training import session
@@ -36,24 +36,28 @@ from dgl_hybrid.training.step import Step
 _NODE_PREFIX = "node~"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Stamp:
-    """A tensor and its state; two stamps are equal if nobody wrote in between and it is the same tensor.
+    """A tensor and its state, which holds as long as nobody wrote and it is the same tensor.
 
     Of a tensor that was made in inference mode nobody knows whether it was written to: its stamp never holds.
     """
 
     tensor: weakref.ref[Tensor] | None
     version: int
+    sample: Tensor | None = None
 
     @staticmethod
-    def of(tensor: Tensor | None) -> _Stamp:
-        return _Stamp(None, 0) if tensor is None else _Stamp(weakref.ref(tensor), version_of(tensor))
+    def of(tensor: Tensor | None, *, sampled: bool = False) -> _Stamp:
+        if tensor is None:
+            return _Stamp(None, 0)
+        return _Stamp(weakref.ref(tensor), version_of(tensor), sample_of(tensor) if sampled else None)
 
     def holds(self, tensor: Tensor | None) -> bool:
         if self.tensor is None or tensor is None:
             return self.tensor is None and tensor is None
-        return self.tensor() is tensor and not tensor.is_inference() and self.version == tensor._version
+        is_counted_same = self.tensor() is tensor and not tensor.is_inference() and self.version == tensor._version
+        return is_counted_same and (self.sample is None or torch.equal(sample_of(tensor), self.sample))
 
 
 @dataclass(frozen=True)
@@ -346,7 +350,7 @@ class StableReads:
         return rows
 
     def _stamps(self) -> dict[str, _Stamp]:
-        return {name: _Stamp.of(rows) for name, rows in self._client.data_store.items()}
+        return {name: _Stamp.of(rows, sampled=True) for name, rows in self._client.data_store.items()}
 
 
 def _check_distinct(ids_global: Tensor) -> None:

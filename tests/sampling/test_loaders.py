@@ -67,6 +67,32 @@ def test_ids_may_lie_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ("cpu", torch.int64) in asked
 
 
+class NotYet:
+    """Sampling that a script sets up later."""
+
+    @property
+    def g(self) -> Any:
+        raise RuntimeError("call setup() first")
+
+    g_sampling = fanouts = g
+
+    def sample_blocks(self, seeds: Any) -> None: ...
+
+
+def test_properties_that_raise_are_the_scripts_own_affair() -> None:
+    """DGL never looks at them."""
+    assert graph_of_loader(NotYet().sample_blocks) is None
+    assert read_loader(G, [3, 1], 2, False, NotYet().sample_blocks) is None
+
+
+def test_nodes_of_an_unknown_type_are_left_to_dgl() -> None:
+    g = SimpleNamespace(**vars(G) | {"ntypes": ["author", "paper"]})
+    collator = NodeCollator.__new__(NodeCollator)
+    collator.g, collator._nids = g, {"nope": torch.tensor([1])}
+    collator.graph_sampler = dgl.dataloading.NeighborSampler([2])
+    assert read_loader(g, [("nope", 1)], 2, False, collator.collate) is None
+
+
 @pytest.mark.parametrize("dataset", [[3, 1, 1], (3, 1, 1), np.array([3, 1, 1]), torch.tensor([3, 1, 1])])
 def test_node_ids_of_an_old_style_loader(dataset: Any) -> None:
     access = read_loader(G, dataset, 2, False, OldStyleSampler([2, 5]).sample_blocks)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
+from multiprocessing.reduction import ForkingPickler
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,11 +16,11 @@ import dgl_hybrid
 # isort: split
 import pytest
 import torch
-from dgl.distributed import kvstore, role, rpc
+from dgl.distributed import DistGraph, kvstore, role, rpc
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.sampling import plugin as plugin_module
-from dgl_hybrid.sampling import written
+from dgl_hybrid.sampling import switch, written
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_store import HaloStore
 from dgl_hybrid.sampling.held_rows import HeldFields
@@ -136,6 +139,26 @@ def test_parts_of_inference_mode_are_taken_for_written(monkeypatch: pytest.Monke
     assert not fields.may_hold("node~_N~feat")
 
 
+def test_writes_that_pytorch_does_not_count_are_found_by_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collective of `torch.distributed` receives into a part was read old by all other machines."""
+    names = ("node~_N~feat", "node~_N~of_zeros", "node~_N~other")
+    servers = Servers((True, True), monkeypatch, (names, names))
+    client = servers.client(0)
+    client._data_store = {name: torch.randn(500, 40) for name in names} | {names[1]: torch.zeros(0, 3)}
+    fields, other = WrittenFields(client), WrittenFields(servers.client(1))
+    fields.announce_direct_writes()
+    assert [other.may_hold(name) for name in names] == [True, True, True]
+    client._data_store[names[0]].numpy()[:] = 7.0
+    assert client._data_store[names[0]]._version == 0
+    fields.announce_direct_writes()
+    assert [other.may_hold(name) for name in names] == [False, True, True]
+    fields.fall_silent()
+    client._data_store[names[2]].numpy()[:] = 7.0
+    fields.speak()
+    fields.announce_direct_writes()
+    assert [other.may_hold(name) for name in names] == [False, True, True], "nobody holds what was written in silence"
+
+
 def test_a_graph_has_countable_parts_wherever_it_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     class Opened:  # of which there may be weak references
         graph_name, part = "of this test", torch.empty(0)
@@ -158,10 +181,39 @@ def test_a_graph_has_countable_parts_wherever_it_is_opened(monkeypatch: pytest.M
 def test_what_is_held_goes_to_samplers_alone(num_samplers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deep copy of a model that has the graph, or a file of it, held all of it, and stock DGL could not read it."""
     monkeypatch.setenv("DGL_NUM_SAMPLER", str(num_samplers))
+    set_states = list[Any]()
+    monkeypatch.setattr(DistGraph, "__getstate__", lambda self: ("g", "book", False))
+    monkeypatch.setattr(DistGraph, "__setstate__", lambda self, state: set_states.append(state))
+    graph = DistGraph.__new__(DistGraph)
+    graph.graph_name = "g"
+    dgl_hybrid.enable()
+    try:
+        halo_plugin = switch._plugin
+        assert halo_plugin is not None
+        halo_plugin._stores = {"g": cast(Any, SimpleNamespace(shared=lambda: "all that is held"))}
+        to_a_process = ForkingPickler.dumps(graph)
+        pickle.loads(pickle.dumps(graph))
+        copy.deepcopy(graph)
+    finally:
+        dgl_hybrid.disable()
+    pickle.loads(to_a_process)
+    own = ("g", "book", False)
+    assert set_states == [own, own, (*own, *["all that is held"] * num_samplers)]
+    pickle.loads(ForkingPickler.dumps(graph))
+    assert set_states[3] == own
+
+
+def test_rows_come_to_the_cpu_whatever_is_the_default_device() -> None:
+    """As DGL's do; ids on the CPU and a default elsewhere had our reads raise."""
     halo_plugin = plugin_module.HaloPlugin(HaloConfig())
-    halo_plugin._stores = {"g": cast(Any, SimpleNamespace(shared=lambda: "all that is held"))}
-    state = halo_plugin._get_state(lambda g: ("name", "book"), SimpleNamespace(graph_name="g"))
-    assert state == ("name", "book", *["all that is held"] * num_samplers)
+    store = SimpleNamespace(has_field=lambda client, name: True, pull=lambda name, ids: torch.ones(len(ids)))
+    halo_plugin._stores = {"g": cast(Any, store)}
+    ids = torch.arange(3)
+    with torch.device("meta"):
+        rows = halo_plugin._answer_pull(None, "feat", ids)
+        assert torch.empty(1).device.type == "meta"
+    assert rows is not None
+    assert rows.device.type == "cpu"
 
 
 @pytest.mark.parametrize("can_plan", [False, True])

@@ -194,6 +194,12 @@ def check_reads(g: Any, view: PartitionedGraph, transport: str) -> dict[str, Any
     seen["fresh after a write into the local part"] = field[first] is not rows and bool((machine == -1).any()) == (
         g.get_partition_book().partid == g.get_partition_book().num_partitions() - 1
     )
+    rows = field[first]
+    g.barrier()
+    assert field[first] is rows
+    field.local_partition.numpy()[:] = -2.0  # nor counted by PyTorch, like what a collective receives
+    g.barrier()
+    seen["fresh after a write that is not counted"] = bool((field[first] == -2.0).all())
     g.barrier()
     if view.rank() == 0:
         field[everything] = torch.full((len(everything), 3), 7.0, dtype=torch.float64)

@@ -369,8 +369,9 @@ class Communicator:
         shape = (max(sizes), rows_NF.shape[1])
         padded = torch.zeros(shape, dtype=rows_NF.dtype, device=self._tensor([0]).device)
         padded[: len(rows_NF)] = rows_NF.detach()
-        parts = self._gather(padded)  # gloo's takes one size only
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).to(rows_NF.device)
+        parts = self._gather(_as_moved(padded))  # gloo's takes one size only
+        rows = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        return rows.view(rows_NF.dtype).to(rows_NF.device)
 
     def broadcast_json(self, value: Any) -> Any:
         """Returns rank 0's JSON-serialisable value on every rank. Collective."""

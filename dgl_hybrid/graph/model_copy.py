@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from dgl_hybrid.graph.outside_state import outside_state_kept
+
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _ON_SERVERS: tuple[type, ...] = (DistTensor, DistGraph, PartitionPolicy)
@@ -42,7 +44,8 @@ def copy_of(model: ModelT) -> ModelT:
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """While copies of a model run: they may call parts of the model itself, by functions that it holds
-    (`activation=lambda h: self.norm(h)`), which are not copied. Gradients and running statistics are put back after it.
+    (`activation=lambda h: self.norm(h)`), which are not copied. Gradients, running statistics and what calls change
+    outside of the model are put back after it.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
@@ -50,7 +53,8 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     buffers = [(x, x.clone()) for norm in norms for x in norm.buffers(recurse=False) if not is_lazy(x)]
     try:
-        yield
+        with outside_state_kept(model):
+            yield
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient

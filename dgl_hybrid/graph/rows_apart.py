@@ -17,6 +17,8 @@ from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, float_tensors_in, map_leaves
 from dgl_hybrid.graph.layer_block import BlockObserver, FusedOp, LayerBlock
 from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness
+from dgl_hybrid.graph.outside_state import outside_state_kept
+from dgl_hybrid.graph.tiny_blocks import rows_alone
 from dgl_hybrid.graph.tiny_runs import copy_on, device_of, in_memory_or_on, tiny_blocks_on
 from dgl_hybrid.graph.trace_modes import NoCollectives, QuietMode
 from dgl_hybrid.graph.trace_record import TraceRecord
@@ -60,12 +62,12 @@ def compare_rows_apart(
     sizes: list[int],
     num_edges: list[int],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Changes row 0, which no other row reads, and looks whether any other row of the output changes.
+    """Changes rows that no other row reads (`rows_alone`), and looks whether any other row of the output changes.
 
-    Row 0 of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which it
-    may read a table of its own, and of what it first exchanges; of rows of edges that of its only one. Once so that it
-    has the least number of all rows in every column there, and once the greatest: a model that mixes rows by one of
-    both does not see the other. What is made of degrees of all vertices is warned of.
+    Those rows of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which
+    it may read a table of its own, and of what it exchanges; of rows of edges that of row 0, its only one. Once so that
+    they have the least numbers of all rows in every column there, and once the greatest: a model that mixes rows by one
+    of both does not see the other. What is made of degrees of all vertices is warned of.
 
     A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
     has a copy and generators in the same state.
@@ -87,13 +89,27 @@ def compare_rows_apart(
         if isinstance(value, Tensor) and value.dim() and len(value) in num_edges and value.is_floating_point():
             changed[0] = _extreme_edge(value, sign)
         elif isinstance(value, Tensor) and value.dim() and len(value) in sizes:
+            rows = [row for row in alone if row < len(value)]
             if value.is_floating_point():
-                changed[0] = _extreme_row(value, sign)
+                changed = _with_extreme_rows(value, rows, sign)
             elif value.dtype == torch.bool:
-                changed[0] = not bool(value[0].any())
-            elif value.dtype in (torch.int32, torch.int64):
-                changed[0] += 1  # an id: made-up ones are all 0
+                changed[rows] = ~value[rows]
+            elif value.dtype in (torch.int32, torch.int64):  # ids, of which made-up ones may all be 0
+                changed[rows] = torch.where(value[rows] < value.amax(), value[rows] + 1, 0)
+                changed[0] = value[0] + 1
         return changed
+
+    alone = rows_alone(sizes)
+
+    def differ_elsewhere(before: Tensor, after: Tensor) -> bool:
+        """Whether any other rows than those do, where the tensors have a row for each vertex of a level."""
+        if not before.dim() or len(before) not in sizes:
+            return False
+        if before.shape != after.shape:
+            return True
+        is_other = torch.ones(len(before), dtype=torch.bool, device=before.device)
+        is_other[[row for row in alone if row < len(before)]] = False
+        return not _are_close(before[is_other], after[is_other])
 
     frames = [blocks[0].srcdata, blocks[-1].dstdata, *(block.edata for block in blocks)]
     given = [{name: rows for name, rows in frame.items() if name not in (dgl.NID, dgl.EID)} for frame in frames]
@@ -115,7 +131,7 @@ def compare_rows_apart(
         blocks[0].observer = observer
         model = make_model()
         try:
-            with with_own_randomness(where), contextlib.ExitStack() as degrees:
+            with with_own_randomness(where), outside_state_kept(model), contextlib.ExitStack() as degrees:
                 for block in blocks if changes_degrees else ():
                     degrees.enter_context(block.raised_degrees_of_first())
                 seed_generators(0)
@@ -129,7 +145,8 @@ def compare_rows_apart(
         if not all(map(_are_close, plain, again)):
             _logger.warning(
                 "two forwards of the model from the same state differ, so it was not checked that rows of different "
-                "vertices are only mixed by message passing and batch norm; anything else would not be exact"
+                "vertices are only mixed by message passing and batch norm; anything else would not be exact. If it "
+                "keeps state outside of itself, that may be another one on each rank now: keep it in its modules"
             )
             return []
         pairs = list(zip(plain, plain, strict=True))
@@ -137,14 +154,14 @@ def compare_rows_apart(
             change = functools.partial(disturb, sign)
             disturbed = None
             with contextlib.suppress(Exception):  # of a table with one row, or ids that are known by identity
-                disturbed = run(change, _Disturber(sign), changes_ids=True)
+                disturbed = run(change, _Disturber(alone, sign), changes_ids=True)
             if disturbed is None:
                 with contextlib.suppress(IndexError, RuntimeError):
-                    disturbed = run(change, _Disturber(sign))
+                    disturbed = run(change, _Disturber(alone, sign))
             if disturbed is None:
-                disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(sign))  # noqa: B023
+                disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(alone, sign))  # noqa: B023
             for at, (before, after) in enumerate(zip(plain, disturbed, strict=True)):
-                if before.dim() and len(before) in sizes and not _are_close(before[1:], after[1:]):
+                if differ_elsewhere(before, after):
                     raise BlockError(
                         "the model mixes rows of different vertices outside message passing (a norm, a mean or a "
                         "maximum over nodes), which cannot be exact on a partition. Use BatchNorm1d, which is "
@@ -155,10 +172,7 @@ def compare_rows_apart(
         by_degrees = plain
         with contextlib.suppress(Exception):  # of a table of degrees, or of lengths that are no longer those of edges
             by_degrees = run(copied, None, changes_degrees=True)
-        if any(
-            before.dim() and len(before) in sizes and not _are_close(before[1:], after[1:])
-            for before, after in zip(plain, by_degrees, strict=True)
-        ):
+        if any(map(differ_elsewhere, plain, by_degrees)):
             # No error: who takes degrees for lengths of segments does nothing wrong.
             _logger.warning(
                 "what the model makes of vertices depends on how many edges another one has: of degrees of all "
@@ -202,6 +216,18 @@ def notes_on(
             )
 
 
+def _with_extreme_rows(rows: Tensor, alone: list[int], sign: float) -> Tensor:
+    """Returns a copy whose rows `alone` are beyond all others in every column, on the side of the sign: the first by
+    little, the others by so much that means over rows have that sign, too.
+    """
+    first, *others = alone
+    changed = rows.detach().clone()
+    changed[first] = _extreme_row(rows, sign)
+    for turn, row in enumerate(others, 1):
+        changed[row] = sign * turn * (1.0 + 2.0 * rows.abs().sum(0))
+    return changed
+
+
 def _extreme_row(rows: Tensor, sign: float) -> Tensor:
     """Returns a row that is beyond all of these in every column, on the side of the sign, and other than row 0."""
     return sign * (1.0 + 2.0 * rows.abs().amax(0) + rows[0].abs())
@@ -229,16 +255,16 @@ def _is_integer(value: Any) -> bool:
 
 
 class _Disturber:
-    """Changes row 0 of whatever a block exchanges, in copies: rows may be one row repeated, or a parameter's."""
+    """Changes rows of whatever a block exchanges, in copies: rows may be one row repeated, or a parameter's."""
 
-    def __init__(self, sign: float) -> None:
-        self._sign = sign
+    def __init__(self, alone: list[int], sign: float) -> None:
+        self._alone, self._sign = alone, sign
 
     def on_exchange(self, layer: int, fields: list[Tensor]) -> None:
         for position, rows in enumerate(fields):
             if rows.is_floating_point() and len(rows):
-                fields[position] = rows.clone()
-                fields[position][0] = _extreme_row(rows, self._sign)
+                alone = [row for row in self._alone if row < len(rows)]
+                fields[position] = _with_extreme_rows(rows, alone, self._sign)
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None: ...
 

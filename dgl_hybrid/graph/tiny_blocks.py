@@ -22,10 +22,10 @@ def _tiny_sizes(num_layers: int, taken: set[int]) -> tuple[list[int], list[int]]
     edges: list[int] = []
     size = 61
     for _ in range(num_layers + 1):
-        while size in used:
+        while not used.isdisjoint({size, size + 1}):
             size += 1
         levels.append(size)
-        used.add(size)
+        used |= {size, size + 1}  # the latter is what a CSC structure of that many rows begins with
         size += 37
     for destinations in levels[:-1]:
         count = destinations * 4 + 3
@@ -35,6 +35,13 @@ def _tiny_sizes(num_layers: int, taken: set[int]) -> tuple[list[int], list[int]]
         used.add(count)
     # levels[0] is |C_L|; edges[k] belong to the layer with destinations levels[k].
     return levels[::-1], edges[::-1]
+
+
+def rows_alone(sizes: list[int]) -> list[int]:
+    """Returns the rows of tiny blocks that read themselves alone, and that no other row reads: of every level, of so
+    many rows, the first and the last, so that models that look at either can be told.
+    """
+    return sorted({0, *(size - 1 for size in sizes)})
 
 
 def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock], list[int], list[int]]:
@@ -49,13 +56,16 @@ def build_tiny_blocks(num_layers: int, taken: set[int]) -> tuple[list[LayerBlock
     """
     sizes, num_edges = _tiny_sizes(num_layers, taken)
     layers = []
+    is_alone = torch.zeros(sizes[0], dtype=torch.bool)
+    is_alone[rows_alone(sizes)] = True
     for layer in range(1, num_layers + 1):
         num_dst, num_held, total = sizes[layer], sizes[layer - 1], num_edges[layer - 1]
-        # Every destination reads itself and some others; destination 0 reads itself only and nobody reads it, so that
-        # a change of its row can reach another one only through a layer that mixes rows.
-        spare = total - num_dst
-        dst = torch.cat([torch.arange(num_dst), 1 + torch.arange(spare) % (num_dst - 1)])
-        src = torch.cat([torch.arange(num_dst), 1 + (torch.arange(spare) * 7919 + 13) % (num_held - 1)])
+        # Every destination reads itself and some others, but for a few: a change of their rows can reach another one
+        # only through a layer that mixes rows.
+        spare = torch.arange(total - num_dst)
+        readers, read = ((~is_alone[:count]).nonzero().squeeze(1) for count in (num_dst, num_held))
+        dst = torch.cat([torch.arange(num_dst), readers[spare % len(readers)]])
+        src = torch.cat([torch.arange(num_dst), read[(spare * 7919 + 13) % len(read)]])
         order = torch.argsort(dst, stable=True)
         indptr = torch.zeros(num_dst + 1, dtype=torch.int64)
         torch.cumsum(torch.bincount(dst, minlength=num_dst), 0, out=indptr[1:])

@@ -106,7 +106,7 @@ def load_plan(
         raise PlanError(
             f"no plan for rank {rank}: {error.filename} is missing; make one with `dgl-hybrid plan`"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PlanError(f"{json_path} is damaged ({error}); plan again") from error
     version = record.get("format_version") if isinstance(record, dict) else None
     if version != FORMAT_VERSION:

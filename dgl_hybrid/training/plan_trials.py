@@ -13,6 +13,7 @@ for the way back, and until then epochs run by the fastest plan found so far.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -82,8 +83,9 @@ class PlanTrials:
         planning_s: float = 0.0,
     ) -> None:
         self._share, self._planning_s = share, planning_s
-        self._trained_s = self._spent_s = self._dearest_turn_s = 0.0
-        self._num_turns = 0
+        self._trained_s = self._spent_s = 0.0
+        self._turns_s: list[float] = []
+        """What each turn so far took more than its epochs by the fastest plan."""
         self._recent: deque[float] = deque(maxlen=DRIFT_WINDOW)
         self._chosen_s = 0.0
         self._begin(num_candidates, favourites, predicted_s)
@@ -171,12 +173,11 @@ class PlanTrials:
         first_s, *rest_s = self._turn
         cost_s = self._change_s + sum(self._turn) - len(self._turn) * least_s
         # As turns usually are: one epoch of an hour (a machine that slept, an evaluation amid the batch) is spent, and
-        # is not what the next turn will take. Nor is what only the first turn of all does, such as compiling.
+        # is not what the next turn will take.
         usual_s = self._change_s + first_s + len(rest_s) * _lower_quartile(rest_s) - len(self._turn) * least_s
-        self._dearest_turn_s = usual_s if self._num_turns == 1 else max(self._dearest_turn_s, usual_s)
-        if self._num_turns:  # the first would have been paid without any trials
+        if self._turns_s:  # the first would have been paid without any trials
             self._spent_s += cost_s
-        self._num_turns += 1
+        self._turns_s.append(usual_s)
         self._turn, self._change_s = [], 0.0
         while not self._waiting and self._finals < len(CLOSE):
             close = self._within(CLOSE[self._finals], or_predicted=self._finals == 0)
@@ -205,6 +206,13 @@ class PlanTrials:
     def _can_afford_a_turn(self, planning_s: float = 0.0) -> bool:
         """See [Note: what trials may take]."""
         return self._spent_s + planning_s + 2 * self._dearest_turn_s <= self._share * self._trained_s
+
+    @property
+    def _dearest_turn_s(self) -> float:
+        """But for one: the first of all also does what no other does, such as compiling, and in one that a machine
+        slept in, the change of plans or its first epoch may have been the one of an hour.
+        """
+        return max(heapq.nlargest(2, self._turns_s)[-1:], default=0.0)
 
     def _time_of(self, index: int) -> float:
         time_s = self.measured_s[index]

@@ -331,7 +331,7 @@ class PlanMaker:
             return self._trace_here(model, template, sums_first).trace
 
         orders: tuple[ModelTrace, ...] = ()
-        with communicator.agreed(), session.paused():
+        with communicator.agreed(), session.paused(), left_as_it_was(model):
             if communicator.rank == 0:
                 try:
                     orders = propose_orders(trace, trace_with, topology, counts)

@@ -95,6 +95,12 @@ def test_sums_and_fused_attention_can_be_split_by_source() -> None:
     assert not can_split(Stack(dglnn.SAGEConv(IN, HIDDEN, "gcn"), dglnn.SAGEConv(HIDDEN, OUT, "pool")))[1]
     assert can_split(gat()) == [False, False]  # scores of all edges are normalised together
     assert can_split(optimize(gat())) == [True, True]
+    for num_layers in (6, 10, 17):  # of the first of six, lengths of a structure passed for the last one's edges
+        deep = [dglnn.GraphConv(HIDDEN, HIDDEN) for _ in range(num_layers - 2)]
+        model = Stack(dglnn.GraphConv(IN, HIDDEN), *deep, dglnn.GraphConv(HIDDEN, OUT))
+        layers = trace(model, num_layers=num_layers).trace.layers
+        assert [layer.can_split for layer in layers] == [True] * num_layers
+        assert [layer.can_sum_apart for layer in layers[1:]] == [True] * (num_layers - 1)
     # What is kept is made once, all the same from rows that come in chunks or at once.
     kept = [dglnn.GINConv(nn.Linear(IN, HIDDEN), aggregator) for aggregator in ("sum", "max")]
     layers = [trace(Stack(layer, dglnn.GraphConv(HIDDEN, OUT))).trace.layers[0] for layer in kept]
@@ -327,6 +333,30 @@ def test_an_extreme_over_vertices_is_refused(way: str, by_column: bool, width: i
         model = kind(dglnn.GraphConv(width, HIDDEN), dglnn.GraphConv(HIDDEN, OUT), norm=scaled)
         with pytest.raises(BlockError, match=r"mixes rows of different vertices .* a mean or a maximum over nodes"):
             trace(model, in_feats=width)
+
+
+class _Apart(nn.Module):
+    """Makes something of other rows: the last one, as of a vertex that stands for all, or which way all of them go."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == "last":
+            return x - x[-1:]
+        return -x if x.mean() > 0 else x
+
+
+@pytest.mark.parametrize("way", ["last", "mean's sign"])
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_mixing_by_the_last_row_or_by_a_branch_is_refused(way: str, num_layers: int) -> None:
+    torch.manual_seed(0)
+    layers = [dglnn.GraphConv(HIDDEN, HIDDEN) for _ in range(num_layers - 2)]
+    for kind in (Stack, _ScaledInput):
+        model = kind(dglnn.GraphConv(HIDDEN, HIDDEN), *layers, dglnn.GraphConv(HIDDEN, OUT), norm=_Apart(way))
+        with pytest.raises(BlockError, match="mixes rows of different vertices"):
+            trace(model, in_feats=HIDDEN, num_layers=num_layers)
 
 
 class _Weighing(nn.Module):

@@ -325,9 +325,9 @@ def test_a_heterograph_leaves_the_scripts_seed(tmp_path: Path) -> None:
 def test_formats_of_a_graph_that_cannot_be_partitioned(tmp_path: Path) -> None:
     graph = dgl.graph(([0, 1, 2], [1, 2, 0])).formats("csc")
     with pytest.raises(ValueError, match=r"must have the format coo \(got csc alone\): pass g\.formats"):
-        dgl_hybrid.partition_graph(graph, "g", 2, str(tmp_path / "p"), part_method="contiguous")
+        partition_graph(graph, "g", 2, tmp_path / "p", part_method="contiguous")
     graph = graph.formats(["coo", "csr", "csc"])  # as it says
-    dgl_hybrid.partition_graph(graph, "g", 2, str(tmp_path / "p"), part_method="contiguous")
+    partition_graph(graph, "g", 2, tmp_path / "p", part_method="contiguous")
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,10 @@ HINTS = {
     "out_edges": "the out-edges of a source lie on several ranks. Use `out_degrees()` for full-graph degrees",
     "multi_update_all": "full-graph training on heterogeneous graphs is not there yet",
     "nodes": "use `srcdata` and `dstdata`",
+    "clone": "edges are those of the full graph, on all ranks alike. Leave some out by weights: "
+    "`edge_weight=F.dropout(torch.ones(block.num_edges()), p)` drops the same ones whatever the partition",
+    "to_canonical_etype": "edges are those of the full graph, on all ranks alike. Add self-loops and reverse edges to "
+    "the graph before it is partitioned",
     "adj": "the adjacency covers received sources. Use `update_all`",
     "adj_tensors": "the adjacency covers received sources. Use `update_all`",
     "num_nodes": "a block has source and destination nodes: use `num_src_nodes()` or `num_dst_nodes()`",

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.outside_state import outside_state_kept
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_ON_SERVERS: tuple[type, ...] = (DistTensor, DistGraph, PartitionPolicy)
-"""What stands for something on DistDGL's servers. A second `DistTensor` of one name would delete that when it ends, and
-to delete is collective."""
+_OF_ALL: tuple[type, ...] = (DistTensor, DistGraph, PartitionPolicy, LayerBlock)
+"""What stands for something that processes share: on DistDGL's servers (a second `DistTensor` of one name would delete
+that when it ends, and to delete is collective), or exchanges among ranks. A model may keep what it was called with."""
 
 
 def without_ddp(model: nn.Module) -> nn.Module:
@@ -37,7 +38,7 @@ def copy_of(model: ModelT) -> ModelT:
     A `DistEmbedding` inside is copied, so that it remembers its own reads alone, but the tensor it reads is the same:
     copies may read it and must not write to it. Not collective.
     """
-    with _shared_by_copies(_ON_SERVERS), _copied_without_graphs():
+    with _shared_by_copies(_OF_ALL), _copied_without_graphs():
         return copy.deepcopy(model)
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph import model_copy
 from dgl_hybrid.graph.model_copy import copy_of, with_own_randomness
+from dgl_hybrid.graph.tiny_blocks import build_tiny_blocks
 
 
 class OnServers:
@@ -39,7 +41,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _on_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(model_copy, "_ON_SERVERS", (OnServers, WithOwnCopies))
+    monkeypatch.setattr(model_copy, "_OF_ALL", (OnServers, WithOwnCopies, *model_copy._OF_ALL))
 
 
 def assert_copies_as_before() -> None:
@@ -58,6 +60,18 @@ def test_a_copy_shares_what_lives_on_servers_and_nothing_else() -> None:
     assert copied.linear.weight is not model.linear.weight
     assert torch.equal(copied.linear.weight, model.linear.weight)
     assert_copies_as_before()
+
+
+def test_a_copy_shares_the_block_that_a_model_has_kept() -> None:
+    """What was called with one (to look at it later) could not be copied, so its model could not be planned for."""
+    (block,) = build_tiny_blocks(1, set())[0]
+    model = nn.Linear(1, 1)
+    model.last_blocks = [block]  # type: ignore[assignment]
+    for _ in range(2):  # afterwards as before
+        copied: Any = copy_of(model)
+        assert copied.last_blocks[0] is block
+        with pytest.raises(BlockError, match=r"a LayerBlock \(rank 0 of 1, layer 1\) cannot be copied: .* Keep"):
+            copy.deepcopy(block)
 
 
 def test_classes_are_as_before_where_a_model_cannot_be_copied() -> None:

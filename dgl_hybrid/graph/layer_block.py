@@ -693,10 +693,10 @@ class LayerBlock:
         hint = HINTS.get(name, "use `update_all`, `apply_edges`, `srcdata`, `dstdata`, `edata` and the degrees")
         raise BlockError(f"'{name}' is not available on a LayerBlock ({self._where}): {hint}.")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LayerBlock:
+    def __deepcopy__(self, memo: Any) -> LayerBlock:
         raise BlockError(
-            f"a LayerBlock ({self._where}) cannot be copied: its exchanges are agreed on with the other ranks. Keep the "
-            f"block itself; it is the same in every epoch until the plan changes."
+            f"a LayerBlock ({self._where}) cannot be copied: its exchanges are agreed on with the other ranks. Keep "
+            f"the block itself, which is the same in every epoch until the plan changes."
         )
 
     def __repr__(self) -> str:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import logging
 import random
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.exchange.closure import LevelSets
+from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.planner import ModelTimes, PlannerConfig, Topology, uniform_topology
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.planning import PlanMaker
@@ -68,6 +70,44 @@ def test_planning_draws_from_no_generator_of_the_script(partitions: PartitionSto
     for is_timed in (False, True):
         for unchanged in run_ranks(2, plan_and_compare, folder, is_timed):
             assert unchanged == {"python": True, "numpy": True, "torch": True}, f"timed: {is_timed}"
+
+
+class Annealed(nn.Module):
+    """Lowers a temperature in every forward, which it keeps on the class: copies have it in common."""
+
+    temperature = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Case(kind="gcn_both").build(NUM_FEATURES)
+
+    def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
+        Annealed.temperature *= 0.5
+        out: Tensor = self.model(blocks, x)
+        return out * Annealed.temperature
+
+
+def anneal(rank: int, world_size: int, part_config: str, is_given: bool) -> list[float]:
+    """Returns the temperature after planning, each of three epochs, and an inference."""
+    Annealed.temperature = 1.0
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Annealed())
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=model if is_given else None)
+    found = [Annealed.temperature]
+    for input_nodes, _, blocks in itertools.chain(loader, loader, loader):
+        model(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+        found.append(Annealed.temperature)
+    infer(model, g, 2)
+    return [*found, Annealed.temperature]
+
+
+@pytest.mark.parametrize("is_given", [True, False])
+def test_planning_changes_nothing_outside_of_the_model(is_given: bool, partitions: PartitionStore) -> None:
+    """Rank 0 checks that rows are kept apart, and lowered the temperature four times while the others trained by 1."""
+    for found in run_ranks(3, anneal, partitions.get("power_law", power_law(), 3), is_given):
+        assert found == [1.0, 0.5, 0.25, 0.125, 0.0625]
 
 
 def plan_side_by_side(rank: int, world_size: int, part_config: str) -> tuple[list[float], int]:

@@ -4,8 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import logging
 import math
 import os
@@ -27,6 +25,7 @@ from dgl_hybrid.planner import DependencyPlan, PlannerConfig, chunk_rows_within,
 from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
 from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
+from dgl_hybrid.training.graph_facts import SPLITS, facts_of_graph
 from dgl_hybrid.training.inference import evaluating
 from dgl_hybrid.training.loader import FullGraphLoader
 from dgl_hybrid.training.metrics import count_correct
@@ -36,9 +35,6 @@ from dgl_hybrid.training.report import Accuracy, EpochReport, LayerReport, Train
 from dgl_hybrid.training.resident_memory import current_rss_bytes, peak_rss_bytes
 
 _logger = logging.getLogger(__name__)
-
-SPLITS = ("train_mask", "val_mask", "test_mask")
-_DIGEST_ENTRIES = 2**20
 
 OnEpoch = Callable[[int, EpochReport, Accuracy | None], None]
 """Called on every rank after each epoch: epochs done, its report, and the accuracy if it was just measured."""
@@ -375,36 +371,10 @@ def _open_checkpoints(
         optimizer,
         facts,
         job.dataset,
-        graph=_facts_of_graph(g, facts.num_classes),
+        graph=facts_of_graph(g, facts.num_classes),
         seed=job.training.seed,
         may_change={"lr": job.training.lr, "weight_decay": job.training.weight_decay},
     )
-
-
-def _facts_of_graph(g: PartitionedGraph, num_classes: int) -> dict[str, int | str]:
-    """Returns what tells graphs apart, however they are partitioned: sizes, how many vertices of each split have which
-    label, and a sum over the rows of features. Collective.
-    """
-    label = g.ndata["label"].local
-    of_splits = [label[g.ndata[split].local.bool()] for split in SPLITS]
-    counts = [torch.bincount(labels, minlength=num_classes) for labels in of_splits]
-    sums = g.communicator.sum_(torch.cat(counts).double()).long().tolist()
-    digest = hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
-    features = sum(row[0] for row in g.communicator.gather_ints([_sum_of_bits(g.ndata["feat"].local)])) % 2**64
-    return {"vertices": g.num_nodes(), "edges": g.num_edges(), "labels": digest, "features": f"{features:016x}"}
-
-
-def _sum_of_bits(rows: Tensor) -> int:
-    """Adds up the bit patterns of (N, F) rows, each column's times an odd number of its own, modulo 2^64.
-
-    Exact, so that it is the same however rows are ordered and shared among ranks.
-    """
-    bits = rows.contiguous().view(torch.int32 if rows.element_size() == 4 else torch.int64)
-    factors = 2 * torch.arange(rows.shape[1]) + 1
-    total = torch.zeros((), dtype=torch.int64)
-    for block in bits.split(max(1, _DIGEST_ENTRIES // max(1, rows.shape[1]))):
-        total += (block.sum(dim=0, dtype=torch.int64) * factors).sum()
-    return int(total)
 
 
 def _resume(checkpoints: Checkpoints, config: TrainConfig) -> Progress | None:

@@ -21,6 +21,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import dgl_hybrid
+
+# isort: split
+import dgl
+
 from dgl_hybrid.datasets import PowerLawConfig, generate_powerlaw
 from dgl_hybrid.datasets.dataset import GraphDataset
 from dgl_hybrid.errors import CheckpointError, PlanError
@@ -212,14 +216,29 @@ def test_another_graph_is_refused(folder: Path, tmp_path: Path, dataset: GraphDa
     rescaled.ndata["feat"][7, 3] *= 2
     swapped = dataset.graph.clone()
     swapped.ndata["feat"] = swapped.ndata["feat"][:, torch.arange(12).roll(1)]
+    # The same sizes, numbers of labels in each split, and rows, which others have.
+    moved = dataset.graph.clone()
+    moved.ndata["feat"] = moved.ndata["feat"].roll(1, 0)
+    exchanged, train_ids = dataset.graph.clone(), dataset.graph.ndata["train_mask"].nonzero().squeeze(1)
+    exchanged.ndata["label"] = exchanged.ndata["label"].clone()
+    exchanged.ndata["label"][train_ids] = exchanged.ndata["label"][train_ids.roll(1)]
+    source, destination = dataset.graph.edges()
+    rewired = dgl.graph((source.roll(1), destination), num_nodes=dataset.graph.num_nodes())
+    rewired.ndata.update(dataset.graph.ndata)
     for name, graph, message in (
         ("other", other, "a graph with vertices 300"),
         ("flip", relabelled, "with labels "),
         ("rescaled", rescaled, "a graph with features "),
         ("swapped", swapped, "a graph with features "),
+        ("moved", moved, "a graph with rows "),
+        ("exchanged", exchanged, "a graph with rows "),
+        ("rewired", rewired, "a graph with links "),
     ):
         dgl_hybrid.partition_graph(graph, "g", 2, tmp_path / name / "2")
         fails(make_job(tmp_path / name, 2, tmp_path / "saved", resume=True), 2, message)
+    run(make_job(tmp_path / "rewired", 2, tmp_path / "of rewired"), 2)
+    dgl_hybrid.partition_graph(dgl.reverse(rewired), "g", 2, tmp_path / "turned" / "2")
+    fails(make_job(tmp_path / "turned", 2, tmp_path / "of rewired", resume=True), 2, "a graph with links ")
 
 
 def test_resumed_approximate_runs_say_that_they_differ(

@@ -71,7 +71,10 @@ def write_results(out: str | None, configs: Sequence[Any], result: dict[str, Any
         return
     folder = Path(out)
     contents = {"config.json": flatten(configs), "result.json": {**result, "versions": versions()}}
-    write_durably(folder, {name: json.dumps(content).encode() for name, content in contents.items()})
+    try:
+        write_durably(folder, {name: json.dumps(content).encode() for name, content in contents.items()})
+    except OSError as error:
+        raise OSError(error.errno, f"results cannot be written to {folder}: {error.strerror}") from error
 
 
 def versions() -> dict[str, str]:

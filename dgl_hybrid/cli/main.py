@@ -14,6 +14,7 @@ from importlib import import_module
 import dgl_hybrid
 from dgl_hybrid.cli.one_line_parser import OneLineParser
 from dgl_hybrid.cli.script_words import split_words
+from dgl_hybrid.compat.closed_streams import open_closed_streams
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.launch.cluster import ClusterFailure
 
@@ -37,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code: 0; 1 for a fault or a value that is refused; 130 after Ctrl-C; of a job
     that of what died, or 128 and the number of the signal. Words that are no options end the process with 2.
     """
+    open_closed_streams()
     argv = sys.argv[1:] if argv is None else list(argv)
     prefix = f"dgl-hybrid {next((word for word in argv if word in COMMANDS), '')}".rstrip() + ": error:"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -67,6 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(details, file=sys.stderr)
         print(f"{prefix} {' '.join(str(error).split())}", file=sys.stderr)
         return error.exit_code if isinstance(error, ClusterFailure) else 1
+    except MemoryError as error:
+        if debug:
+            raise
+        print(f"{prefix} not enough memory: {' '.join(str(error).split()) or 'none is left'}", file=sys.stderr)
+        return 1
     except Exception as error:
         if debug:
             raise

@@ -125,12 +125,12 @@ def read_config_file(path: Path) -> dict[str, Any]:
         ValueError: It cannot be read.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin with a mark of it
         is_toml = path.suffix.lower() == ".toml"
         content = tomllib.loads(text) if is_toml else json.loads(text, object_pairs_hook=_without_doubles)
     except OSError as error:
         raise ValueError(f"config file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # includes both decoders' errors
+    except (ValueError, RecursionError) as error:  # includes both decoders' errors
         kind = "TOML" if path.suffix.lower() == ".toml" else "JSON, as which all but .toml files are read"
         raise ValueError(f"config file {path} is not valid {kind}: {error}") from error
     if not isinstance(content, dict):

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 from dataclasses import fields
 from pathlib import Path
 
-from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
+from dgl_hybrid.cli.common import RunConfig, add_common_options, make_results_folder, print_config
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import make_console, print_plan
 from dgl_hybrid.cli.train import make_job
@@ -72,13 +73,16 @@ def run(args: argparse.Namespace) -> int:
     prepared = prepare_partition(data.for_model(model.model), partition)
     job = make_job(prepared, model, strategy, training)
     default = prepared.part_config.parent / "plans" / folder_name(model, strategy, training)
-    out = Path(options.out) if options.out is not None else default
+    make_results_folder(options.out)
+    out: Path | None = Path(options.out) if options.out is not None else default
+    if options.out is None and not _may_be_made(default):
+        out = None
     explain = args.explain if args.explain is not None else args.explain_global
     result = run_local(
         "plan",
         {
             "job": job.to_json(),
-            "out": str(out.absolute()),
+            "out": None if out is None else str(out.absolute()),
             "explain": explain,
             "explain_is_global": args.explain_global is not None,
         },
@@ -87,7 +91,16 @@ def run(args: argparse.Namespace) -> int:
         verbose=args.verbose,
     )
     print_plan(result)
-    make_console().print(f"saved in {out}; train with --plan {shlex.quote(str(out))}", soft_wrap=True)
+    saved = f"saved in {out}; train with --plan {shlex.quote(str(out))}"
+    if out is None:
+        saved = f"not saved: {default} cannot be written; name a folder with --out"
+    make_console().print(saved, soft_wrap=True)
     if args.json:
-        print(json.dumps({**result, "out": str(out)}))
+        print(json.dumps({**result, "out": None if out is None else str(out)}))
     return 0
+
+
+def _may_be_made(folder: Path) -> bool:
+    """Whether plans can lie there: a partition may be kept in a folder that others own."""
+    existing = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    return os.access(existing, os.W_OK | os.X_OK)

@@ -17,6 +17,10 @@ PLAIN_WIDTH = 140
 """Columns where stdout is no terminal, whose width is not known then."""
 
 
+_NEXT_UNIT = 999.5
+"""What would be 1000 in three digits, and be printed as 1e+03."""
+
+
 def make_console() -> Console:
     """A console on stdout; plain text where that is not a terminal. Names of graphs and files are printed as they are,
     brackets and colons included.
@@ -59,7 +63,7 @@ def print_training(report: TrainReport, changes: str = "") -> None:
     }
     total = sum(mean.values())
     times = Table("epoch (median)", title="Time of an epoch", title_justify="left")
-    for name in (*mean, "predicted"):
+    for name in (*(f"{part} (mean)" for part in mean), "predicted"):
         times.add_column(name, justify="right")
     times.add_row(
         format_seconds(report.epoch_time_s),
@@ -118,17 +122,17 @@ def print_plan(result: dict[str, Any]) -> None:
 def format_bytes(value: float) -> str:
     """E.g. 1.25 MB."""
     for unit in ("B", "kB", "MB", "GB"):
-        if abs(value) < 1000 or unit == "GB":
+        if abs(value) < _NEXT_UNIT:
             return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}"
         value /= 1000
-    raise AssertionError
+    return f"{value:.3g} TB" if abs(value) < _NEXT_UNIT else f"{value:,.0f} TB"
 
 
 def format_seconds(value: float) -> str:
     """E.g. 12.3 ms."""
-    if value >= 1:
+    if value * 1e3 >= _NEXT_UNIT:
         return f"{value:.2f} s"
-    if value >= 1e-3:
+    if value * 1e6 >= _NEXT_UNIT:
         return f"{value * 1e3:.3g} ms"
     return f"{value * 1e6:.3g} us"
 

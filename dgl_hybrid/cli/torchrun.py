@@ -53,7 +53,13 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     torch.set_num_threads(options.threads or threads_per_rank(local_ranks))
-    dist.init_process_group("gloo")
+    try:
+        dist.init_process_group("gloo")
+    except ValueError as error:
+        raise ValueError(
+            f"RANK and WORLD_SIZE are set, as torchrun sets them, and the ranks cannot meet ({error}). Start by "
+            "torchrun, or unset RANK and WORLD_SIZE to train on ranks that this command starts."
+        ) from error
     try:
         communicator = create_communicator(timeout_s=PREPARE_TIMEOUT_S)
         prepared: PreparedGraph | None = None

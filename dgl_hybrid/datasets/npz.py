@@ -102,6 +102,8 @@ def _read_arrays(path: Path) -> dict[str, Array]:
                     return {key: stored[key] for key in stored.files}
     except FileNotFoundError as error:
         raise DatasetError(f"{path} does not exist. Give the path of an .npz graph.") from error
+    except PermissionError as error:
+        raise DatasetError(f"{path} cannot be read: {error.strerror}") from error
     except _DAMAGE as error:
         raise DatasetError(
             f"{path} cannot be read as .npz ({error}). It may be truncated, or hold pickled objects, which are refused."
@@ -138,7 +140,14 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
             raise DatasetError(
                 f"{path}: feat must be numbers of shape ({num_nodes}, F) (got {feat.dtype} {feat.shape})"
             )
-        return feat.astype(np.float32, copy=False)
+        with np.errstate(over="ignore"):
+            narrow = feat.astype(np.float32, copy=False)
+        if feat.dtype.kind == "f" and bool((np.isinf(narrow) & np.isfinite(feat)).any()):
+            raise DatasetError(
+                f"{path}: feat must fit float32, numbers up to {np.finfo(np.float32).max:.3g} (got {feat.dtype} of up "
+                f"to {np.abs(feat[np.isfinite(feat)]).max():.3g})"
+            )
+        return narrow
     if not any(key in arrays for key in _SPARSE_KEYS):
         raise DatasetError(
             f"{path}: key 'feat' is missing, and so are {', '.join(_SPARSE_KEYS)}; "
@@ -174,7 +183,7 @@ def _meta(arrays: dict[str, Array], path: Path) -> dict[str, object]:
         return {}
     try:
         meta = json.loads(str(arrays["meta"]))
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise DatasetError(f"{path}: meta must be a JSON string ({error})") from error
     if not isinstance(meta, dict):
         raise DatasetError(f"{path}: meta must hold a JSON object (got {type(meta).__name__})")

@@ -209,7 +209,7 @@ def default_workspace() -> Path:
 
 
 def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> dict[str, object]:
-    """Returns what a partition's content follows from; a file counts by its content, not its name."""
+    """Returns what a partition's content follows from; a file counts by its content and the name it gives the graph."""
     description: dict[str, object] = {
         "format": _FORMAT,
         **asdict(data),
@@ -221,7 +221,8 @@ def describe(data: DataConfig, partition: PartitionConfig, num_parts: int) -> di
     if spec is not None and spec.kind == "npz" and Path(spec.name).is_file():
         with Path(spec.name).open("rb") as stream:
             options = data.data.removeprefix(spec.name)
-            description["data"] = [hashlib.file_digest(stream, "sha256").hexdigest(), options]
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        description["data"] = [content, options, Path(spec.name).name]
     return description
 
 

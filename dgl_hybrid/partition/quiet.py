@@ -28,8 +28,9 @@ def captured_output(what: str) -> Iterator[None]:
     python_text = io.StringIO()
     with tempfile.TemporaryFile() as native_text:
         saved: list[tuple[int, int]] = []
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:  # as where descriptors are closed
+                stream.flush()
         for fd in (1, 2):
             # A closed descriptor (daemons) has nothing to keep clean.
             with contextlib.suppress(OSError):

@@ -236,10 +236,16 @@ def _is_of_files(error: Exception) -> bool:
     return ("local_filesys" if isinstance(error, dgl.DGLError) else "I/O error") in str(error)
 
 
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+"""Why files cannot be written where there is room."""
+
+
 def _cannot_be_written(target: Path, error: Exception) -> PartitionError:
     # Of DGL's words, a stack of addresses follows in further lines.
     why = "DGL could not write a file, as on a full disk" if isinstance(error, dgl.DGLError) else str(error)
-    return PartitionError(f"{target} cannot be written: {why}. Free space or choose another out_path.")
+    is_refused = isinstance(error, OSError) and error.errno in _REFUSED
+    remedy = "Choose another out_path" if is_refused else "Free space or choose another out_path"
+    return PartitionError(f"{target} cannot be written: {why}. {remedy}.")
 
 
 def _write_heterograph(

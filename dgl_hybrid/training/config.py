@@ -23,6 +23,9 @@ _CACHE_RATIO = 0.5
 LEAST_TIMEOUT_S, MOST_TIMEOUT_S = 0.01, 1e8
 """What PyTorch's process groups can wait for: less is over before anything began, more is no number of theirs."""
 
+_FLOAT32_MAX = 3.4028234663852886e38
+"""Above it the optimizer has no number for weights of float32."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
@@ -118,10 +121,10 @@ class TrainConfig:
             raise ValueError(f"epochs must be at least 1 (got {self.epochs})")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must not be negative (got {self.eval_every})")
-        if not 0.0 < self.lr < math.inf or not 0.0 <= self.weight_decay < math.inf:
+        if not 0.0 < self.lr <= _FLOAT32_MAX or not 0.0 <= self.weight_decay <= _FLOAT32_MAX:
             raise ValueError(
                 f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay}), both "
-                f"finite"
+                f"finite in float32"
             )
         if not 0.0 < self.exchange_timeout_s < math.inf:
             raise ValueError(f"exchange_timeout_s must be positive and finite (got {self.exchange_timeout_s})")

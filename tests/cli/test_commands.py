@@ -49,8 +49,7 @@ def test_a_folder_that_plans_cannot_be_written_to_is_named(partition: Path, fold
     (folder / "file").write_text("")
     done = run_command("plan", "--partition", partition, *TRAIN, "--out", folder / "file" / "plan")
     assert done.returncode == 1
-    assert f"cannot be written to {folder / 'file' / 'plan'}" in done.stderr
-    assert "Name a folder that can be written to" in done.stderr
+    assert f"--out {folder / 'file' / 'plan'} must be a folder that can be written into" in done.stderr
     assert "Traceback" not in done.stderr
     assert "unexpected" not in done.stderr
 
@@ -128,6 +127,23 @@ def test_results_are_kept_where_nobody_reads_what_is_printed(partition: Path, fo
     assert process.wait(timeout=TIMEOUT_S) != 0
     assert len(json.loads((out / "result.json").read_text(encoding="utf-8"))["epochs"]) == 3
     assert json.loads((out / "config.json").read_text(encoding="utf-8"))["epochs"] == 3
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("partition", "--data", SMALL, "--out", "parts of nobody"), ("plan",), ("doctor",)],
+    ids=lambda words: words[0],
+)
+def test_commands_run_where_streams_are_closed(words: tuple[str, ...], partition: Path, folder: Path) -> None:
+    """As in some daemons: tracebacks of attributes of None, in ranks, too."""
+    given = [
+        *words,
+        *(("--partition", str(partition), *TRAIN, "--out", "plan of nobody") if words == ("plan",) else ()),
+    ]
+    closed = ["sh", "-c", 'exec "$@" <&- >&- 2>err', "sh", *command(*given)]
+    done = subprocess.run(closed, timeout=TIMEOUT_S, env=environment(), cwd=folder, check=False)
+    assert (done.returncode, (folder / "err").read_text()) == (0, "")
+    assert words == ("doctor",) or [*folder.glob("* of nobody/*.json")]
 
 
 def test_results_that_cannot_be_kept_end_all_ranks_of_torchrun(partition: Path, folder: Path) -> None:

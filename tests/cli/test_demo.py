@@ -346,13 +346,25 @@ def test_steady_epochs_are_those_of_the_plan_that_stayed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"), [(0, "0 B"), (999, "999 B"), (1500, "1.5 kB"), (2.5e7, "25 MB"), (3e12, "3e+03 GB")]
+    ("value", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (1500, "1.5 kB"),
+        (2.5e7, "25 MB"),
+        (999_600, "1 MB"),
+        (3e12, "3 TB"),
+        (4e15, "4,000 TB"),
+    ],
 )
 def test_bytes(value: float, text: str) -> None:
     assert format_bytes(value) == text
 
 
-@pytest.mark.parametrize(("value", "text"), [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.56e-5, "45.6 us")])
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.0, "2.00 s"), (0.0123, "12.3 ms"), (4.56e-5, "45.6 us"), (0.9996, "1.00 s"), (999.6e-6, "1 ms")],
+)
 def test_seconds(value: float, text: str) -> None:
     assert format_seconds(value) == text
 

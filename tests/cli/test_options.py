@@ -22,7 +22,7 @@ import torch
 from dgl_hybrid.cli import demo, main, partition, plan, torchrun, train
 from dgl_hybrid.cli.common import versions
 from dgl_hybrid.cli.one_line_parser import OneLineParser
-from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, resolve
+from dgl_hybrid.cli.options import add_config_options, field_docs, flatten, parse_bytes, read_config_file, resolve
 from dgl_hybrid.cli.run import interpreter_options
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
@@ -184,6 +184,8 @@ def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> Non
         (["train", "--ranks", "0"], 1, "ranks must be at least 1 (got 0)"),
         (["train", "--threads", "0"], 1, "threads must be at least 1 and at most 4096 (got 0)"),
         (["plan", "--threads", "1000000"], 1, "threads must be at least 1 and at most 4096 (got 1000000)"),
+        (["train", "--lr", "1e300"], 1, "lr must be positive and weight_decay not negative (got 1e+300 and 0.0005)"),
+        (["train", "--weight-decay", "1e40"], 1, "both finite in float32"),
         (["train", "--partition", "parts", "--symmetric"], 1, "--symmetric cannot be given with --partition"),
         (["train", "--partition", "parts", "--no-self-loops"], 1, "--no-self-loops cannot be given with --partition"),
         (
@@ -218,6 +220,41 @@ def test_wrong_words_end_in_one_line(
     assert captured.err.count("\n") == 1, captured.err
     assert captured.err.startswith("dgl-hybrid")
     assert message in captured.err
+
+
+def test_what_torchrun_sets_and_did_not_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An old `export RANK=0` of a shell."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which is set where it is not
+    assert main.main(["train", "--workspace", str(tmp_path), "--threads", "1"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1, error
+    assert "MASTER_ADDR" in error
+    assert "unset RANK and WORLD_SIZE to train on ranks that this command starts" in error
+
+
+def test_memory_that_lacks_is_told_as_such(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def lacks(*_: object) -> None:
+        raise MemoryError("Unable to allocate 728. TiB")
+
+    monkeypatch.setattr("dgl_hybrid.cli.doctor.run", lacks)
+    assert main.main(["doctor"]) == 1
+    assert capsys.readouterr().err == "dgl-hybrid doctor: error: not enough memory: Unable to allocate 728. TiB\n"
+
+
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf" + b'{"epochs": 7}', b"[" * 100_000])
+def test_files_of_other_editors(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "c.json"
+    file.write_bytes(content)
+    if content.startswith(b"["):
+        with pytest.raises(ValueError, match=r"c\.json is not valid JSON"):
+            read_config_file(file)
+    else:
+        assert read_config_file(file) == {"epochs": 7}
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,10 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
     [
         ({"feat": NAN}, r"feat must be finite \(got NaN or infinity in 2 of 4 rows, first rows: 1, 3\)"),
         ({"feat": np.full((4, 2), np.inf)}, "feat must be finite"),
+        (
+            {"feat": np.full((4, 2), -1e200)},
+            r"feat must fit float32, numbers up to 3\.4e\+38 \(got float64 of up to 1e\+200\)",
+        ),
         ({"feat": np.zeros((3, 2))}, r"feat must be numbers of shape \(4, F\) \(got float64 \(3, 2\)\)"),
         ({"feat": np.full((4, 2), "x")}, "feat must be numbers"),
         ({"src": np.array([0, 1, 2, 0, 4])}, r"src must be in 0\.\.3 \(got 0\.\.4\)"),
@@ -141,6 +145,7 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
         ({"label": np.array([0, 1, 9_999_999, -1])}, r"label must be class ids .* 10000000 classes of 4 vertices"),
         ({"meta": np.array('{"num_classes": 1000000000000}')}, r"label must be class ids .*\(largest label \d\)"),
         ({"meta": np.array("{")}, "meta must be a JSON string"),
+        ({"meta": np.array("[" * 100_000)}, "meta must be a JSON string"),
         ({"meta": np.array("[]")}, r"meta must hold a JSON object \(got list\)"),
     ],
 )

@@ -158,9 +158,12 @@ def write_npz(path: Path, **changes: object) -> str:
     return str(path)
 
 
-def test_a_file_counts_by_its_content(tmp_path: Path) -> None:
+def test_a_file_counts_by_its_content_and_the_name_of_its_graph(tmp_path: Path) -> None:
+    """A copy under another name got the partition of the first, whose name `launch` and tables then had for it."""
     first = prepare(tmp_path, write_npz(tmp_path / "a.npz"), ranks=2)
-    assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
+    (tmp_path / "moved").mkdir()
+    assert prepare(tmp_path, write_npz(tmp_path / "moved" / "a.npz"), ranks=2) == first
+    assert (first.name, prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2).name) == ("a.json", "b.json")
     changed = write_npz(tmp_path / "a.npz", label=np.array([1, 1, 0, 1]))
     assert prepare(tmp_path, changed, ranks=2) != first
 
@@ -169,7 +172,7 @@ def test_a_file_counts_by_its_content_whatever_its_folder_is_called(tmp_path: Pa
     file = tmp_path / "a.npz.d" / "a.npz"
     file.parent.mkdir()
     first = prepare(tmp_path, write_npz(file), ranks=2)
-    assert prepare(tmp_path, write_npz(tmp_path / "b.npz"), ranks=2) == first
+    assert prepare(tmp_path, write_npz(tmp_path / "a.npz"), ranks=2) == first
     assert prepare(tmp_path, f"{file}:self_loops=true", ranks=2) != first
     assert prepare(tmp_path, write_npz(file, label=np.array([1, 1, 0, 1])), ranks=2) != first
 

@@ -479,7 +479,7 @@ def test_an_empty_folder_stays_the_same_folder(tmp_path: Path, monkeypatch: pyte
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(PartitionError, match=r"file/p cannot be written: .*choose another out_path"):
+    with pytest.raises(PartitionError, match=r"file/p cannot be written: .*\. Choose another out_path"):
         write(hand_drawn(), tmp_path / "file" / "p", 2)
 
 

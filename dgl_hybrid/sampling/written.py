@@ -198,6 +198,9 @@ class WrittenFields:
         """Of the shared-memory parts, when this process spoke again."""
         self._samples: dict[str, Tensor] = {}
         """Of the static ones among them, when this process was last known to have written nothing."""
+        self._sampled_at = 0
+        """The number of silences then."""
+        self._sampled_in_silence = False
         self._table: Tensor | None = None
         self._flag_of: dict[str, int] = {}
         """Entries of the table."""
@@ -292,13 +295,25 @@ class WrittenFields:
     def _take_samples(self) -> None:
         parts = self._client._data_store
         self._samples = {name: sample_of(parts[name]) for name in self.static_names & set(parts)}
+        self._sampled_at = self.num_silences
+        self._sampled_in_silence = self._table is not None and int(self._table[_NUM_SILENT]) > 0
 
     def announce_direct_writes(self) -> None:
         """Announces all such fields, and those whose samples tell of a write that PyTorch did not count; looks at every
         field, so it is for what happens seldom.
         """
+        if self._table is None:
+            return
         for name in self.static_names - self._told:
-            if self._may_be_told(name) and (self._has_counted_write(name) or self._is_sampled_otherwise(name)):
+            if self._may_be_told(name) and self._has_counted_write(name):
+                self.announce(name)
+        if self._sampled_at != self.num_silences or self._sampled_in_silence:
+            # Those who were silent may have pushed into any part. Whatever was held then is read anew.
+            self._take_samples()
+            return
+        for name in self.static_names - self._told:
+            is_unwritten = int(self._table[self._flag_of[name]]) == 0
+            if is_unwritten and self._may_be_told(name) and self._is_sampled_otherwise(name):
                 self.announce(name)
 
     def _may_be_told(self, name: str) -> bool:

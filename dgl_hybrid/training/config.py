@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -121,10 +122,11 @@ class TrainConfig:
             raise ValueError(f"epochs must be at least 1 (got {self.epochs})")
         if self.eval_every < 0:
             raise ValueError(f"eval_every must not be negative (got {self.eval_every})")
-        if not 0.0 < self.lr <= _FLOAT32_MAX or not 0.0 <= self.weight_decay <= _FLOAT32_MAX:
+        most = sys.float_info.max if self.dtype == "float64" else _FLOAT32_MAX
+        if not 0.0 < self.lr <= most or not 0.0 <= self.weight_decay <= most:
             raise ValueError(
                 f"lr must be positive and weight_decay not negative (got {self.lr} and {self.weight_decay}), both "
-                f"finite in float32"
+                f"finite in {self.dtype}"
             )
         if not 0.0 < self.exchange_timeout_s < math.inf:
             raise ValueError(f"exchange_timeout_s must be positive and finite (got {self.exchange_timeout_s})")

@@ -318,6 +318,8 @@ class StableReads:
     def spread_writes(self, written: set[str]) -> None:
         """Makes what `find_writes` returned on any rank be read again on all. Collective."""
         everywhere = {name for names in self._communicator.gather_json(sorted(written)) for name in names}
+        # What others pushed may have come into a part of this machine after the samples were taken, and has by now.
+        self._agreed |= {name: stamp for name, stamp in self._stamps().items() if name in everywhere}
         self._num_writes.update(everywhere)
         self._drop(everywhere)
 

@@ -236,7 +236,7 @@ def _is_of_files(error: Exception) -> bool:
     return ("local_filesys" if isinstance(error, dgl.DGLError) else "I/O error") in str(error)
 
 
-_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG)
 """Why files cannot be written where there is room."""
 
 

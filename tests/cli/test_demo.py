@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from dgl_hybrid.cli import demo, main, plots
+from dgl_hybrid.cli import demo, main, plan, plots
 from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, name_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_plan, print_training
 from dgl_hybrid.launch import distdgl
+from dgl_hybrid.launch.workspace import PreparedGraph
 from dgl_hybrid.planner import durable
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.distdgl import DistDGLReport
@@ -245,6 +246,31 @@ def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32 kB" in printed
     print_plan({**result, "chunk_rows": None})
     assert "at a time" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_a_plan_is_shown_where_it_cannot_be_saved(
+    is_writable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A partition in a folder of others: all ranks planned, and then an error was all there was to see."""
+    prepared = PreparedGraph(part_config=tmp_path / "g.json", dataset="g", num_classes=2, num_parts=2)
+    planned: list[Any] = []
+
+    def run_local(task: str, payload: dict[str, Any], **_: Any) -> dict[str, Any]:
+        planned.append(payload["out"])
+        result: dict[str, Any] = {"model": "gcn", "dataset": "g", "ranks": 2, "strategy": "hybrid", "by_rank": []}
+        return result | {"chosen_plan": "depcomm", "predicted_epoch_s": 0.012, "chunk_rows": None, "explanations": []}
+
+    monkeypatch.setattr(plan, "prepare_partition", lambda *_: prepared)
+    monkeypatch.setattr(plan, "run_local", run_local)
+    monkeypatch.setattr(plan.os, "access", lambda path, mode: is_writable)
+    assert main.main(["plan", "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert "predicted epoch 12 ms" in printed
+    folder = str(tmp_path / "plans" / "gcn-2x64-hybrid")
+    assert planned == [folder if is_writable else None] == [json.loads(printed.splitlines()[-1])["out"]]
+    assert (f"not saved: {folder} cannot be written; name a folder with --out" in printed) == (not is_writable)
+    assert not (tmp_path / "plans").exists()
 
 
 def test_names_of_graphs_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -277,3 +277,24 @@ def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
 
 def test_what_fails_on_this_rank_is_no_peers_fault() -> None:
     assert all(passed_s < 0.5 for _, passed_s in run_ranks(2, run_out_of_memory))
+
+
+GATHERED = (torch.float64, torch.bfloat16, torch.int16, torch.uint16, torch.bool, torch.float8_e4m3fn)
+
+
+def gather_of_each_dtype(rank: int, world_size: int) -> list[tuple[torch.dtype, Tensor]]:
+    """Returns what came, as float64: some dtypes do not travel to the test."""
+    communicator = create_communicator()
+    rows = 10 * rank + torch.arange(3 * rank).view(rank, 3)
+    gathered = [communicator.gather_rows(rows.to(torch.float32).to(dtype)) for dtype in GATHERED]
+    return [(found.dtype, found.to(torch.float64)) for found in gathered]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_rows_of_all_ranks_in_dtypes_that_gloo_does_not_send(world_size: int) -> None:
+    """A peer was said to have left."""
+    expected = torch.cat([10 * rank + torch.arange(3 * rank).view(rank, 3) for rank in range(world_size)])
+    for found in run_ranks(world_size, gather_of_each_dtype):
+        assert [dtype for dtype, _ in found] == list(GATHERED)
+        for dtype, rows in found:
+            assert torch.equal(rows, expected.to(torch.float32).to(dtype).to(torch.float64))

@@ -250,16 +250,21 @@ class Communicator:
 
         return finish_staged
 
-    def send_buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def send_buffer(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, passes_through: int | None = None
+    ) -> Tensor:
         """Returns memory of arbitrary content for the rows of the next exchange, out of which they are sent fastest.
 
         It is not to be used after that exchange.
+
+        Args:
+            passes_through: As of `BufferPool.take`.
         """
         self.settle()  # its rows may still leave from that memory
         if self.transport is not None and self.transport.can_lend and device == self.transport.device:
             num_bytes = math.prod(shape) * dtype.itemsize
             return self.transport.send_buffer(num_bytes).view(dtype).view(tuple(shape))
-        return self.buffers.take(shape, dtype, device)
+        return self.buffers.take(shape, dtype, device, passes_through=passes_through)
 
     def drop_free_memory(self) -> None:
         """Gives back what lies ready for exchanges like the last ones and is in nobody's use. Not collective."""
@@ -507,6 +512,7 @@ class PendingRows:
                 rows = self._finish()
         finally:
             communicator._pending = None
+            self._finish = _is_over  # which held the rows that left
         communicator.clock.record(
             ExchangeEvent(
                 layer=self._tag.layer,
@@ -518,6 +524,10 @@ class PendingRows:
             )
         )
         return rows
+
+
+def _is_over() -> list[Tensor]:
+    raise ExchangeError("this exchange is over")
 
 
 class LentTransport:

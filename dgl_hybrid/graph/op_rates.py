@@ -129,7 +129,6 @@ def _measured(measure: Callable[[LayerBlock], float], num_columns: int, device: 
         return 1.0
 
 
-@functools.cache
 def _sample_block(device: torch.device, num_nodes: int) -> LayerBlock:
     indptr = _DEGREE * torch.arange(num_nodes + 1)
     sources = torch.randint(num_nodes, (num_nodes * _DEGREE,), generator=torch.Generator().manual_seed(0))

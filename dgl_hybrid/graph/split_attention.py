@@ -307,9 +307,11 @@ class SplitAttention:
         for position in range(len(self.layer.parts)):
             rows = self.exchange.fetch(position, sources.fields(), first if position == 0 else _do_nothing)
             received[:] = [*[nothing] * position, sources.unpacked(rows)]
+            del rows
             gradients = make(position)
             received.clear()
             self.exchange.return_gradients(position, gradients, totals)
+            del gradients  # memory is short: not beside the next message
 
 
 def _is_recorded(*operands: Tensor) -> bool:

@@ -61,6 +61,9 @@ class SplitExchange:
         self._communicator, self._seed = communicator, seed
         self._sums_of_sources: dict[int, tuple[Tensor, Adjacency]] = {}
         """By part."""
+        counts = [sum(counts) for part in layer.parts for counts in (part.send_counts, part.recv_counts)]
+        self._most_rows = max(counts) if len(layer.parts) > 1 else None
+        """Of one of several messages, in either direction; None if there is one."""
 
     def forward(
         self,
@@ -186,7 +189,11 @@ class SplitExchange:
     def _take_rows(self, count: int, fields: Sequence[Tensor], codec: RowCodec | None) -> Tensor:
         """Memory for rows that are sent as they are, or encoded first."""
         take = self._communicator.send_buffer if codec is None else self._communicator.buffers.take
-        return take((count, sum(field.shape[1] for field in fields)), fields[0].dtype, fields[0].device)
+        width, dtype = sum(field.shape[1] for field in fields), fields[0].dtype
+        return take((count, width), dtype, fields[0].device, passes_through=self._most_bytes(width * dtype.itemsize))
+
+    def _most_bytes(self, row_bytes: int) -> int | None:
+        return None if self._most_rows is None else self._most_rows * row_bytes
 
     def _start(
         self,
@@ -200,7 +207,9 @@ class SplitExchange:
     ) -> _Pending:
         communicator, send, out = self._communicator, rows, None
         if codec is not None:
-            send = communicator.send_buffer((len(rows), codec.row_bytes(rows.shape[1])), torch.uint8, rows.device)
+            shape = (len(rows), codec.row_bytes(rows.shape[1]))
+            most_bytes = self._most_bytes(shape[1])
+            send = communicator.send_buffer(shape, torch.uint8, rows.device, passes_through=most_bytes)
             key = (self._seed, communicator.num_calls, communicator.rank, int(backward))
             with record_function("dgl_hybrid::encode"):
                 codec.encode(rows, key=key, out=send)
@@ -208,7 +217,9 @@ class SplitExchange:
         # that are added rank by rank.
         is_read_by_rank = communicator.world_size == 2 or (backward and is_added_by_rank and codec is None)
         if not is_read_by_rank or len(self.layer.parts) > 1:
-            out = communicator.buffers.take((sum(recv_counts), send.shape[1]), send.dtype, send.device)
+            most_bytes = self._most_bytes(send.shape[1] * send.dtype.itemsize)
+            shape = (sum(recv_counts), send.shape[1])
+            out = communicator.buffers.take(shape, send.dtype, send.device, passes_through=most_bytes)
         pending = communicator.start_exchange(
             send, send_counts, recv_counts, layer=self.number, backward=backward, out=out
         )
@@ -216,7 +227,8 @@ class SplitExchange:
         return _Pending(pending, out, decode)
 
     def _decode(self, codec: RowCodec, wire: Tensor, *, width: int, dtype: torch.dtype) -> Tensor:
-        rows = self._communicator.buffers.take((len(wire), width), dtype, wire.device)
+        most_bytes = self._most_bytes(width * dtype.itemsize)
+        rows = self._communicator.buffers.take((len(wire), width), dtype, wire.device, passes_through=most_bytes)
         with record_function("dgl_hybrid::decode"):
             return codec.decode(wire, width, dtype, out=rows)
 
@@ -268,8 +280,9 @@ class _Pending:
 
     def wait(self, counts: tuple[int, ...]) -> Tensor:
         """Returns the rows of all ranks; `counts` says how many came from each."""
-        by_rank = self._rows.wait()
-        rows = by_rank[max(range(len(counts)), key=counts.__getitem__)] if self._out is None else self._out
+        by_rank, out = self._rows.wait(), self._out
+        self._out = None  # whoever waited holds the rows for as long as they are wanted
+        rows = by_rank[max(range(len(counts)), key=counts.__getitem__)] if out is None else out
         return rows if self._decode is None else self._decode(rows)
 
     def wait_by_rank(self, counts: tuple[int, ...]) -> Sequence[Tensor]:

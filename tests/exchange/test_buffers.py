@@ -221,3 +221,58 @@ def test_random_lives(seed: int) -> None:
         thread.join()
     assert not faults
     assert pool.free_bytes > 0
+
+
+class TestWhatMessagesPassThrough:
+    """Where memory is short, a pool holds no more than what is in use at one time."""
+
+    LARGEST = 1 << 18
+
+    def take(self, pool: BufferPool, num_bytes: int = LARGEST) -> Tensor:
+        return pool.take((num_bytes,), torch.uint8, passes_through=self.LARGEST)
+
+    def test_smaller_ones_pass_through_the_blocks_of_the_largest(self) -> None:
+        pool = BufferPool()
+        addresses = {self.take(pool, num_bytes).data_ptr() for num_bytes in (1 << 16, self.LARGEST, 100_000)}
+        assert len(addresses) == 1
+        assert pool.free_bytes == self.LARGEST
+        assert self.take(pool, 1 << 16).shape == (1 << 16,)
+        assert self.take(pool, 4).shape == (4,)
+
+    def test_idle_blocks_go_before_one_is_made(self) -> None:
+        pool = BufferPool()
+        for num_bytes in (1 << 17, 1 << 20):
+            pool.take((num_bytes,), torch.uint8)
+        passing = self.take(pool)
+        assert pool.free_bytes == 0
+        pool.take((1 << 17,), torch.uint8)
+        del passing
+        self.take(pool)
+        assert pool.free_bytes == self.LARGEST + (1 << 17), "one that fits was there"
+
+    def test_a_block_that_is_about_to_come_back_is_waited_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(buffers, "LONGEST_WAIT_S", 60.0)
+        pool = BufferPool()
+        first, *others = [self.take(pool) for _ in range(buffers.PASSING_AT_ONCE)]
+        address, kept = first.data_ptr(), [first]
+        del first
+        slow_thread = threading.Timer(0.05, kept.clear)
+        slow_thread.start()
+        assert self.take(pool).data_ptr() == address
+        assert len(others) == buffers.PASSING_AT_ONCE - 1
+        slow_thread.join()
+
+    def test_not_for_long_and_not_if_few_are_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        slept: list[float] = []
+        monkeypatch.setattr(buffers.time, "sleep", slept.append)
+        pool = BufferPool()
+        held = [self.take(pool) for _ in range(buffers.PASSING_AT_ONCE)]
+        assert not slept
+        assert self.take(pool).data_ptr() not in [buffer.data_ptr() for buffer in held]
+        assert slept
+
+    def test_leases_are_not_counted_for_ever(self) -> None:
+        pool = BufferPool()
+        for _ in range(100):
+            self.take(pool)
+        assert len(pool._passing) <= 1

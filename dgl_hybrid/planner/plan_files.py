@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -113,6 +114,8 @@ def load_plan(
         raise PlanError(f"{json_path} must have format version {FORMAT_VERSION} (got {version}); plan again")
     if record.pop("record_sha256", None) != _record_digest(record):
         raise PlanError(f"{json_path} is damaged: its checksum does not match; plan again")
+    if (fault := _fault_of(record)) is not None:
+        raise PlanError(f"{json_path} cannot be read ({fault}); plan again")
     if len(blob) != record["ids_bytes"] or hashlib.sha256(blob).hexdigest() != record["ids_sha256"]:
         raise PlanError(f"{ids_path} is damaged: it does not match the checksum in {json_path.name}; plan again")
     expected = {"rank": rank, "world_size": world_size, "num_layers": num_layers}
@@ -144,11 +147,42 @@ def load_plan(
             chunk_rows=record.get("chunk_rows"),
             made_for=record.get("made_for"),
         )
-    except (KeyError, TypeError, SafetensorError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
         raise PlanError(f"{json_path} cannot be read ({error}); plan again") from error
     if any(ids.dtype != torch.int64 or ids.dim() != 1 for ids in cached):
         raise PlanError(f"{ids_path} must hold one-dimensional int64 ids; plan again")
     return plan
+
+
+_KINDS: Mapping[str, tuple[type, ...]] = {
+    "strategy": (str,),
+    "rank": (int,),
+    "world_size": (int,),
+    "num_layers": (int,),
+    "communicated": (list,),
+    "objective_s": (float, int),
+    "estimate": (dict, type(None)),
+    "trace": (dict, type(None)),
+    "topology": (dict, type(None)),
+    "partition_fingerprint": (str,),
+    "ids_sha256": (str,),
+    "ids_bytes": (int,),
+}
+"""What a record holds in any case. A checksum proves that it was written so, not that it was by `save_plan`."""
+
+
+def _fault_of(record: Mapping[str, Any]) -> str | None:
+    for name, kinds in _KINDS.items():
+        if name not in record:
+            return f"{name} is missing"
+        if not isinstance(record[name], kinds) or isinstance(record[name], bool):
+            return f"{name} is {record[name]!r}"
+    if not all(type(count) is int and count >= 0 for count in record["communicated"]):
+        return f"communicated is {record['communicated']!r}"
+    chunk_rows, made_for = record.get("chunk_rows"), record.get("made_for")
+    if chunk_rows is not None and not (type(chunk_rows) is int and chunk_rows > 0):
+        return f"chunk_rows is {chunk_rows!r}"
+    return f"made_for is {made_for!r}" if not isinstance(made_for, dict | None) else None
 
 
 def _record_digest(record: dict[str, object]) -> str:

@@ -71,6 +71,50 @@ def test_files_of_before_load(tmp_path: Path) -> None:
     assert load_plan(tmp_path, plan.rank).estimate == plan.estimate
 
 
+OTHER_VALUES: list[object] = [
+    None,
+    True,
+    -1,
+    0,
+    10**30,
+    0.5,
+    "",
+    "hybris",
+    [],
+    [1, "a"],
+    [-1],
+    {},
+    {"ranks": [[]]},
+    {"ranks": 3},
+]
+
+
+def test_a_record_that_was_made_by_hand_loads_or_is_refused(tmp_path: Path) -> None:
+    """Its checksum is right: who can write files can make one."""
+    plan = saved_plan(tmp_path)
+    json_path = tmp_path / f"plan_rank{plan.rank}.json"
+    record = json.loads(json_path.read_bytes())
+    del record["record_sha256"]
+    needed = set(record) - {"chunk_rows", "made_for", "trace_digest", "topology_digest", "num_cached"}
+    refused = []
+    for key in record:
+        for forged in [{name: value for name, value in record.items() if name != key}] + [
+            {**record, key: value} for value in OTHER_VALUES
+        ]:
+            json_path.write_text(json.dumps({**forged, "record_sha256": _record_digest(forged)}))
+            if is_refused(tmp_path, plan.rank) and key not in forged:
+                refused.append(key)
+    assert set(refused) == needed
+
+
+def is_refused(directory: Path, rank: int) -> bool:
+    try:
+        load_plan(directory, rank)
+    except PlanError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize(
     ("expected", "match"),
     [

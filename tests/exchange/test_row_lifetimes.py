@@ -26,7 +26,14 @@ WIDTH, NUM_EPOCHS = 3, 5
 class FreshPool(BufferPool):
     """Never hands out anything twice."""
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    def take(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        passes_through: int | None = None,
+    ) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
@@ -37,8 +44,15 @@ class PoisonedPool(BufferPool):
         super().__init__()
         self.addresses: list[int] = []
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
-        buffer = super().take(shape, dtype, device)
+    def take(
+        self,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+        *,
+        passes_through: int | None = None,
+    ) -> Tensor:
+        buffer = super().take(shape, dtype, device, passes_through=passes_through)
         self.addresses.append(buffer.data_ptr())
         return buffer.fill_(torch.nan if dtype.is_floating_point else 99)
 

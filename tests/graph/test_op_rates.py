@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
 from dgl_hybrid.graph import op_rates
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.op_rates import InEdgeSum, attention_slowdown, row_slowdown, weighted_slowdown
 from dgl_hybrid.ops.op_counts import op_counts, reset_op_counts
 
@@ -38,6 +42,23 @@ def test_slowdowns_are_ratios_of_at_least_one() -> None:
         assert 1.0 <= attention_slowdown("gat", 4, 8, has_dropout=has_dropout) < float("inf")
         assert 1.0 <= attention_slowdown("gatv2", 4, 8, has_dropout=has_dropout) < float("inf")
     assert 1.0 <= row_slowdown(lambda x: torch.exp(torch.sin(x))) < float("inf")
+
+
+def test_what_is_timed_on_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[LayerBlock]] = []
+
+    def sample_block(device: torch.device, num_nodes: int) -> LayerBlock:
+        block = make_block(device, num_nodes)
+        made.append(weakref.ref(block))
+        return block
+
+    make_block = op_rates._sample_block
+    monkeypatch.setattr(op_rates, "_sample_block", sample_block)
+    weighted_slowdown(3, 7)
+    attention_slowdown("gat", 3, 7, has_dropout=True)
+    gc.collect()
+    assert made
+    assert [block() for block in made] == [None] * len(made)
 
 
 @pytest.mark.cuda

@@ -70,8 +70,8 @@ class Peak:
 
 
 def tensor_bytes() -> int:
-    """Bytes of all tensors that Python knows of, each memory once."""
-    known = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and x.layout == torch.strided]
+    """Bytes of all tensors that Python knows of, each memory once; not of what stands for one while code is traced."""
+    known = [x for x in gc.get_objects() if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided]
     storages = [x.untyped_storage() for x in known if x.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

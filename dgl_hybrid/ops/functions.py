@@ -373,7 +373,11 @@ def _out_edges_for(graph: SparseGraph, *operands: Tensor | None, of_edges: bool 
     needed = torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
     if not needed:
         return []
-    return (graph.out_edges if of_edges else graph.out_neighbours).tensors()
+    if of_edges:
+        return graph.out_edges.tensors()
+    # Never the edge of each entry, whether it is known or not: a checkpoint that repeats the forward once it is must
+    # save as many tensors as before.
+    return graph.out_neighbours.tensors()[:2]
 
 
 def _dropout_for(graph: SparseGraph, dropout: EdgeDropout | None) -> tuple[float, Tensor | None, Tensor | None]:

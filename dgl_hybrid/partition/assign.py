@@ -53,7 +53,8 @@ def assign_nodes(
         part_method: "metis", "random" (each vertex independently, from `seed`) or "contiguous" (1D: consecutive
             original ids, equal vertex counts, or equal in-edge counts with `balance_edges`).
         balance_ntypes: (N_total,) integer classes that METIS spreads evenly over the parts.
-        balance_edges: Balance in-edges as well (METIS) or instead of vertices (contiguous).
+        balance_edges: Balance in-edges as well (METIS, of which parallel edges are one) or instead of vertices
+            (contiguous).
         objtype: "cut" or "vol", METIS only.
         seed: For "random". METIS takes none, and two calls may differ (see `partition_graph`).
     Returns:
@@ -120,6 +121,9 @@ def _contiguous(graph: dgl.DGLGraph, num_parts: int, balance_edges: bool) -> Ten
 def _metis(
     graph: dgl.DGLGraph, num_parts: int, balance_ntypes: Tensor | None, balance_edges: bool, objtype: str
 ) -> Tensor:
+    if graph.is_multigraph:
+        # METIS is for simple graphs: of tiny ones with parallel edges it writes past its memory, and the process ends.
+        graph = dgl.to_simple(graph, return_counts=None, copy_ndata=False)
     try:
         with captured_output("METIS"):
             node_part = dgl.metis_partition_assignment(

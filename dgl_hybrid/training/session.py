@@ -273,7 +273,11 @@ class _Session:
             return None
         step, weighed = call.step, call.weighed
         assert step is not None
+        given_only = call.mode is not None and call.mode.given_blocks and not call.used
         self._end()
+        if given_only and torch.is_grad_enabled() and not _is_in_backward():
+            # Its loss is of this step's seeds as any other's, and nothing weights it.
+            step.note_training_use(module, module.parameters)
         if output is None or not (step.last_block_used or weighed):
             return None
         weighed = weighed or [step]

@@ -141,7 +141,7 @@ class Step:
     was_weighted: bool = False
     """The loss weight was applied to something that had a gradient: what a module made of the last block."""
     users: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
-    """Outermost modules that have used blocks where gradients are taken."""
+    """Outermost modules that have used blocks, or were given them, where gradients are taken."""
     trained: dict[int, weakref.ref[Tensor]] = field(default_factory=dict)
     """Their parameters, by `id`: such a module may be made for a call, by `torch.compile`, say."""
     has_trained_fields: bool = False
@@ -187,7 +187,7 @@ class Step:
             self.on_use(self, block, operands)
 
     def note_training_use(self, module: nn.Module | None, read: Callable[[], Iterable[Tensor]]) -> None:
-        """Remembers who uses a block where gradients are taken, for `misses_weight`.
+        """Remembers who uses a block where gradients are taken, or is given the blocks, for `misses_weight`.
 
         Args:
             module: The outermost that runs.

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid.ops import EdgeDropout, SparseGraph, edge_softmax, gat, gatv2, sddmm, segment_reduce, spmm
 from dgl_hybrid.ops.backend import BackendName, use_backend
@@ -149,6 +150,20 @@ def test_a_hand_computed_case() -> None:
     assert spmm(graph, w=w, reduce="min").tolist() == [0.5, 3.0, 0.0]
     assert sddmm(graph, "sub", x, x, "u", "v").tolist() == [[-4.0, -40.0], [-3.0, -70.0], [1.0, -30.0]]
     assert sddmm(graph, "dot", x, x).tolist() == [[505.0], [-990.0], [-198.0]]
+
+
+def test_a_checkpoint_repeats_a_sum_when_more_is_known_of_the_graph() -> None:
+    """The second operation makes out-edges with their numbers, which the sum, when it is repeated, finds."""
+
+    def both(graph: SparseGraph, x: Tensor) -> Tensor:
+        return spmm(graph, x) + spmm(graph, x, rows(7, (1,), 1))
+
+    plain, repeated = leaf(rows(4, (3,), 0)), leaf(rows(4, (3,), 0))
+    graphs = [SparseGraph(make_graph("hand").in_edges, num_src=4) for _ in range(2)]
+    both(graphs[0], plain).sin().sum().backward()
+    checkpoint(both, graphs[1], repeated, use_reentrant=False).sin().sum().backward()
+    assert plain.grad is not None
+    assert torch.equal(repeated.grad, plain.grad)
 
 
 def test_the_first_of_equal_values_gets_the_gradient() -> None:

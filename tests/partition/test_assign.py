@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dgl
 import pytest
 import torch
@@ -43,6 +45,24 @@ def test_metis_cuts_few_edges_between_two_cliques() -> None:
     src, dst = torch.tensor([*ends, (0, 10), (10, 0)]).t()
     part = assign_nodes(dgl.graph((src, dst)), 2, "metis")
     assert len(set(part[:10].tolist())) == len(set(part[10:].tolist())) == 1
+
+
+def test_metis_never_sees_parallel_edges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of these it overran its memory, so that the process was aborted."""
+    src, dst = [2, 4, 2, 1, 1, 2, 0, 2, 2, 0], [2, 1, 1, 2, 4, 0, 2, 0, 2, 2]
+    graphs: list[dgl.DGLGraph] = []
+
+    def assign_by_metis(graph: dgl.DGLGraph, *args: Any, **options: Any) -> torch.Tensor:
+        graphs.append(graph)
+        return torch.arange(5) % 2
+
+    monkeypatch.setattr(assign.dgl, "metis_partition_assignment", assign_by_metis)
+    graph = dgl.graph((src, dst), num_nodes=5)
+    graph.ndata["feat"] = torch.rand(5, 2)
+    assign_nodes(graph, 2, "metis")
+    assert graph.num_edges() == 10
+    (seen,) = graphs
+    assert sorted(zip(*(ends.tolist() for ends in seen.edges()), strict=True)) == sorted(set(zip(src, dst, strict=True)))
 
 
 def test_metis_balances_a_vertex_class() -> None:

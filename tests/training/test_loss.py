@@ -261,13 +261,26 @@ def test_gradients_that_a_forward_takes_itself_would_miss_the_weight(partitions:
 UNWEIGHTED = (
     *("deeper than the model", "deeper, repeated", "deeper, backed inside", "deeper, an object", "deeper, a closure"),
     *("the last block's size", "last hop outside", "all hops outside", "hops before a linear layer"),
-    *("dgl.ops", "weights of dgl.ops", "deeper, stepped after the epoch"),
+    *("dgl.ops", "weights of dgl.ops", "deeper, stepped after the epoch", "given blocks, using none"),
 )
 WEIGHTED = (
     *("by the script", "as many seeds outside", "weights of edges outside", "two loaders, one module"),
     *("a step inside after a piece", "a step inside, repeated", "a look before"),
     *("a term of its own before", "another optimizer before", "whole model repeated", "a batch held before"),
+    "given blocks, using none, before",
 )
+
+
+class OnRows(nn.Module):
+    """Reads nothing of the blocks that it is given but how many rows there are."""
+
+    def __init__(self, model: Two) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        out: Tensor = self.model.second.fc_neigh(self.model.first.fc_neigh(x[: blocks[-1].num_dst_nodes()]))
+        return out
 
 
 class StepInside(nn.Module):
@@ -348,6 +361,8 @@ def logits_of(way: str, model: Two, blocks: list[Any], x: Tensor, num_seeds: int
         logits = checkpoint(model, blocks, x.requires_grad_(), use_reentrant=True)[:num_seeds]
     elif way == "deeper, an object":
         logits = Wrapping(model)(blocks, x)()[:num_seeds]
+    elif way == "given blocks, using none":
+        logits = OnRows(model)(blocks, x)
     elif way == "the last block's size":
         logits = second(blocks[1], first(blocks[0], x))[: blocks[-1].num_dst_nodes()]
     elif way in ("last hop outside", "as many seeds outside"):
@@ -403,6 +418,8 @@ def train_deep(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: An
 def train_pieces(way: str, model: Two, optimizer: torch.optim.Optimizer, batch: Any, x: Tensor, labels: Tensor) -> None:
     """On blocks of two layers, which the script gives to one after the other."""
     _, _, blocks = batch
+    if way == "given blocks, using none, before":
+        x = x + 0.0 * OnRows(model)(blocks, x).sum()
     if way == "whole model repeated":
         logits = checkpoint(model, blocks, x.requires_grad_(), use_reentrant=True)
         F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]

@@ -62,7 +62,8 @@ def test_metis_never_sees_parallel_edges(monkeypatch: pytest.MonkeyPatch) -> Non
     assign_nodes(graph, 2, "metis")
     assert graph.num_edges() == 10
     (seen,) = graphs
-    assert sorted(zip(*(ends.tolist() for ends in seen.edges()), strict=True)) == sorted(set(zip(src, dst, strict=True)))
+    ends = [ids.tolist() for ids in seen.edges()]
+    assert sorted(zip(*ends, strict=True)) == sorted(set(zip(src, dst, strict=True)))
 
 
 def test_metis_balances_a_vertex_class() -> None:

@@ -20,6 +20,7 @@ from torch.nn.utils import parametrize
 
 from dgl_hybrid.graph.aggregate_first import forward_ginconv, forward_graphconv, forward_sageconv
 from dgl_hybrid.graph.fused_attention import forward_gat, forward_gatv2
+from dgl_hybrid.graph.untraced import untraced
 
 FORWARDS: Mapping[type[nn.Module], Callable[..., Any]] = MappingProxyType(
     {
@@ -114,7 +115,8 @@ def _optimized_class(layer: type[nn.Module]) -> type[nn.Module]:
             "__qualname__": layer.__qualname__,
         }
         # By the layer's own name, which `repr` of a model and tools that look at layers print.
-        _classes[layer] = type(layer.__name__, (_Optimized, layer), namespace)
+        made = type(layer.__name__, (_Optimized, layer), namespace)
+        _classes[layer] = untraced("forward")(made)  # dynamo would look into the kernels' own making
     return _classes[layer]
 
 

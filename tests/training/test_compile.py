@@ -111,6 +111,31 @@ def test_gradients_are_those_without_it(
                 assert_close(actual, wanted, f"{way}: gradient {number}")
 
 
+def traced_lines(rank: int, world_size: int, part_config: str, kind: str) -> list[str]:
+    """Returns where the operations stand that dynamo has put into graphs while an optimised model trained."""
+    found: list[str] = []
+
+    def look(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+        found.extend(node.stack_trace or "" for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    g = PartitionedGraph.open(part_config)
+    model = optimize(Case(kind=kind).build(g.ndata["feat"].shape[1]))
+    called = torch.compile(model, backend=look)
+    for _ in range(2):
+        for input_nodes, _, blocks in FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm", autotune=False):
+            called(blocks, g.ndata["feat"][input_nodes]).sum().backward()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["gat", "sage_mean"])
+def test_optimized_layers_are_called_as_they_are(kind: str, partitions: PartitionStore) -> None:
+    """Dynamo followed the call of a kernel to where it is made, which ended in tracebacks, and in errors at times."""
+    (lines,) = run_ranks(1, traced_lines, partitions.get("power_law", power_law(), 1), kind)
+    assert not [line for line in lines if "dgl_hybrid/ops" in line or "dgl_hybrid/graph" in line]
+
+
 LATE = """
 import sys
 import torch

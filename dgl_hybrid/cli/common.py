@@ -43,9 +43,9 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
-def print_config(configs: Sequence[Any]) -> int:
-    """Prints the options as `--config` reads them."""
-    print(json.dumps(flatten(configs), indent=2))
+def print_config(configs: Sequence[Any], *, as_line: bool) -> int:
+    """Prints the options as `--config` reads them; on one line for `--json`."""
+    print(json.dumps(flatten(configs), indent=None if as_line else 2))
     return 0
 
 

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains, prints one table, draws two pictures."""
     (config,) = resolve(args, (DemoConfig,))
     if args.print_config:
-        return print_config((config,))
+        return print_config((config,), as_line=args.json)
     console = make_console()
     start_s = time.monotonic()
     out = Path(config.out)

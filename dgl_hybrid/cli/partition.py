@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     configs = resolve(args, CONFIGS, without=WITHOUT)
     if args.print_config:
-        return print_config(configs)
+        return print_config(configs, as_line=args.json)
     data, partition, options = configs
     if options.out is not None and partition.workspace is not None:
         raise ValueError(

@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     """Plans, saves to --out (by default beside the partition), and prints the report."""
     configs = resolve(args, CONFIGS, without=WITHOUT)
     if args.print_config:
-        return print_config(configs)
+        return print_config(configs, as_line=args.json)
     data, partition, model, strategy, training, options = configs
     check_existing_partition(data, partition)
     prepared = prepare_partition(data.for_model(model.model), partition)

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Trains and prints the report."""
     configs = resolve(args, CONFIGS)
     if args.print_config:
-        return print_config(configs)
+        return print_config(configs, as_line=args.json)
     data, partition, model, strategy, training, options = configs
     check_existing_partition(data, partition)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

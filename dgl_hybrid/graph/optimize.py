@@ -10,7 +10,7 @@ own class and the wish to be optimised.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
@@ -56,8 +56,11 @@ def optimize(model: ModelT) -> ModelT:
         model: Any module; may itself be such a layer.
     Returns:
         `model`.
+
+    Raises:
+        TypeError: It is no module.
     """
-    for module in model.modules():
+    for module in _modules_of(model):
         layer = type(module)
         is_own = "forward" in vars(module) or parametrize.is_parametrized(module)  # that changes classes, too
         if not isinstance(module, _Optimized) and _forward_for(layer) is not None and not is_own:
@@ -71,7 +74,7 @@ def restore(model: ModelT) -> ModelT:
     Raises:
         ValueError: A layer was parametrized after `optimize`.
     """
-    for module in model.modules():
+    for module in _modules_of(model):
         if isinstance(module, _Optimized):
             if parametrize.is_parametrized(module):
                 raise ValueError(
@@ -80,6 +83,12 @@ def restore(model: ModelT) -> ModelT:
                 )
             module.__class__ = module.layer_class  # type: ignore[assignment]
     return model
+
+
+def _modules_of(model: nn.Module) -> Iterator[nn.Module]:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"a model must be a torch.nn.Module (got {type(model).__name__})")
+    return model.modules()
 
 
 class _Optimized:

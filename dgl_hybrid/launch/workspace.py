@@ -339,7 +339,12 @@ def _check_ours(path: Path) -> None:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return
-    except (OSError, ValueError):
+    except NotADirectoryError:
+        file = next(folder for folder in path.parents if folder.exists())
+        raise PartitionError(f"{file} is a file, and a partition needs a folder: name another one") from None
+    except OSError as error:
+        raise PartitionError(f"{path} cannot be read ({error.strerror}): choose another folder") from error
+    except ValueError:
         content = None
     if not isinstance(content, dict) or "made_from" not in content:
         raise PartitionError(

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from dgl_hybrid.errors import PartitionError
@@ -14,7 +15,10 @@ def find_part_config(location: str | Path) -> Path:
 
     Raises:
         PartitionError: There is none, or more than one.
+        TypeError: Of what is no path.
     """
+    if not isinstance(location, str | os.PathLike):
+        raise TypeError(f"a partition is given as a folder or a file (got {type(location).__name__})")
     path = Path(location)
     if not path.is_dir():
         if not path.exists():

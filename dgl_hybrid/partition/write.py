@@ -11,6 +11,7 @@ import inspect
 import itertools
 import json
 import logging
+import numbers
 import os
 import re
 import secrets
@@ -116,6 +117,7 @@ def partition_graph(
     """
     if not isinstance(g, dgl.DGLGraph):
         raise TypeError(f"partition_graph needs a dgl.DGLGraph (got {type(g).__name__})")
+    _check_order(graph_name, num_parts, out_path)
     check_method(part_method)
     _check_arguments(graph_name, num_hops, num_trainers_per_machine, objtype)
     _check_formats(g)
@@ -293,6 +295,16 @@ def _add_graphbolt(part_config: Path, options: Mapping[str, bool]) -> None:
     except ImportError as error:
         # DGL ships GraphBolt as a library per PyTorch version, and none for current ones.
         raise PartitionError(f"use_graphbolt=True needs DGL's GraphBolt library: {error}") from error
+
+
+def _check_order(graph_name: object, num_parts: object, out_path: object) -> None:
+    if not isinstance(graph_name, str) or isinstance(num_parts, bool) or not isinstance(num_parts, numbers.Integral):
+        raise TypeError(
+            f"partition_graph takes a name, a number of parts and a folder, in this order (got {graph_name!r}, "
+            f"{num_parts!r}, {out_path!r})"
+        )
+    if not isinstance(out_path, str | os.PathLike):
+        raise TypeError(f"out_path must be a folder (got {out_path!r})")
 
 
 def _check_arguments(graph_name: str, num_hops: int, num_trainers: int, objtype: str) -> None:

@@ -50,6 +50,11 @@ def num_layers_of(sampler: Any) -> int:
     """
     if isinstance(sampler, dgl.dataloading.EdgePredictionSampler):
         raise TypeError("full-graph link prediction is not there yet: give a node sampler (got EdgePredictionSampler)")
+    if isinstance(sampler, dgl.dataloading.ShaDowKHopSampler):
+        raise TypeError(
+            "ShaDowKHopSampler draws one subgraph for all layers, and an epoch here has a block for each: give a "
+            "neighbour sampler or a number of layers (got ShaDowKHopSampler)"
+        )
     is_of_dgl = isinstance(sampler, (dgl.dataloading.NeighborSampler, dgl.dataloading.LaborSampler))
     for name in ("prob", "mask") if is_of_dgl else ():  # elsewhere such names may mean anything
         if getattr(sampler, name, None) is not None:

@@ -113,6 +113,8 @@ def test_a_printed_config_can_be_read_again(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out == printed
     assert json.loads(printed)["memory_budget"] == 2**20
     assert json.loads(printed)["self_loops"] is False
+    assert main.main([*given, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == json.loads(printed)
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,12 @@ def test_nothing_of_the_size_of_the_edges_is_kept_for_the_backward(kind: str, gr
     assert not any(shape[0] == NUM_EDGES for shape in kept)
 
 
+@pytest.mark.parametrize("function", [optimize, restore])
+def test_what_is_no_model_is_refused(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=r"a model must be a torch\.nn\.Module \(got str\)"):
+        function("model")
+
+
 def test_fields_of_the_graph_stay_as_they_were() -> None:
     for build in (plain_graph, dgl_block, layer_block):
         graph = build()

@@ -340,6 +340,14 @@ def test_somebody_elses_file_is_not_overwritten(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "dataset.json").read_text() == '{"theirs": true}'
 
 
+@pytest.mark.parametrize("name", ["file", "file/folder/in/it"])
+def test_a_file_is_no_folder_for_a_partition(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("kept")
+    assert partition_into(tmp_path / name, SMALL) == 1
+    assert f"{tmp_path / 'file'} is a file, and a partition needs a folder" in capsys.readouterr().err
+    assert (tmp_path / "file").read_text() == "kept"
+
+
 def test_a_partition_of_an_earlier_version_is_written_again(tmp_path: Path) -> None:
     first = prepare(tmp_path, ranks=2)
     record = json.loads((first.parent / "dataset.json").read_text())

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import dgl
 import dgl.distributed
@@ -30,6 +31,7 @@ from dgl_hybrid.partition import (
     read_partition_summary,
     verify_partition,
 )
+from dgl_hybrid.partition.location import find_part_config
 from tests.helpers.graphs import NAMED, hand_drawn, power_law, with_duplicates
 
 CASES = [(1, 1, "metis"), (2, 1, "random"), (3, 1, "metis"), (3, 2, "random"), (4, 3, "contiguous")]
@@ -349,6 +351,22 @@ def test_wrong_arguments(changes: dict[str, object], message: str, tmp_path: Pat
     with pytest.raises(ValueError, match=message):
         partition_graph(hand_drawn(), **arguments)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []  # no half folder, no staging folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((2, "g", "p"), r"a name, a number of parts and a folder, in this order \(got 2, 'g', 'p'\)"),
+        (("g", "p", 2), r"in this order \(got 'g', 'p', 2\)"),
+        (("g", True, "p"), "in this order"),
+        (("g", 2, 3), r"out_path must be a folder \(got 3\)"),
+    ],
+)
+def test_arguments_in_another_order(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        partition_graph(hand_drawn(), *arguments)
+    with pytest.raises(TypeError, match=r"as a folder or a file \(got DGLGraph\)"):
+        find_part_config(hand_drawn())
 
 
 def test_rewriting_replaces_and_another_graph_is_refused(tmp_path: Path) -> None:

@@ -345,3 +345,9 @@ def test_samplers_that_leave_edges_out_are_refused(options: dict[str, str], mess
         num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2, **options))
     assert num_layers_of(dgl.dataloading.MultiLayerFullNeighborSampler(2)) == 2
     assert num_layers_of(SimpleNamespace(fanouts=[3, 4], prob=0.0, edge_dir="both")) == 2, "of the script's own"
+
+
+def test_a_sampler_of_one_subgraph_for_all_layers_is_refused() -> None:
+    """It has fanouts, too: a script got a list of blocks where it expects a graph."""
+    with pytest.raises(TypeError, match="one subgraph for all layers"):
+        num_layers_of(dgl.dataloading.ShaDowKHopSampler([5, 5]))

@@ -27,12 +27,7 @@ class FreshPool(BufferPool):
     """Never hands out anything twice."""
 
     def take(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        *,
-        passes_through: int | None = None,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None, **options: Any
     ) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
 
@@ -45,14 +40,9 @@ class PoisonedPool(BufferPool):
         self.addresses: list[int] = []
 
     def take(
-        self,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device | None = None,
-        *,
-        passes_through: int | None = None,
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None, **options: Any
     ) -> Tensor:
-        buffer = super().take(shape, dtype, device, passes_through=passes_through)
+        buffer = super().take(shape, dtype, device, **options)
         self.addresses.append(buffer.data_ptr())
         return buffer.fill_(torch.nan if dtype.is_floating_point else 99)
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,6 +73,25 @@ def run_disorder(rank: int, world_size: int, transport: Any) -> list[str]:
         found.append(str(error))
     communicator.exchange(rows, counts, counts)  # all is well again
     return found
+
+
+def send_and_keep_what_waited(rank: int, world_size: int) -> int:
+    """Returns the bytes of sent rows that are free again while the object that was waited for lives."""
+    communicator = create_communicator(transport="collective", timeout_s=20)
+    rows = communicator.send_buffer((world_size << 17,), torch.uint8, torch.device("cpu"))
+    out = torch.empty_like(rows)
+    pending = communicator.start_exchange(rows, [1 << 17] * world_size, [1 << 17] * world_size, out=out)
+    del rows
+    pending.wait()
+    latest_s = time.monotonic() + 20.0  # a thread of gloo's may let go later
+    while communicator.buffers.free_bytes == 0 and time.monotonic() < latest_s:
+        time.sleep(0.01)
+    assert pending.layer == 0
+    return communicator.buffers.free_bytes
+
+
+def test_what_has_left_is_not_kept() -> None:
+    assert run_ranks(2, send_and_keep_what_waited) == [2 << 17] * 2
 
 
 @pytest.mark.parametrize("transport", ["collective", "shared_memory"])

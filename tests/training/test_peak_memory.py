@@ -152,3 +152,22 @@ def test_an_epoch_holds_what_it_needs_and_a_budget(kind: str, folder: str) -> No
     assert min(more_than_few_rows("depcache")) > large
     for budget_bytes in (large, small):
         assert max(more_than_few_rows("hybrid", budget_bytes=budget_bytes)) < budget_bytes
+
+
+def blocks_between_epochs(rank: int, world_size: int, folder: str, kind: str) -> list[int]:
+    """Returns the sizes of blocks that messages of 355 rows have left for the next ones."""
+    g = PartitionedGraph.open(folder, communicator=create_communicator(transport="collective"))
+    model = optimize(ThreeLayers(kind, g.ndata["feat"].shape[1]).double())
+    options = {"strategy": "depcomm", "autotune": False, "chunk_rows": 355}
+    loader = FullGraphLoader(g, g.owned_nodes(), 3, model=model, **options)
+    for _ in range(2):
+        for input_nodes, seeds, blocks in loader:
+            F.cross_entropy(model(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds]).backward()
+    return [block.numel() for block, _ in g.communicator.buffers._shelf.free]
+
+
+@each_value(kind=list(MOST_ROWS))
+def test_messages_leave_as_few_blocks_as_were_in_use_at_once(kind: str, folder: str) -> None:
+    """The last message of a layer is smaller than the others, and took blocks of its own."""
+    for sizes in run_ranks(2, blocks_between_epochs, folder, kind):
+        assert len(set(sizes)) == 1, sizes

@@ -267,7 +267,7 @@ WEIGHTED = (
     *("by the script", "as many seeds outside", "weights of edges outside", "two loaders, one module"),
     *("a step inside after a piece", "a step inside, repeated", "a look before"),
     *("a term of its own before", "another optimizer before", "whole model repeated", "a batch held before"),
-    "given blocks, using none, before",
+    *("given blocks, using none, before", "two loaders, using the second"),
 )
 
 
@@ -318,6 +318,18 @@ class Wrapping(nn.Module):
     def forward(self, blocks: list[Any], x: Tensor) -> Any:
         logits = self.model(blocks, x)
         return lambda: logits
+
+
+class Second(nn.Module):
+    """Is given blocks of two loaders, and uses those of one."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, unused: Any, block: Any, h: Tensor) -> Tensor:
+        out: Tensor = self.layer(block, h)
+        return out
 
 
 class Both(nn.Module):
@@ -456,12 +468,14 @@ def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> li
     if way == "a batch held before":
         held = next(iter(loaders[0]))
         model.first(held[2][0], g.ndata["feat"][held[0]])
-    for batch, other in (
-        zip(*loaders[::-1], strict=True) if way == "two loaders, one module" else zip(loaders[0], [None])
-    ):
+    for batch, other in zip(*loaders[::-1], strict=True) if way.startswith("two loaders") else zip(loaders[0], [None]):
         input_nodes, yielded, blocks = batch
         x, labels = g.ndata["feat"][input_nodes].clone(), g.ndata["label"][yielded]
-        if way == "two loaders, one module":
+        if way == "two loaders, using the second":
+            k = model.first(other[2][0], g.ndata["feat"][other[0]])
+            F.cross_entropy(Second(model.second)(blocks[1], other[2][1], k), labels).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        elif way == "two loaders, one module":
             h, k = model.first(blocks[0], x), model.first(other[2][0], g.ndata["feat"][other[0]])
             logits = Both(model.second)(blocks[1], other[2][1], h, k)
             F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Imports go downwards between the rooms of the package, function-local and type-checking ones too."""
+"""Imports go downwards between the rooms of the package, and in no circle within one; function-local and type-checking
+ones too.
+"""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 from pathlib import Path
 
@@ -30,8 +33,8 @@ HEIGHT = {room: -level for level, rooms in enumerate(LEVELS) for room in rooms}
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE or path.name == "errors.py")
 
 
-def imported_rooms(path: Path) -> set[str]:
-    """Returns the rooms a file names anywhere in an import or in `import_module("dgl_hybrid....")`."""
+def imported_names(path: Path) -> set[str]:
+    """Returns the dotted names in a file's imports, anywhere, and in `import_module("dgl_hybrid....")`."""
     package = path.relative_to(ROOT).with_suffix("").parts[:-1]
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
@@ -45,6 +48,12 @@ def imported_rooms(path: Path) -> set[str]:
             called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
             if called == "import_module" and node.args and isinstance(node.args[0], ast.Constant):
                 names.add(str(node.args[0].value))
+    return names
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """Returns the rooms that a file imports from."""
+    names = imported_names(path)
     rooms = {name.split(".")[1] for name in names if name.startswith("dgl_hybrid.")}
     return {room for room in rooms if (PACKAGE / room).is_dir() or room == "errors"}
 
@@ -55,6 +64,31 @@ def test_imports_go_downwards(path: Path) -> None:
     assert room in HEIGHT, f"room {room!r} has no level: add it to LEVELS"
     upwards = sorted(other for other in imported_rooms(path) if other != room and HEIGHT[other] > HEIGHT[room])
     assert not upwards, f"{path.relative_to(ROOT)} imports from {upwards}, which lie above {room!r}"
+
+
+def imported_modules(path: Path) -> set[Path]:
+    """Returns the files of the package that a file imports from."""
+    found = set()
+    for name in imported_names(path):
+        parts = name.split(".")
+        # What is imported from a module is named behind it: the longest name that is a file.
+        for length in range(len(parts), 0, -1):
+            base = ROOT.joinpath(*parts[:length])
+            module = next((file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()), None)
+            if module is not None:
+                found.add(module)
+                break
+    return found & set(PACKAGE.rglob("*.py")) - {path}
+
+
+def test_no_modules_import_each_other() -> None:
+    imports = {path: imported_modules(path) for path in PACKAGE.rglob("*.py") if path.parent != PACKAGE}
+    assert PACKAGE / "training" / "partitioned_graph.py" in imports[PACKAGE / "training" / "loader.py"]
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        circle = " -> ".join(str(path.relative_to(PACKAGE)) for path in reversed(error.args[1]))
+        pytest.fail(f"modules import each other: {circle}")
 
 
 def test_every_import_form_is_seen(tmp_path: Path) -> None:

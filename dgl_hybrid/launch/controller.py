@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.launch.cluster import (
+from dgl_hybrid.launch.cluster_job import (
     ClusterFailure,
     ClusterJob,
     ClusterResult,

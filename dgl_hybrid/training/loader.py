@@ -382,6 +382,11 @@ class FullGraphLoader:
         return self._choice.is_settled
 
     @property
+    def is_in_trials(self) -> bool:
+        """Whether plans take turns, and more of them are to be built."""
+        return self._choice.is_in_trials
+
+    @property
     def is_trying(self) -> bool:
         """Whether this epoch's plan runs to be measured, or there is none yet; not whether it is the best one known."""
         return self._choice.is_trying
@@ -573,7 +578,7 @@ class FullGraphLoader:
         plans of another loader take turns (this one may only evaluate): each change would fetch it again.
         """
         self._choice.forget_basis()
-        is_needed = any(loader._choice.is_in_trials for loader in self.graph.loaders)
+        is_needed = any(loader.is_in_trials for loader in self.graph.loaders)
         if self.graph.in_edges.num_fetched_edges and not is_needed:
             self.graph.in_edges.forget_fetched()
             self._leave_memory(thoroughly=True)

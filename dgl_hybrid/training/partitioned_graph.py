@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -33,8 +33,16 @@ from dgl_hybrid.training.fields import GraphFields, RowSets, StoredFields, find_
 from dgl_hybrid.training.stable_reads import StableReads
 from dgl_hybrid.training.step import Step
 
-if TYPE_CHECKING:
-    from dgl_hybrid.training.loader import FullGraphLoader
+
+class LoaderOfGraph(Protocol):
+    """What a graph, and loaders of the same graph, ask of a loader."""
+
+    has_memory_budget: bool
+    """Whether the process is to hold no more than it must."""
+
+    @property
+    def is_in_trials(self) -> bool:
+        """Whether plans take turns, and more of them are to be built."""
 
 
 class PartitionedGraph:
@@ -81,7 +89,7 @@ class PartitionedGraph:
         """Measured rates of these ranks, once they were probed."""
         self.num_loaders = 0
         """Made over this graph so far: the same on all ranks."""
-        self.loaders: WeakSet[FullGraphLoader] = WeakSet()
+        self.loaders: WeakSet[LoaderOfGraph] = WeakSet()
         """Those of them that there still are."""
         self.is_told_of_moves = False
         """Whether the script was told what moving blocks costs: once, and not by every loader."""

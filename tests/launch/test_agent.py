@@ -24,7 +24,8 @@ import dgl_hybrid
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch import agent
 from dgl_hybrid.launch.agent import find_problems
-from dgl_hybrid.launch.cluster import find_machines, plan_parts
+from dgl_hybrid.launch.cluster import find_machines
+from dgl_hybrid.launch.cluster_job import plan_parts
 from dgl_hybrid.launch.controller import Controller
 from dgl_hybrid.launch.messages import (
     Cleaned,

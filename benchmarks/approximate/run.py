@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 import dgl_hybrid
+from benchmarks.console import make_console
 from benchmarks.emulated_network import INTERFACE, EmulatedNetwork, why_unavailable
 from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
 from benchmarks.systems.results import spread
@@ -231,7 +231,7 @@ def main() -> None:
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the ranks
     seeds = args.seeds or 1
-    console = Console(file=sys.stderr if args.json else sys.stdout, width=180)
+    console = make_console(to_stderr=args.json)
     records: list[dict[str, Any]] = []
     reason = why_unavailable()
     with tempfile.TemporaryDirectory(prefix="approximate_") as name:

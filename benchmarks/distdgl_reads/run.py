@@ -24,10 +24,10 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.console import make_console
 from benchmarks.distdgl_reads.cells import Line, measurements, summarise
 from benchmarks.distdgl_reads.jobs import RATES, ROOT, JobPlan, find_data, plan_jobs, prepare, run_job
 from benchmarks.distdgl_reads.schedule import Schedule
@@ -135,8 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(lines: Sequence[Line], *, to_stderr: bool) -> None:
     """Prints both tables."""
-    stream = sys.stderr if to_stderr else sys.stdout
-    console = Console(file=stream, width=None if stream.isatty() else 180)
+    console = make_console(to_stderr=to_stderr)
     for title, head, rows in (
         ("Read from other machines per epoch, all trainers together", COUNT_HEAD, count_rows(lines)),
         ("Epochs of training", TIME_HEAD, time_rows(lines)),

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
 from rich.table import Table
 
 import dgl_hybrid
+from benchmarks.console import make_console
 from benchmarks.systems.graphs import SHAPES, GraphError, PreparedGraph, prepare
 from dgl_hybrid.exchange.closure import LayerStructure, close_levels, settle_seeds
 from dgl_hybrid.exchange.communicator import Communicator
@@ -141,7 +141,7 @@ def main(argv: list[str] | None = None) -> None:
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
             records += [common | record for record in measure_graph(graph, world_size, args.layers)]
-    Console(file=sys.stderr if args.json else sys.stdout, width=140).print(table_of(records))
+    make_console(to_stderr=args.json).print(table_of(records))
     if args.write:
         with RESULTS.open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

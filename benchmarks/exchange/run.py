@@ -16,7 +16,6 @@ import json
 import os
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,11 +27,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import dgl_hybrid
+from benchmarks.console import make_console
 from benchmarks.exchange import fresh_rows
 from benchmarks.systems.results import spread
 from dgl_hybrid.exchange.communicator import Communicator
@@ -234,7 +233,7 @@ def main() -> None:
             f"{ways[0]['faults_p50']:.0f} → {ways[-1]['faults_p50']:.0f}",
             f"{r['of_bare']:.2f}",
         )
-    Console(file=sys.stderr if args.json else sys.stdout, width=180).print(table)
+    make_console(to_stderr=args.json).print(table)
     if args.write:
         with (Path(__file__).parent / "results.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps(record) + "\n" for record in records)

@@ -25,9 +25,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import make_console
 from benchmarks.emulated_network import INTERFACE, EmulatedNetwork, why_unavailable
 from benchmarks.exchange.run import HALO_SHARE, WARMUP, Rounds, build_plan, check, gradient_step, ratio
 from dgl_hybrid.exchange.connect import create_communicator
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> None:
         for one in records:
             numbers = (f"{one[name]:.3g}" for name in ("collective_ms", "mixed_ms", "faster", "less_cpu"))
             table.add_row(str(mbit), str(one["width"]), *numbers)
-    Console(file=sys.stderr if args.json else sys.stdout).print(table)
+    make_console(to_stderr=args.json).print(table)
     if args.json:
         print(
             json.dumps(

@@ -6,16 +6,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
+from benchmarks.console import make_console
 from benchmarks.systems.team import ALLOCATORS
 
 Result = dict[str, Any]
@@ -78,4 +77,4 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     table = Table(*head)
     for row in rows:
         table.add_row(*row)
-    Console(file=sys.stderr).print(table)
+    make_console(to_stderr=True).print(table)

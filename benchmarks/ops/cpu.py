@@ -22,7 +22,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import dgl_hybrid  # before dgl: mends it
+from benchmarks.console import make_console
 
 # isort: split
 import dgl
@@ -348,7 +348,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="only the result: one JSON object on the last line")
     parser.add_argument("--write", action="store_true", help="append to cpu.jsonl, write cpu.md and the plot")
     options = parser.parse_args(arguments)
-    log = Console(stderr=True, quiet=options.json)
+    log = make_console(to_stderr=True, quiet=options.json)
     records = run_grid(QUICK if options.quick else FULL, log=log)
     if options.write:
         with (FOLDER / "cpu.jsonl").open("a", encoding="utf-8") as file:
@@ -359,7 +359,7 @@ def main(arguments: list[str] | None = None) -> None:
         table = Table(*HEAD)
         for row in table_rows(records):
             table.add_row(*row)
-        Console(file=sys.stderr).print(table)
+        log.print(table)
     print(json.dumps(summarise(records)))
 
 

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import dgl_hybrid
+from benchmarks.console import make_console
 from benchmarks.ops.gpu_cells import (
     CHECKED,
     DISTRIBUTIONS,
@@ -396,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing is not None:
         print(f"benchmarks.ops.gpu needs a CUDA GPU: {missing}. Nothing was measured.", file=sys.stderr)
         return 2
-    bench = Bench(torch.device("cuda", 0), QUICK if args.quick else Scale(), Console(stderr=True))
+    bench = Bench(torch.device("cuda", 0), QUICK if args.quick else Scale(), make_console(to_stderr=True))
     failure = None
     try:
         bench.run()
@@ -406,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table = Table(*HEAD)
     for row in rows_of(bench.lines):
         table.add_row(*row)
-    Console(file=sys.stderr if args.json else sys.stdout).print(table)
+    make_console(to_stderr=args.json).print(table)
     for word, cells in (("not measured", bench.not_measured), ("wrong, so not timed", bench.wrong)):
         for cell in cells:
             print(f"{word}: {cell}", file=sys.stderr)

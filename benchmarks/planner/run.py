@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
 from rich.table import Table
 from safetensors.numpy import load_file, save_file
 
+from benchmarks.console import make_console
 from benchmarks.planner.parts import GeneratedGraph, build_problem
 from dgl_hybrid.planner import PlannerConfig, PlanProblem, cost_model, propose_plans, synthetic_trace, uniform_topology
 from dgl_hybrid.planner.bound import lower_bound
@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.problem is not None:
         print(json.dumps(plan_once(load_problem(args.problem), LINKS[args.link])))
         return
-    console = Console(stderr=True)
+    console = make_console(to_stderr=True)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "problem.safetensors")
         console.print(f"making part {args.rank} of {args.parts} …")

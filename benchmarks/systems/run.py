@@ -22,10 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.console import make_console
 from benchmarks.emulated_network import NetworkError, why_unavailable
 from benchmarks.systems import accuracy, write
 from benchmarks.systems.floors import measure_rates
@@ -236,8 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(result: dict[str, Any], settings: Settings, *, to_stderr: bool) -> None:
     """Prints the table of cells, and what all systems had in common."""
-    stream = sys.stderr if to_stderr else sys.stdout
-    console = Console(file=stream, width=None if stream.isatty() else 200)
+    console = make_console(to_stderr=to_stderr)
     if result["cells"]:
         head, rows = drop_empty_columns(CELL_HEAD, cell_rows(result["cells"]))
         table = Table(title="Seconds per epoch (median); ratios: their time over hybrid's")

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
 
+from benchmarks.console import make_console
 from benchmarks.emulated_network import NetworkError
 from benchmarks.systems.floors import measure_rates
 from benchmarks.systems.graphs import GraphError, prepare
@@ -112,13 +112,12 @@ class Comparison:
             print(json.dumps({**about, "cells": results}))
 
     def show(self, results: Sequence[Result], *, to_stderr: bool) -> None:
-        stream = sys.stderr if to_stderr else sys.stdout
         table = Table(title=self.title)
         for name in self.head:
             table.add_column(name)
         for row in self.rows_of(results):
             table.add_row(*row)
-        Console(file=stream, width=None if stream.isatty() else 160).print(table)
+        make_console(to_stderr=to_stderr).print(table)
 
     def write(self, results: Sequence[Result]) -> None:
         """Replaces the table behind the mark in the README."""

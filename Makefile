@@ -4,7 +4,7 @@
 PYTHON ?= $(shell python3.11 -c "print('python3.11')" 2>/dev/null || echo python3)
 BIN := .venv/bin
 ENV := .venv/.installed
-# `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, a few minutes of it
+# `make bench BENCH=ops.cpu ARGS=--quick` runs benchmarks/ops/cpu.py. Without a name: the side-by-side, some ten minutes of it
 # (`ARGS="--peers FOLDER"` adds SAR and PipeGCN); the full grid is `python -m benchmarks.systems`.
 BENCH ?= systems
 ARGS ?=

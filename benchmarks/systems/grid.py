@@ -95,7 +95,7 @@ def all_systems() -> tuple[str, ...]:
 
 
 def quick_systems_of(cell: Cell) -> tuple[str, ...]:
-    """Returns what a few minutes are enough for: on one rank, only what hybrid is held to there."""
+    """Returns what is measured quickly: on one rank, only what hybrid is held to there."""
     if cell.ranks == 1:
         return ("hybrid", "dgl") if cell.model == "gcn" else ("hybrid", "dgl", "dgl_blocks")
     left_out = ("dgl_one_thread", "sar_mfg" if cell.model == "gat" else "")  # of SAR's modes the fastest stays
@@ -103,7 +103,7 @@ def quick_systems_of(cell: Cell) -> tuple[str, ...]:
 
 
 def quick_grid() -> tuple[Cell, ...]:
-    """Small cells of every kind: a few minutes."""
+    """Small cells of every kind: 10 to 15 minutes on two cores."""
     products, dense = Cell(graph="products", scale=0.1), Cell(graph="reddit", scale=0.1)
     power = Cell(graph="powerlaw", scale=0.2)
     return (

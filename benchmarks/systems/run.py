@@ -67,7 +67,7 @@ PEERS_VARIABLE = "DGL_HYBRID_PEERS"
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.systems")
-    parser.add_argument("--quick", action="store_true", help="a few small cells of every kind: a few minutes")
+    parser.add_argument("--quick", action="store_true", help="a few small cells of every kind: 10 to 15 minutes")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--results", type=Path, help=f"file of measurements (full grid: {RESULTS.name}; quick: none)")
     parser.add_argument("--write", action="store_true", help="measure nothing; tables and plots from the results file")
@@ -118,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """Returns what was asked for; a few minutes are enough for one start of each system, memory for one turn of it."""
+    """Returns what was asked for; --quick is one start of each system, memory for one turn of it."""
     given = {name: value for name in USUAL if (value := getattr(args, name)) is not None}
     usual = {"starts": 1, "more_rounds": 0} if args.quick or args.memory else {}
     usual |= {"rounds": 1} if args.memory else {}

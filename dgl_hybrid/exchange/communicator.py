@@ -160,7 +160,7 @@ class Communicator:
         else:
             if self.cross_check:
                 self._cross_check(moved, send_counts, recv_counts, layer, backward)
-            with self._named(_name_of(tag)):
+            with self.naming(_name_of(tag)):
                 if out is None and transport.can_lend and send.device == transport.device:
                     borrow = transport.start_borrowing(moved, list(recv_counts), list(send_counts), tag)
                     finish = partial(_read_as, borrow, send, recv_counts)
@@ -308,7 +308,7 @@ class Communicator:
         sent = self._tensor(list(send_counts))
         received = torch.empty_like(sent)
         ones = [1] * self.world_size
-        with self._named("exchange of counts"):
+        with self.naming("exchange of counts"):
             self.transport.all_to_all(received, sent, ones, ones)
         return [int(count) for count in received.tolist()]
 
@@ -321,7 +321,7 @@ class Communicator:
         """All-reduces `tensor` by sum, in place. Collective."""
         if self.transport is not None:
             self._begin()
-            with self._named("sum over ranks"):
+            with self.naming("sum over ranks"):
                 if tensor.device.type != self.transport.device.type:
                     moved = tensor.to(self.transport.device)
                     self.transport.all_reduce(moved)
@@ -344,7 +344,7 @@ class Communicator:
         if self.transport is None:
             return [tensor]
         self._begin()
-        with self._named("gather"):
+        with self.naming("gather"):
             return self.transport.all_gather(tensor)
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -441,7 +441,8 @@ class Communicator:
         return LentTransport(self, self.transport, what, may_share_links=any(row[0] for row in backends))
 
     @contextlib.contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def naming(self, what: str) -> Iterator[None]:
+        """Makes a failure of the transport an `ExchangeError` that names what was done, and who was late."""
         if self._interrupted is not None:
             raise ExchangeError(
                 f"rank {self.rank} of {self.world_size} was interrupted in the middle of {self._interrupted}, so ranks "
@@ -460,7 +461,7 @@ class Communicator:
             raise
 
     def _explain(self, what: str, error: RuntimeError) -> NoReturn:
-        if f"exchange {self.num_calls} " not in what:
+        if self.num_calls and f"exchange {self.num_calls} " not in what:
             what = f"{what} after exchange {self.num_calls}"
         late = [] if self.transport is None else self.transport.find_late_ranks(self.name, what)
         told = [f"rank {', '.join(map(str, late))} did not take part"] if late else []
@@ -508,7 +509,7 @@ class PendingRows:
         if communicator._pending is not self:
             raise ExchangeError(f"the exchange for layer {self.layer} is over: its rows are handed out once")
         try:
-            with communicator._named(_name_of(self._tag)):
+            with communicator.naming(_name_of(self._tag)):
                 rows = self._finish()
         finally:
             communicator._pending = None
@@ -546,17 +547,17 @@ class LentTransport:
 
     def all_to_all(self, received: Tensor, send: Tensor, recv_counts: list[int], send_counts: list[int]) -> None:
         """`Transport.all_to_all`. Collective."""
-        with self._communicator._named(self._what):
+        with self._communicator.naming(self._what):
             self._transport.all_to_all(received, send, recv_counts, send_counts)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """`Transport.all_reduce`. Collective."""
-        with self._communicator._named(self._what):
+        with self._communicator.naming(self._what):
             self._transport.all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """`Transport.all_gather`. Collective."""
-        with self._communicator._named(self._what):
+        with self._communicator.naming(self._what):
             return self._transport.all_gather(tensor)
 
 

@@ -61,15 +61,19 @@ def create_communicator(
     group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
-    if chosen == "gloo":
-        # Its ranks connect one after the other: one that is done, and lets go of the group at once, would close what a
-        # peer is about to look at ("Connection closed by peer"). NCCL connects with the first operation.
-        dist.barrier(group)
-    collective = CollectiveTransport(group)
     name = f"exchange {group.group_name}"  # alike on all ranks, and of this group alone
-    if transport == "collective" or chosen == "nccl" or (transport == "auto" and collective.world_size == 1):
-        return Communicator(collective, name=name, timeout_s=timeout_s)
-    joined = connect_through_memory(collective, timeout_s=timeout_s, everybody=transport == "shared_memory")
+    communicator = Communicator(CollectiveTransport(group), name=name, timeout_s=timeout_s)
+    with communicator.naming("the meeting of all ranks"):
+        if chosen == "gloo":
+            # Its ranks connect one after the other: one that is done, and lets go of the group at once, would close
+            # what a peer is about to look at ("Connection closed by peer"). NCCL connects with the first operation.
+            dist.barrier(group)
+        if transport == "collective" or chosen == "nccl" or (transport == "auto" and communicator.world_size == 1):
+            return communicator
+        assert communicator.transport is not None
+        joined = connect_through_memory(
+            communicator.transport, timeout_s=timeout_s, everybody=transport == "shared_memory"
+        )
     if not isinstance(joined, str):
         return Communicator(joined, name=name, timeout_s=timeout_s)
     if transport == "shared_memory":
@@ -77,7 +81,7 @@ def create_communicator(
             f"transport='shared_memory' needs ranks that can share memory, but {joined}. Give transport='collective'."
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
-    return Communicator(collective, name=name, timeout_s=timeout_s)
+    return communicator
 
 
 def default_timeout_s() -> float:

@@ -32,9 +32,12 @@ class BlockRuns:
         self._block, self._sources = block, sources
         self.is_dry_run = False
         """Whether the user's functions are being run on one made-up edge, whose result nobody reads."""
+        self.is_reducing = False
+        """Whether a reduce of the user's is being run, on the destinations of one in-degree after those of another."""
 
     def update_all(self, message_func: Any, reduce_func: Any) -> None:
         """As `DGLGraph.update_all`; what the reduce returns is set also where there are no edges."""
+        reduce_func = self._noted(reduce_func)
         if self._block.num_edges() == 0:
             if not isinstance(reduce_func, fn.BuiltinFunction):
                 # Whatever the reduce returns is set, also where a field of that name was there before.
@@ -47,6 +50,7 @@ class BlockRuns:
 
     def reduced(self, message_func: Any, reduce_func: Any) -> dict[str, Tensor]:
         """Returns what a function applied after the reduce sees of destinations; nothing is set yet."""
+        reduce_func = self._noted(reduce_func)
         has_edges = self._block.num_edges() > 0
         if not has_edges and not isinstance(reduce_func, fn.BuiltinFunction):
             return self._reduce_nothing(message_func, reduce_func)
@@ -133,6 +137,21 @@ class BlockRuns:
                         destinations=dict(self._block.dstdata),
                         edges=dict(self._block.edata),
                     )
+
+        return run
+
+    def _noted(self, reduce_func: Any) -> Any:
+        """Returns a function that says while the user's runs."""
+        if isinstance(reduce_func, fn.BuiltinFunction):
+            return reduce_func
+
+        def run(nodes: NodeBatch) -> dict[str, Tensor]:
+            self.is_reducing = True
+            try:
+                results: dict[str, Tensor] = reduce_func(nodes)
+                return results
+            finally:
+                self.is_reducing = False
 
         return run
 

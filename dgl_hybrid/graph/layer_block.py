@@ -210,6 +210,11 @@ class LayerBlock:
         return self._runs.is_dry_run
 
     @property
+    def is_reducing(self) -> bool:
+        """Whether a reduce of the user's is being run: on some destinations after others, in an order of DGL's."""
+        return self._runs.is_reducing
+
+    @property
     def is_in_scope(self) -> bool:
         """Whether a `local_scope` of this block is open: a layer is at work."""
         return self._source.is_in_scope

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -76,7 +77,7 @@ def global_mean(values: Tensor, weight: Tensor | None = None, *, communicator: C
 def global_f1(
     logits: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> F1Scores:
-    """F1 over the rows of all ranks. Two collectives; four where rows are labelled with a class that has no logit.
+    """F1 over the rows of all ranks. Three collectives; five where rows are labelled with a class that has no logit.
 
     Args:
         logits: (n, C) floating, C the same on every rank; with C = 1, class 1 is where the logit is positive.
@@ -89,6 +90,7 @@ def global_f1(
         _check_rows(logits, labels, weight, labels_dim=labels.dim())
         if logits.dim() != 2 or (labels.dim() == 2 and labels.shape != logits.shape):
             raise ValueError(f"F1 needs (n, C) logits (got {tuple(logits.shape)}, labels {tuple(labels.shape)})")
+    _check_alike({"columns of logits": logits.shape[1], "dimensions of labels": labels.dim()}, communicator)
     if labels.dim() == 1:
         num_classes = max(logits.shape[1], 2)
         weight_NC = _effective_weight(labels, weight).unsqueeze(1)
@@ -130,13 +132,13 @@ def _count_distinct(values: Tensor, communicator: Communicator | None) -> int:
 def global_roc_auc(
     scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
-    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Three collectives.
+    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Four collectives.
 
     With several columns, the mean over those that have both positive and negative rows.
 
     Args:
         scores: (n,) or (n, C) floating; with (n,) labels also (n, 2), class logits, whose difference is the score.
-        labels: 0 or 1, -1 or NaN for none; (n,), or (n, C) for several binary tasks.
+        labels: 0 or 1, -1 or NaN for none; (n,), or (n, C) for several binary tasks, C the same on every rank.
         weight: (n,) or None.
     Raises:
         ValueError: on every rank, if any score that counts is NaN.
@@ -154,6 +156,7 @@ def global_roc_auc(
                 f"{tuple(labels.shape)})"
             )
         scores_NC = scores.detach().double().reshape(len(scores), labels.shape[1])
+    _check_alike({"columns of labels": labels.shape[1]}, communicator)
     weight_NC = _effective_weight(labels, None if weight is None else weight.unsqueeze(1))
     packed = torch.cat([scores_NC, labels.double(), weight_NC], dim=1)
     checked = _of_all_ranks(communicator)
@@ -200,6 +203,23 @@ def _check_rows(logits: Tensor, labels: Tensor, weight: Tensor | None, *, labels
         raise ValueError(f"expected one label per row (got rows {tuple(logits.shape)}, labels {tuple(labels.shape)})")
     if weight is not None and weight.shape != rows:
         raise ValueError(f"weight must be ({len(labels)},) (got {tuple(weight.shape)})")
+
+
+def _check_alike(sizes: Mapping[str, int], communicator: Communicator | None) -> None:
+    """Checks sizes that ranks have to have in common. One collective.
+
+    Raises:
+        ValueError: On all ranks, if one differs.
+    """
+    checked = _of_all_ranks(communicator)
+    by_rank = [] if checked is None else checked.gather_ints(list(sizes.values()))
+    for rank, found in enumerate(by_rank):
+        for what, expected, size in zip(sizes, by_rank[0], found, strict=True):
+            if size != expected:
+                raise ValueError(
+                    f"a metric needs as many {what} on every rank, also where that has no rows (got {expected} on rank "
+                    f"0 and {size} on rank {rank})"
+                )
 
 
 def _agreed(communicator: Communicator | None) -> contextlib.AbstractContextManager[None]:

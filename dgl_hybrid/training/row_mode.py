@@ -170,6 +170,8 @@ class RowMode(TorchFunctionMode):
         self.is_over = self.is_over or not self._is_in_call()
         if self.is_over:
             return func(*args, **kwargs)
+        if self.step.communicator.world_size > 1 and self._is_reducing() and _differs_by_rank(func, args, kwargs):
+            _raise_in_reduce(func)
         if func is F.dropout and _drops(*args, **kwargs):
             found = self._find(args, kwargs, draws=True)
             if found is not None:
@@ -199,6 +201,11 @@ class RowMode(TorchFunctionMode):
             if func in _WITH_DROPOUT and _WITH_DROPOUT[func](args, kwargs) and self._may_be_of_rows(args, kwargs):
                 _raise_unreplicated(func)
         return func(*args, **kwargs)
+
+    def _is_reducing(self) -> bool:
+        """Whether a reduce of the user's runs, on a block of one of the steps."""
+        blocks = (step.current_block for step in self._steps)
+        return any(block is not None and block.is_reducing for block in blocks)
 
     def _backward(
         self,
@@ -398,11 +405,27 @@ def _batch_norm(
     )
 
 
+def _differs_by_rank(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether one of the answered functions draws, or normalises by the rows that it is given."""
+    if func is F.dropout:
+        return _drops(*args, **kwargs)
+    if func is torch.dropout:
+        return _drops(*args, **{("training" if k == "train" else k): v for k, v in kwargs.items()})
+    if func is F.batch_norm:
+        return _normalises(*args, **kwargs)
+    if func in _UNREPLICATED:
+        return _trains(func, args, kwargs)
+    return func in _UNREPLICATED_FACTORIES or (func in _WITH_DROPOUT and _WITH_DROPOUT[func](args, kwargs))
+
+
+def _trains(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    at = _TRAINS_AT.get(func, len(args))
+    return bool(args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True)))
+
+
 def _refuse_random(step: Step, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = next((x for x in (*args[:2], *kwargs.values()) if isinstance(x, Tensor)), None)
-    at = _TRAINS_AT.get(func, len(args))
-    trains = args[at] if at < len(args) else kwargs.get("training", kwargs.get("train", True))
-    if tensor is not None and _is_of_rows(step, tensor.shape) and trains:
+    if tensor is not None and _is_of_rows(step, tensor.shape) and _trains(func, args, kwargs):
         _raise_unreplicated(func)
 
 
@@ -425,4 +448,12 @@ def _raise_unreplicated(func: Any) -> NoReturn:
     raise BlockError(
         f"{getattr(func, '__name__', func)} draws from each rank's own generator, so a row of a vertex or an edge and "
         f"its replicas would differ. Use nn.Dropout, which is replicated, or draw from a function of the ids."
+    )
+
+
+def _raise_in_reduce(func: Any) -> NoReturn:
+    raise BlockError(
+        f"{getattr(func, '__name__', func)} inside a reduce function: DGL runs that on the vertices of one in-degree "
+        f"after those of another, and each rank has others of them, so a vertex and its replicas would get different "
+        f"numbers. Apply it to what was reduced, after update_all (nn.Dropout also in the message function)."
     )

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import time
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange import connect
 from dgl_hybrid.exchange import ids as ids_module
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.connect import create_communicator, default_timeout_s
+from dgl_hybrid.exchange.connect import RankTransport, create_communicator, default_timeout_s
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
@@ -132,6 +134,30 @@ def run_with_absentee(rank: int, world_size: int) -> tuple[str, float]:
         tell_who_stays_away(rank)
         return str(error), time.perf_counter() - start_s
     return "no error", 0.0
+
+
+def meet_with_absentee(rank: int, world_size: int, transport: RankTransport) -> str:
+    def never_comes(*args: Any, **options: Any) -> str:
+        stay_away(rank, world_size)
+        return "nobody met"
+
+    place = "torch.distributed.barrier" if transport == "collective" else f"{connect.__name__}.connect_through_memory"
+    with mock.patch(place, never_comes) if rank == 1 else contextlib.nullcontext():
+        try:
+            create_communicator(timeout_s=2.0, transport=transport)
+        except ExchangeError as error:
+            tell_who_stays_away(rank)
+            return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("transport", ["auto", "collective"])
+def test_who_is_missing_as_ranks_meet_is_named(transport: RankTransport) -> None:
+    results = run_ranks(3, meet_with_absentee, transport)
+    for rank in (0, 2):
+        assert results[rank].startswith(
+            f"the meeting of all ranks did not complete on rank {rank} of 3: rank 1 did not"
+        )
 
 
 def test_the_missing_rank_is_named() -> None:
@@ -269,7 +295,7 @@ def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
         RuntimeError("CUDA error: out of memory"),  # of pinned memory
         RuntimeError("CUDA error: device-side assert triggered"),  # of a kernel before the copy that waits for it
     ):
-        with pytest.raises(RuntimeError) as caught, communicator._named("exchange 1"):
+        with pytest.raises(RuntimeError) as caught, communicator.naming("exchange 1"):
             raise error
         assert caught.value is error
     return "", time.perf_counter() - start_s

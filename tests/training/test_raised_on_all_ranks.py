@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections.abc import Callable
 from typing import Any
 
 import dgl
@@ -149,6 +150,27 @@ def test_shapes_of_a_metric_that_do_not_fit_are_raised_on_all(metric: str, world
     assert others == [f"rank {world_size - 1} of {world_size}: {own}"] * (world_size - 1)
 
 
+def measure_other_columns(rank: int, world_size: int, metric: str) -> float:
+    """The last rank has none of them, or labels of another kind."""
+    communicator, is_last = create_communicator(), rank == world_size - 1
+    if metric == "f1":
+        logits = torch.randn(0, 0) if is_last else torch.randn(5, 3)
+        return global_f1(logits, torch.zeros(len(logits), dtype=torch.long), communicator=communicator).micro
+    if metric == "f1 of several classes":
+        labels = torch.eye(3) if is_last else torch.arange(3)
+        return global_f1(torch.eye(3), labels, communicator=communicator).micro
+    scores = torch.randn(0, 3) if is_last else torch.randn(10)
+    return global_roc_auc(scores, torch.zeros(0, 3) if is_last else torch.arange(10) % 2, communicator=communicator)
+
+
+@pytest.mark.parametrize("metric", ["f1", "f1 of several classes", "roc_auc"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_columns_of_a_metric_that_differ_by_rank_are_raised_on_all(metric: str, world_size: int) -> None:
+    for message in told_at_once(run_ranks_expect_errors(world_size, measure_other_columns, metric), "ValueError"):
+        assert "on every rank" in message
+        assert f"on rank {world_size - 1})" in message
+
+
 # -------------------------------------------------------------------- batch norm and dropout
 
 
@@ -180,11 +202,54 @@ class NormsSeeds(nn.Module):
             return self.norm(block.dstdata["o"][: self.num_seeds])
 
 
-class DropsInReduction(nn.Module):
+class DropsHalves(nn.Module):
+    """Of messages, two rows for each edge."""
+
     def forward(self, block: Any, x: Tensor) -> Tensor:
+        def messages(edges: Any) -> dict[str, Tensor]:
+            h = edges.src["h"]
+            return {"m": F.dropout(h.reshape(2 * len(h), -1), 0.5).reshape(h.shape)}
+
         with block.local_scope():
             block.srcdata["h"] = x
-            block.update_all(fn.copy_u("h", "m"), lambda nodes: {"o": F.dropout(nodes.mailbox["m"].sum(1), 0.5)})
+            block.update_all(messages, fn.sum("m", "o"))
+            out: Tensor = block.dstdata["o"]
+            return out
+
+
+IN_REDUCE: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, train=True),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "rand_like": lambda x: x * torch.rand_like(x),
+    "bernoulli": lambda x: x * torch.bernoulli(torch.full_like(x, 0.5)),
+    "rand": lambda x: x * torch.rand(1),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "lstm": lambda x: nn.LSTM(4, 4, num_layers=2, dropout=0.5).double()(x.double())[0],
+}
+ONLY_EVALUATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: F.dropout(x, 0.5, training=False),
+    "torch.dropout": lambda x: torch.dropout(x, 0.5, train=False),
+    "batch_norm": lambda x: F.batch_norm(x, torch.zeros(4, dtype=x.dtype), torch.ones(4, dtype=x.dtype)),
+    "rrelu": lambda x: F.rrelu(x, training=False),
+}
+
+
+class InReduce(nn.Module):
+    def __init__(self, apply: Callable[[Tensor], Tensor], *, then: bool = False) -> None:
+        super().__init__()
+        self.apply_to_sums, self.then = apply, then
+
+    def forward(self, block: Any, x: Tensor) -> Tensor:
+        def reduce(nodes: Any) -> dict[str, Tensor]:
+            return {"o": self.apply_to_sums(nodes.mailbox["m"].sum(1))}
+
+        def double(nodes: Any) -> dict[str, Tensor]:
+            return {"o": 2.0 * nodes.data["o"]}
+
+        with block.local_scope():
+            block.srcdata["h"] = x
+            block.update_all(fn.copy_u("h", "m"), reduce, double if self.then else None)
             out: Tensor = block.dstdata["o"]
             return out
 
@@ -196,14 +261,14 @@ def train_one_layer(rank: int, world_size: int, part_config: str, kind: str) -> 
         seeds = seeds[degrees == 1]  # as many as they have edges
     if kind == "norms seeds" and rank == world_size - 1:
         seeds = seeds[:0]
-    if kind == "drops in reduction" and rank == 1:
-        seeds = seeds[degrees == 0]  # has nothing to reduce
+    if kind == "drops halves" and rank == 1:
+        seeds = seeds[degrees == 0]  # has no messages
     sampler = dgl.dataloading.MultiLayerFullNeighborSampler(
         1, prefetch_edge_feats=["w"] if kind == "norms edges" else None
     )
     loader = FullGraphLoader(g, seeds, sampler, plan=[torch.arange(0)], seed=3)
     makes = {"norms edges": NormsEdges, "norms seeds": lambda: NormsSeeds(loader.num_seeds)}
-    model = makes.get(kind, DropsInReduction)().train()
+    model = makes.get(kind, DropsHalves)().train()
     for input_nodes, _, (block,) in loader:
         model(block, g.ndata["feat"][input_nodes])
 
@@ -224,8 +289,43 @@ def test_batch_norm_of_what_is_no_level_is_raised_on_all(
 def test_dropout_of_what_is_no_edges_is_raised_where_there_are_none(partitions: PartitionStore) -> None:
     graph = without_edges_into(*range(0, NUM_NODES, 4))
     folder = partitions.get("every fourth without in-edges", graph, 3)
-    messages = told_at_once(run_ranks_expect_errors(3, train_one_layer, folder, "drops in reduction"), "BlockError")
+    messages = told_at_once(run_ranks_expect_errors(3, train_one_layer, folder, "drops halves"), "BlockError")
     assert all("cannot be made equal on all ranks" in message for message in messages)
+
+
+def reduce_by(rank: int, world_size: int, part_config: str, name: str, trains: bool, then: bool) -> Tensor:
+    g = PartitionedGraph.open(part_config)
+    seeds, degrees = g.owned_nodes(), g.partition.in_degrees
+    if rank == 1:
+        seeds = seeds[degrees == 0]  # has nothing to reduce
+    torch.manual_seed(rank)
+    loader = FullGraphLoader(g, seeds, 1, plan=[torch.arange(0)], seed=3)
+    apply = (IN_REDUCE if trains else ONLY_EVALUATES)[name]
+    for input_nodes, _, (block,) in loader:
+        out: Tensor = InReduce(apply, then=then)(block, g.ndata["feat"][input_nodes])
+    return out
+
+
+@pytest.mark.parametrize("name", IN_REDUCE)
+def test_what_draws_in_a_reduce_function_is_raised_on_all(name: str, partitions: PartitionStore) -> None:
+    """Also where all vertices have as many in-edges, so that there are as many rows as in a level."""
+    for graph_name, graph in (
+        ("every fourth without in-edges", without_edges_into(*range(0, NUM_NODES, 4))),
+        ("all with two in-edges", without_edges_into()),
+    ):
+        for world_size in (2, 3):
+            folder = partitions.get(graph_name, graph, world_size)
+            then = world_size == 3
+            raised = run_ranks_expect_errors(world_size, reduce_by, folder, name, True, then)
+            for message in told_at_once(raised, "BlockError"):
+                assert f"{name.removeprefix('torch.')} inside a reduce function" in message
+
+
+@pytest.mark.parametrize("name", ONLY_EVALUATES)
+def test_what_draws_nothing_in_a_reduce_function_is_run(name: str, partitions: PartitionStore) -> None:
+    folder = partitions.get("every fourth without in-edges", without_edges_into(*range(0, NUM_NODES, 4)), 3)
+    for out in run_ranks(3, reduce_by, folder, name, False, False):
+        assert torch.isfinite(out).all()
 
 
 # -------------------------------------------------------------------- plans, memory

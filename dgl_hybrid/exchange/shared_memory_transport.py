@@ -259,13 +259,23 @@ class SharedMemoryTransport(Transport):
         return self._group.all_gather(tensor)
 
     def find_late_ranks(self, name: str, where: str) -> list[int]:
-        """Those from which something was still to come when this one gave up; else whom the process group misses."""
+        """Those from which something was still to come when this one gave up; else whom the process group misses, or, if
+        it cannot tell (rank 0, which has its store, is gone), whose processes on this host had ended by then.
+        """
         is_told = self._why_left and not (self._far is not None and self._far.has_failed)
         if is_told and self._far is None:
             return self._late
+        ended = self._ended_ranks()
         missed = self._group.find_late_ranks(name, where)  # far ranks ask who is stuck as this one is
         self.elsewhere = self._group.elsewhere
-        return self._late if is_told else missed
+        return self._late if is_told else missed or ended
+
+    def _ended_ranks(self) -> list[int]:
+        events = select.poll()
+        for link in self._links:
+            events.register(link.peer_process, select.POLLIN)
+        ended = {descriptor for descriptor, _ in events.poll(0)}
+        return [link.rank for link in self._links if link.peer_process in ended]
 
     # ---------------------------------------------------------------- rounds
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of three that exchange until rank 1 is lost in some way; what the others are told goes to a file."""
+"""One rank of three that exchange until one is lost in some way; what the others are told goes to a file."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ def exchange_until_somebody_is_lost(rank: int, folder: Path, way: str) -> str:
         if rank == 1:
             transport.all_to_all = lambda *_: end(folder)  # type: ignore[method-assign]
         probe(communicator.lend("the probe"))
+    if way == "with the store":
+        if rank == 0:
+            end(folder)
+        communicator.gather_ints([rank])
     for number in range(1, LOST_AT + 3):
         if rank == 1 and number == LOST_AT:
             lose(transport, folder, way)
@@ -74,15 +78,25 @@ def end(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def store_of_rank_0(rank: int, folder: Path) -> dist.TCPStore:
+    """Returns the store as torchrun makes it for a single host: it lives in rank 0."""
+    port, aside = folder / "port", folder / "port.new"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        aside.write_text(str(store.port))
+        aside.rename(port)
+        return store
+    while not port.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+
+
 def main(rank: int, folder: Path, way: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/rendezvous",
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=60),
-    )
+    options: dict[str, Any] = {"init_method": f"file://{folder}/rendezvous"}  # which outlives rank 0
+    if way == "with the store":
+        options = {"store": store_of_rank_0(rank, folder)}
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD_SIZE, timeout=timedelta(seconds=60), **options)
     address = host_links._address
 
     def noted_address(secret: bytes) -> bytes:

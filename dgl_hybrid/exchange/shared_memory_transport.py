@@ -259,8 +259,9 @@ class SharedMemoryTransport(Transport):
         return self._group.all_gather(tensor)
 
     def find_late_ranks(self, name: str, where: str) -> list[int]:
-        """Those from which something was still to come when this one gave up; else whom the process group misses, or, if
-        it cannot tell (rank 0, which has its store, is gone), whose processes on this host had ended by then.
+        """Those from which something was still to come when this one gave up; else whom the process group misses.
+
+        Where it cannot tell, as rank 0 is gone and its store with it: whose processes on this host had ended by then.
         """
         is_told = self._why_left and not (self._far is not None and self._far.has_failed)
         if is_told and self._far is None:

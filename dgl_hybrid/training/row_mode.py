@@ -204,7 +204,7 @@ class RowMode(TorchFunctionMode):
 
     def _is_reducing(self) -> bool:
         """Whether a reduce of the user's runs, on a block of one of the steps."""
-        blocks = (step.current_block for step in self._steps)
+        blocks = (step.current_block for step in self._steps if step.block_used)
         return any(block is not None and block.is_reducing for block in blocks)
 
     def _backward(

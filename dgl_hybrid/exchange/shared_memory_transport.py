@@ -45,6 +45,9 @@ ROUND_BYTES = 16 << 20
 """What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,
 such as those of features when a graph is opened."""
 
+_ENDS_WITHIN_S = 0.5
+"""Between the end of a process's connections and its own."""
+
 _POST = struct.Struct("<BBBxiQQQQQ16s")
 _ROWS, _LEAVING = 0, 1
 _LONGEST_MESSAGE = 4096
@@ -275,7 +278,7 @@ class SharedMemoryTransport(Transport):
         events = select.poll()
         for link in self._links:
             events.register(link.peer_process, select.POLLIN)
-        ended = {descriptor for descriptor, _ in events.poll(0)}
+        ended = {descriptor for descriptor, _ in events.poll(milliseconds(_ENDS_WITHIN_S))}
         return [link.rank for link in self._links if link.peer_process in ended]
 
     # ---------------------------------------------------------------- rounds

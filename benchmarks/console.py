@@ -7,8 +7,9 @@ import sys
 
 from rich.console import Console
 
-PLAIN_WIDTH = 200
-"""Columns where a stream is no terminal, whose width is not known then: rich takes 80, and folds words to fit them."""
+PLAIN_WIDTH = 300
+"""Columns where a stream is no terminal, whose width is not known then: rich takes 80, and folds words to fit them.
+Tables take no more than they need."""
 
 
 def make_console(*, to_stderr: bool, quiet: bool = False) -> Console:

@@ -45,7 +45,7 @@ ROUND_BYTES = 16 << 20
 """What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,
 such as those of features when a graph is opened."""
 
-_ENDS_WITHIN_S = 0.5
+_ENDS_WITHIN_S = 1.0
 """Between the end of a process's connections and its own."""
 
 _POST = struct.Struct("<BBBxiQQQQQ16s")

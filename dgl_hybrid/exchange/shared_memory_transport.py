@@ -269,7 +269,7 @@ class SharedMemoryTransport(Transport):
         is_told = self._why_left and not (self._far is not None and self._far.has_failed)
         if is_told and self._far is None:
             return self._late
-        ended = self._ended_ranks()
+        ended = [] if is_told else self._ended_ranks()
         missed = self._group.find_late_ranks(name, where)  # far ranks ask who is stuck as this one is
         self.elsewhere = self._group.elsewhere
         return self._late if is_told else missed or ended

@@ -358,7 +358,7 @@ class Communicator:
         return [json.loads(row[:n].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
     def gather_rows(self, rows_NF: Tensor) -> Tensor:
-        """Puts the rows of all ranks one below the other, by rank. Collective: two gathers; not differentiable.
+        """Puts the rows of all ranks one below the other, by rank. Collective: three gathers; not differentiable.
 
         Every rank receives all rows, and for a moment holds `world_size` times the longest rank's.
 
@@ -367,10 +367,19 @@ class Communicator:
 
         Returns:
             (sum of n, F), dtype and device of `rows_NF`.
+        Raises:
+            ExchangeError: On all ranks, if F or dtype differ.
         """
         if self.transport is None:
             return rows_NF
-        sizes = [row[0] for row in self.gather_ints([len(rows_NF)])]
+        told = self.gather_json([len(rows_NF), *rows_NF.shape[1:], str(rows_NF.dtype)])
+        for rank, (_, *form) in enumerate(told):
+            if form != told[0][1:]:
+                raise ExchangeError(
+                    f"expected rows as wide and of one dtype on all ranks (got {told[0][1:]} on rank 0 and {form} on "
+                    f"rank {rank} of {self.world_size})"
+                )
+        sizes = [num_rows for num_rows, *_ in told]
         shape = (max(sizes), rows_NF.shape[1])
         padded = torch.zeros(shape, dtype=rows_NF.dtype, device=self._tensor([0]).device)
         padded[: len(rows_NF)] = rows_NF.detach()

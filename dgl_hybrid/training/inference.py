@@ -14,6 +14,7 @@ from dgl.distributed import DistGraph
 from torch import Tensor, nn
 
 from dgl_hybrid.errors import BlockError
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.locality import RowOrder
 from dgl_hybrid.graph.call_template import CallTemplate, map_leaves
 from dgl_hybrid.graph.layer_block import LayerBlock
@@ -76,17 +77,17 @@ def infer(
         BlockError: On all ranks, if the model mixes rows of different vertices outside message passing. This is looked
             for once a model, on small blocks; of one that cannot be run on them it is only said.
         KeyError: The graph has no such field.
-        TypeError: The model is no module.
-        ValueError: On all ranks, if the model returns a tensor that has not one row for each seed.
+        TypeError: On all ranks, if the model is no module.
+        ValueError: On all ranks, if some are given a loader and others are not, or if the model returns a tensor that
+            has not one row for each seed.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
+    graph = as_partitioned(g, transport, timeout_s=timeout_s) if loader is None else loader.graph
+    _check_arguments(model, loader, graph.communicator)
     inner = without_ddp(model)
     is_made_here = loader is None
     if loader is None:
         if device is None:
             device = next((parameter.device for parameter in inner.parameters()), None)
-        graph = as_partitioned(g, transport, timeout_s=timeout_s)
         wanted = graph.owned_nodes() if nids is None else nids
         # An order of rows that training has found serves here, too; for one pass it is not worth looking for.
         row_order: RowOrder = "auto" if graph.places.are_known else "id"
@@ -117,6 +118,19 @@ def infer(
         del loader, blocks, input_nodes, x  # of which some may lie where they arrived
         communicator.drop_free_memory()
     return result
+
+
+def _check_arguments(model: object, loader: FullGraphLoader | None, communicator: Communicator) -> None:
+    """Checks what each rank was given. Collective."""
+    with communicator.agreed():
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
+    has_loader = [bool(row[0]) for row in communicator.gather_ints([int(loader is not None)])]
+    if len(set(has_loader)) > 1:
+        with_it, without = has_loader.index(True), has_loader.index(False)
+        raise ValueError(
+            f"infer needs loader= on every rank or on none (got one on rank {with_it} and none on rank {without})"
+        )
 
 
 _checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()

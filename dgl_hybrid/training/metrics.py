@@ -132,7 +132,7 @@ def _count_distinct(values: Tensor, communicator: Communicator | None) -> int:
 def global_roc_auc(
     scores: Tensor, labels: Tensor, weight: Tensor | None = None, *, communicator: Communicator | None = None
 ) -> float:
-    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Four collectives.
+    """The area under the ROC curve over the rows of all ranks, exact: all scores are gathered. Five collectives.
 
     With several columns, the mean over those that have both positive and negative rows.
 

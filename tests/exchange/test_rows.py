@@ -25,7 +25,7 @@ from dgl_hybrid.exchange.connect import RankTransport, create_communicator, defa
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows, request_ids
 from dgl_hybrid.exchange.plan import ExchangePlan, check_symmetry
 from dgl_hybrid.exchange.rows import extend_rows
-from tests.helpers.world import run_ranks, stay_away, tell_who_stays_away
+from tests.helpers.world import run_ranks, run_ranks_expect_errors, stay_away, tell_who_stays_away
 
 NUM_ROWS = 7
 
@@ -324,3 +324,17 @@ def test_rows_of_all_ranks_in_dtypes_that_gloo_does_not_send(world_size: int) ->
         assert [dtype for dtype, _ in found] == list(GATHERED)
         for dtype, rows in found:
             assert torch.equal(rows, expected.to(torch.float32).to(dtype).to(torch.float64))
+
+
+def gather_of_other_rows(rank: int, world_size: int, what: str) -> Tensor:
+    communicator = create_communicator()
+    rows = torch.zeros(0 if rank == 1 else 4, 3 + (what == "width" and rank == 1))
+    return communicator.gather_rows(rows.to(torch.int32) if what == "dtype" and rank == 1 else rows)
+
+
+@pytest.mark.parametrize(("what", "found"), [("width", "[4, 'torch.float32']"), ("dtype", "[3, 'torch.int32']")])
+def test_rows_that_do_not_go_below_each_other_are_refused_on_all_ranks(what: str, found: str) -> None:
+    """Of another width gloo ended the processes; of another dtype, what came was taken for this rank's."""
+    for error in run_ranks_expect_errors(3, gather_of_other_rows, what):
+        assert error.type_name == "ExchangeError"
+        assert f"(got [3, 'torch.float32'] on rank 0 and {found} on rank 1 of 3)" in error.message

@@ -238,6 +238,33 @@ def test_what_has_no_row_for_each_seed_is_refused_on_all_ranks(way: str, partiti
         assert "whose tensors have one row for each of the seeds" in error.message
 
 
+def infer_unlike(rank: int, world_size: int, part_config: str, what: str) -> None:
+    """Rank 1 is given something else."""
+    g = PartitionedGraph.open(part_config)
+    model: Any = Case(kind="sage_mean").build(NUM_FEATURES)
+    if what == "no module" and rank == 1:
+        model = model.forward
+    has_loader = {"a loader": rank == 1, "no loader": rank != 1}.get(what, False)
+    # Who has none would make one, which is collective.
+    loaders = [FullGraphLoader(g, g.owned_nodes(), 2, strategy="depcomm")]
+    infer(model, g, 2, loader=loaders[0] if has_loader else None)
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("no module", "infer needs a torch.nn.Module, called as model(blocks, x) (got method)"),
+        ("a loader", "(got one on rank 1 and none on rank 0)"),
+        ("no loader", "(got one on rank 0 and none on rank 1)"),
+    ],
+)
+def test_what_one_rank_is_given_otherwise_is_refused_on_all(what: str, words: str, partitions: PartitionStore) -> None:
+    """The others waited for it, or took its messages for those of their own pass."""
+    for error in run_ranks_expect_errors(3, infer_unlike, partitions.get("power_law", power_law(), 3), what):
+        assert error.type_name == ("TypeError" if what == "no module" else "ValueError")
+        assert words in error.message
+
+
 def evaluate_by_one_loader(rank: int, world_size: int, part_config: str, strategy: str) -> tuple[int, list[Tensor]]:
     """Returns how often models were timed, and what three evaluations by one loader give."""
     g = PartitionedGraph.open(part_config)

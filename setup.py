@@ -79,7 +79,13 @@ setup(
     # Said although it is the default: an editable install is then a line in a .pth file, not an import hook.
     package_dir={"": "."},
     packages=find_packages(include=["dgl_hybrid", "dgl_hybrid.*"]),
-    package_data={"dgl_hybrid": ["py.typed"], "dgl_hybrid.ops": ["*.md"], "dgl_hybrid.ops.cuda": ["*.cu"]},
+    package_data={
+        "dgl_hybrid": ["py.typed"],
+        "dgl_hybrid.ops": ["*.md"],
+        "dgl_hybrid.ops.cuda": ["*.cu"],
+        "dgl_hybrid.sampling": ["*.md"],
+        "dgl_hybrid.training": ["*.md"],
+    },
     cmdclass={"build_py": BuildWithCompat, "develop": DevelopByWheel},
     install_requires=[
         "dgl==2.1.*",

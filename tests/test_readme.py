@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README speaks of things that exist: files, rooms, commands, options, names of the package."""
+"""The READMEs speak of things that exist: files, rooms, commands, options, names of the package, each other.
+
+Those of users: the front page and what it leads to in the package's folders.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,8 @@ from tests.cli import test_accuracy
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+FILES = [ROOT / "README.md", *sorted(ROOT.glob("dgl_hybrid/*/README.md"))]
+EVERYTHING = "\n\n".join(file.read_text(encoding="utf-8") for file in FILES)
 
 # Frozen on purpose, with the fields that tests/cli/test_options.py freezes: a new knob is added to both with thought.
 COMMANDS = {"demo", "partition", "plan", "train", "launch", "run", "doctor"}
@@ -31,14 +36,14 @@ def options_of(command: str) -> set[str]:
     return {flag for action in actions for flag in action.option_strings if flag.startswith("--")}
 
 
-def code_spans() -> list[str]:
-    blocks = re.findall(r"^ {4}(\S.*)$", README, re.MULTILINE)
-    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", README, flags=re.DOTALL))]
+def code_spans(text: str = EVERYTHING) -> list[str]:
+    blocks = re.findall(r"^ {4}(\S.*)$", text, re.MULTILINE)
+    return [*blocks, *re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))]
 
 
-def uses() -> list[tuple[str, str]]:
-    """(command, the words after it) wherever the README shows a command line."""
-    return re.findall(r"dgl-hybrid ([a-z]+)\b(.*)", "\n".join(code_spans()))
+def uses(text: str = EVERYTHING) -> list[tuple[str, str]]:
+    """(command, the words after it) wherever a README shows a command line."""
+    return re.findall(r"dgl-hybrid ([a-z]+)\b(.*)", "\n".join(code_spans(text)))
 
 
 def table_after(heading: str) -> list[list[str]]:
@@ -79,9 +84,33 @@ def test_other_paths_exist() -> None:
     assert sorted(path for path in named if not (ROOT / path).exists()) == []
 
 
+def anchors(file: Path) -> set[str]:
+    """What links may lead to in a file: its headings, as they are written in addresses."""
+    headings = re.findall(r"^#+ (.+)$", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_lead_to_files_and_sections() -> None:
+    links = [
+        (file, *link.partition("#")[::2])
+        for file in FILES
+        for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text(encoding="utf-8"))
+        if not link.startswith("https://")
+    ]
+    assert {file for file, *_ in links} == set(FILES), "each leads on, or back"
+    wrong = []
+    for file, path, anchor in links:
+        target = (file.parent / path).resolve() if path else file
+        if not target.is_file() or (anchor and anchor not in anchors(target)):
+            wrong.append((file.relative_to(ROOT).as_posix(), path, anchor))
+    assert wrong == []
+    reached = {(file.parent / path).resolve() for file, path, _ in links if file == FILES[0] and path}
+    assert set(FILES[1:]) <= reached, "the front page leads to all of them"
+
+
 def test_commands_are_those_of_the_program() -> None:
     assert set(main.COMMANDS) == COMMANDS
-    assert {command for command, _ in uses()} == COMMANDS
+    assert {command for command, _ in uses(README)} == COMMANDS
     rows = [re.match(r"`dgl-hybrid ([a-z]+)\b", row[0]) for row in table_after("## Command line")]
     assert [row[1] if row else None for row in rows] == list(main.COMMANDS), "the table has a row for each, in order"
 
@@ -96,7 +125,7 @@ def test_options_are_those_of_the_commands() -> None:
 
 def test_choices_are_those_of_the_program() -> None:
     """Models in the command table, strategies in theirs."""
-    (words,) = (words for command, words in uses() if command == "train" and "--model " in words)
+    (words,) = (words for command, words in uses(README) if command == "train" and "|" in words)
     assert re.search(r"--model (\S+)", words.replace("\\|", "|"))[1].split("|") == list(MODELS)
     assert set(re.search(r"--strategy (\S+)", words.replace("\\|", "|"))[1].split("|")) <= set(STRATEGIES)
     explained = {name for row in table_after("## What the strategies are") for name in re.findall(r"`(\w+)`", row[0])}
@@ -104,7 +133,9 @@ def test_choices_are_those_of_the_program() -> None:
 
 
 def test_names_of_the_package_exist() -> None:
-    names = set(re.findall(r"\bdgl_hybrid\.(\w+)\(?", "\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL))))
+    names = set(
+        re.findall(r"\bdgl_hybrid\.(\w+)\(?", "\n".join(re.findall(r"```python\n(.*?)```", EVERYTHING, re.DOTALL)))
+    )
     assert {"FullGraphLoader", "PartitionedGraph", "infer"} <= names
     assert names <= set(dgl_hybrid.__all__)
     assert all(callable(getattr(dgl_hybrid, name)) for name in names)

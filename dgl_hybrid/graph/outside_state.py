@@ -14,7 +14,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -118,8 +118,9 @@ def _is_of_script(what: type | FunctionType) -> bool:
     return (what.__module__ or "").partition(".")[0] not in _LIBRARIES
 
 
-def _global_names(code: CodeType) -> set[tuple[str, bool]]:
+@lru_cache(maxsize=1024)  # asked for before each run of a copy, and slow to find
+def _global_names(code: CodeType) -> frozenset[tuple[str, bool]]:
     """Returns which names of its module a function reads, and assigns; so do functions that are made in it."""
     steps = {(step.opname, step.argval) for step in dis.get_instructions(code)}
-    found = {(name, operation == "STORE_GLOBAL") for operation, name in steps if operation.endswith("_GLOBAL")}
+    found = frozenset((name, operation == "STORE_GLOBAL") for operation, name in steps if operation.endswith("_GLOBAL"))
     return found.union(*(_global_names(inner) for inner in code.co_consts if isinstance(inner, CodeType)))

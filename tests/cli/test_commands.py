@@ -131,7 +131,11 @@ def test_results_are_kept_where_nobody_reads_what_is_printed(partition: Path, fo
 
 @pytest.mark.parametrize(
     "words",
-    [("partition", "--data", SMALL, "--out", "parts of nobody"), ("plan",), ("doctor",)],
+    [
+        ("partition", "--data", SMALL, "--out", "parts of nobody"),
+        pytest.param(("plan",), marks=pytest.mark.slow),
+        ("doctor",),
+    ],
     ids=lambda words: words[0],
 )
 def test_commands_run_where_streams_are_closed(words: tuple[str, ...], partition: Path, folder: Path) -> None:

@@ -18,6 +18,7 @@ from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.plan import ExchangePlan
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.exchange.test_rows import NUM_ROWS, make_plans
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks
 
 WIDTH, NUM_EPOCHS = 3, 5
@@ -173,8 +174,7 @@ def rows_of(plan: ExchangePlan, communicator: Communicator, way: str) -> Rows:
     return three_fields if way == "several_fields" else one_field
 
 
-@pytest.mark.parametrize("transport", ["collective", "shared_memory"])
-@pytest.mark.parametrize("way", WAYS)
+@each_value(way=list(WAYS), transport=["collective", "shared_memory"])
 def test_memory_that_is_used_again_changes_nothing(way: str, transport: str) -> None:
     for fresh, reused, num_used_again in run_ranks(3, run, way, transport):
         assert len(fresh) == len(reused) > 0

@@ -20,6 +20,7 @@ from tests.graph.blocks import loss_of_rows, one_layer
 from tests.helpers.exactness import assert_close
 from tests.helpers.graphs import power_law, with_isolated
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks
 
 
@@ -167,8 +168,7 @@ def run_with_sums_of_owners(
     return num_replicas, original[:own], logits.detach()[:own], gradients
 
 
-@pytest.mark.parametrize("kind", ["user-defined reduce", "sum", "max"])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@each_value(world_size=[2, 3, 4], kind=["user-defined reduce", "sum", "max"])
 def test_a_function_is_applied_to_what_owners_reduce(
     kind: str, world_size: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

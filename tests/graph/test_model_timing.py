@@ -361,9 +361,8 @@ def test_gradients_are_of_ordinary_size_however_often_epochs_are_timed(monkeypat
 
     template = CallTemplate.of_convention({"feat": Field(IN)}, StaticFields(source={}, destination={}, edge={}))
     trace = synthetic_trace([IN, HIDDEN, OUT])
-    assert (
-        time_model(Steep(), template, hand_sets(), [trace], budget_s=1.0) is not None
-    )  # the first takes kernels to compile
+    # As long as a hundred rounds take, also on a loaded machine.
+    assert time_model(Steep(), template, hand_sets(), [trace], budget_s=60.0) is not None
     assert len(sizes) > 50
     assert min(sizes) > 1e-9
 

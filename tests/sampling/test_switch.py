@@ -76,9 +76,10 @@ def test_what_the_launcher_says_holds(
 @pytest.mark.parametrize(
     "first",
     [
-        "import dgl_hybrid; dgl_hybrid.enable()",
-        "import dgl_hybrid; dgl_hybrid.held_bytes()",
-        "import dgl_hybrid; dgl_hybrid.partition_graph",
+        # Each is a process that imports PyTorch and DGL.
+        pytest.param("import dgl_hybrid; dgl_hybrid.enable()", marks=pytest.mark.slow),
+        pytest.param("import dgl_hybrid; dgl_hybrid.held_bytes()", marks=pytest.mark.slow),
+        pytest.param("import dgl_hybrid; dgl_hybrid.partition_graph", marks=pytest.mark.slow),
         "import dgl_hybrid; dgl_hybrid.FullGraphLoader",
         "from dgl_hybrid.partition import partition_graph",
     ],
@@ -92,7 +93,14 @@ def test_the_plugin_may_be_what_imports_dgl(first: str) -> None:
     assert ran.stdout == "True\n", ran.stderr[-2000:]
 
 
-@pytest.mark.parametrize("how", ["by the environment", "by a call", "after an import"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "by the environment",
+        pytest.param("by a call", marks=pytest.mark.slow),
+        pytest.param("after an import", marks=pytest.mark.slow),
+    ],
+)
 def test_a_process_that_had_the_plugin_on_from_the_start_partitions_heterographs(how: str, tmp_path: Path) -> None:
     """Where what lets DGL write them is imported only when the hook is there, DGL's name leads to the hook."""
     first = {

@@ -35,6 +35,7 @@ from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 
 RANKS = 3
@@ -544,8 +545,7 @@ def test_fields_left_in_blocks_are_gone_in_the_next_epoch(world_size: int, parti
         ]
 
 
-@pytest.mark.parametrize("copies", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3])
+@each_value(world_size=[2, 3], copies=[False, True])
 def test_fields_of_a_forward_do_not_travel_for_the_next_of_the_epoch(
     world_size: int, copies: bool, partitions: PartitionStore
 ) -> None:

@@ -83,7 +83,7 @@ def test_every_graph(name: str, kind: str, plan: str, partitions: PartitionStore
     check(name, NAMED[name](), 3, Case(kind=kind, plan=plan, num_layers=3), partitions)
 
 
-@pairwise(
+@each_value(
     kind=["gcn_both", "gat"],
     strategy=["hybrid", "neutronstar", "greedy", "ratio", "depcache", "depcomm"],
     world_size=[2, 3, 4],

@@ -81,8 +81,7 @@ def test_whatever_travels(
     assert_same_step(results, reference_step(graph, case))
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("partial_sums", [False, True])
+@each_value(partial_sums=[False, True], world_size=[2, 3, 4])
 def test_sums_weights_and_attention_share_a_layer(
     partial_sums: bool, world_size: int, partitions: PartitionStore
 ) -> None:
@@ -175,8 +174,7 @@ def share(rank: int, world_size: int, folder: str, case: Case) -> Shared:
     )
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["sage_mean", "gat", "gat_attn_drop"])
+@each_value(kind=["sage_mean", "gat", "gat_attn_drop"], world_size=[2, 3, 4])
 def test_layers_that_are_alike_share_everything(kind: str, world_size: int, partitions: PartitionStore) -> None:
     folder = partitions.get("all train", every_node_trains(), world_size)
     case = Case(kind=kind, num_layers=NUM_LAYERS, partial_sums=True, rank_transport="collective")
@@ -190,8 +188,7 @@ def test_layers_that_are_alike_share_everything(kind: str, world_size: int, part
         assert found.has_positions == [kind == "gat_attn_drop"] * NUM_LAYERS
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("plan", ["depcomm", "depcache", "random:3:0.5"])
+@each_value(plan=["depcomm", "depcache", "random:3:0.5"], world_size=[2, 3, 4])
 def test_ranks_agree_which_layers_are_alike(plan: str, world_size: int, partitions: PartitionStore) -> None:
     """A rank of whose nodes few are needed has the same in all layers, where others need one more in each."""
     folder = partitions.get("path", path(), world_size, method="metis")

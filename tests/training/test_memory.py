@@ -29,6 +29,7 @@ from tests.cli.commands import environment
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 
 
 def solve() -> int:
@@ -244,8 +245,7 @@ def test_a_loader_keeps_freed_memory_before_it_plans_unless_memory_is_scarce(
     assert calls == (["keep", "plan"] if budget is None else ["plan"])
 
 
-@pytest.mark.parametrize("is_first_without", [False, True], ids=["after it", "before it, too"])
-@pytest.mark.parametrize("budget", [None, 1 << 34])
+@each_value(budget=[None, 1 << 34], is_first_without=[False, True])
 def test_another_loader_leaves_memory_scarce(
     budget: int | None,
     is_first_without: bool,

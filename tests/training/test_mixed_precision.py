@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 import dgl
 import dgl.nn as dglnn
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
 from dgl_hybrid.planner import uniform_topology
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks
 
 WORLD_SIZE, HIDDEN, CLASSES = 3, 16, 4
@@ -103,8 +103,7 @@ def plan_ranks(
     return keeps, splits, sizes
 
 
-@pytest.mark.parametrize("evaluates_first", [False, True])
-@pytest.mark.parametrize("gives_model", [True, False])
+@each_value(gives_model=[True, False], evaluates_first=[False, True])
 def test_plans_are_made_for_what_is_cast(gives_model: bool, evaluates_first: bool, partitions: PartitionStore) -> None:
     """A loader that is given the model plans as if nothing were cast, and once more when it sees that it is; so does
     one that has seen an evaluation only.
@@ -143,8 +142,7 @@ def distance(one: Trained, other: Trained) -> list[float]:
     return [losses, *(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)]
 
 
-@pytest.mark.parametrize("is_optimized", [False, True], ids=["plain", "optimized"])
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+@each_value(kind=["gcn", "sage", "gat"], is_optimized=[False, True])
 def test_ranks_train_as_one_process(kind: str, is_optimized: bool, partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), WORLD_SIZE)
     runs = run_ranks(WORLD_SIZE, train_ranks, folder, kind, is_optimized)

@@ -14,6 +14,7 @@ from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks
 
 NUM_LAYERS = 3
@@ -49,8 +50,7 @@ def train(rank: int, world_size: int, folder: str, kind: str, partial_sums: bool
     return Seen(estimate.ranks[rank].comm_s, rows)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["gcn_both", "sage_mean"])
+@each_value(kind=["gcn_both", "sage_mean"], world_size=[2, 3, 4])
 def test_what_is_predicted_on_the_wire_is_what_travels(kind: str, world_size: int, partitions: PartitionStore) -> None:
     folder = partitions.get("power_law_400", power_law(400, 2400), world_size)
     plain, shared = (run_ranks(world_size, train, folder, kind, sums) for sums in (False, True))

@@ -25,7 +25,7 @@ from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.planner import PlannerConfig, uniform_topology
 from tests.helpers.graphs import NUM_CLASSES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.thinning import each_value
+from tests.helpers.thinning import marks_of
 from tests.helpers.world import run_ranks
 
 HIDDEN = 128
@@ -136,7 +136,7 @@ backward through the second layer, the rows of the first layer, the second's sum
 and gradients of three of these and of what was before the ReLU; attention has its products beside."""
 
 
-@each_value(kind=list(MOST_ROWS))
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks_of(kind != "sage")) for kind in MOST_ROWS])
 def test_an_epoch_holds_what_it_needs_and_a_budget(kind: str, folder: str) -> None:
     def peaks(strategy: str, **options: Any) -> list[Peak]:
         return run_ranks(2, measure, folder, kind, strategy, options)  # type: ignore[no-any-return]
@@ -166,7 +166,7 @@ def blocks_between_epochs(rank: int, world_size: int, folder: str, kind: str) ->
     return [block.numel() for block, _ in g.communicator.buffers._shelf.free]
 
 
-@each_value(kind=list(MOST_ROWS))
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=marks_of(kind == "gat")) for kind in MOST_ROWS])
 def test_messages_leave_as_few_blocks_as_were_in_use_at_once(kind: str, folder: str) -> None:
     """The last message of a layer is smaller than the others, and took blocks of its own."""
     for sizes in run_ranks(2, blocks_between_epochs, folder, kind):

@@ -23,6 +23,7 @@ from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks
 
 WIDTH = 4
@@ -161,8 +162,7 @@ def assert_alike(ranks: list[Trained], expected: Trained, what: str) -> None:
             assert_close(value, expected.state[name], f"{what}: {name}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("way", WAYS)
+@each_value(way=WAYS, world_size=[3, 2, 4, 1])
 def test_batch_norm_is_that_of_the_whole_graph_in_every_part(
     way: str, world_size: int, partitions: PartitionStore
 ) -> None:
@@ -180,8 +180,7 @@ def test_dropout_is_that_of_one_rank_in_every_part(way: str, partitions: Partiti
     assert_alike(run_ranks(3, train, partitions.get("power_law", graph, 3), way, 0.4), alone, way)
 
 
-@pytest.mark.parametrize("taken", list(TAKEN))
-@pytest.mark.parametrize("way", ["pieces", "object"])
+@each_value(way=["pieces", "object"], taken=list(TAKEN))
 def test_however_a_script_takes_the_batch(way: str, taken: str, partitions: PartitionStore) -> None:
     """Who took it as a list had ended the epoch before it was trained on: each rank normed and dropped out its own."""
     graph = power_law()

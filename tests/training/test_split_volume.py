@@ -18,7 +18,7 @@ from dgl_hybrid.graph.optimize import optimize
 from tests.helpers.exactness import Case, StepResult, assert_close, assert_same_step, reference_step, step_on
 from tests.helpers.graphs import NUM_CLASSES, power_law
 from tests.helpers.partitions import PartitionStore
-from tests.helpers.thinning import pairwise
+from tests.helpers.thinning import each_value, pairwise
 from tests.helpers.world import run_ranks
 
 
@@ -87,7 +87,7 @@ def train_each_way(rank: int, world_size: int, *setting: Any) -> list[Trained]:
     return [train_and_evaluate(rank, world_size, *setting, choice) for choice in CHOICES]
 
 
-@pairwise(kind=["gin", "sage_mean", "gcn_none"], transport=["collective", "shared_memory"], world_size=[2, 3, 4])
+@each_value(kind=["gin", "sage_mean", "gcn_none"], transport=["collective", "shared_memory"], world_size=[2, 3, 4])
 def test_partial_sums_are_fewer_bytes_and_the_default_over_a_network(
     kind: str, transport: RankTransport, world_size: int, partitions: PartitionStore
 ) -> None:

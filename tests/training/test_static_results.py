@@ -343,7 +343,7 @@ def test_what_owners_aggregate_is_made_anew(change: str, partitions: PartitionSt
     assert all(run.num_without_edges for run in runs)
 
 
-@pairwise(
+@each_value(
     kind=["gcn_both", "sage_mean", "gin_max", "gin_learned", "user_defined", "edge_weight_norm"],
     world_size=[2, 3, 4],
     plan=["planned:depcache", "planned-random:3:0.6"],

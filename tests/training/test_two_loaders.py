@@ -18,6 +18,7 @@ from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import Case, assert_close, forced_plan
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
 from tests.helpers.partitions import PartitionStore
+from tests.helpers.thinning import each_value
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
 from tests.training.test_pieces import ring
 
@@ -306,8 +307,7 @@ def test_what_went_back_in_an_epoch_before_is_not_repeated(partitions: Partition
     run_ranks(3, train_in_turns, partitions.get("all", everybody_reads_all(), 3))
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize("way", ["drop", "norm and drop", "norm alone", "drop, reentrant", "the same"])
+@each_value(way=["drop", "norm and drop", "norm alone", "drop, reentrant", "the same"], world_size=[3, 1, 3])
 def test_what_a_checkpoint_repeats_is_of_the_loader_that_it_was_of(
     way: str, world_size: int, partitions: PartitionStore
 ) -> None:

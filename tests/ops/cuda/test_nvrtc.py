@@ -93,13 +93,19 @@ def loops(sass: str) -> Iterator[list[str]]:
     ("kernels", "variant", "kernel", "in_flight"),
     [
         ("SPMM", ("REDUCE=REDUCE_SUM", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_NONE"), "spmm_fwd_kernel", 4),
-        ("SPMM", ("REDUCE=REDUCE_SUM", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_HEAD"), "spmm_fwd_kernel", 4),
-        ("SPMM", ("REDUCE=REDUCE_MAX", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_NONE"), "spmm_fwd_kernel", 4),
+        pytest.param(
+            *("SPMM", ("REDUCE=REDUCE_SUM", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_HEAD"), "spmm_fwd_kernel", 4),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            *("SPMM", ("REDUCE=REDUCE_MAX", "SOURCE=SOURCE_NODES", "WEIGHT=WEIGHT_NONE"), "spmm_fwd_kernel", 4),
+            marks=pytest.mark.slow,
+        ),
         ("SDDMM_DOT", ("LHS=TARGET_U", "RHS=TARGET_V"), "sddmm_dot_fwd_kernel", 5),
         ("GAT", ("DROPOUT=0",), "gat_fwd_kernel", 4),
         ("GAT_BACKWARD", ("DROPOUT=0",), "gat_bwd_kernel", 8),  # four rows and four times the destination's terms
-        ("GATV2", ("DROPOUT=0",), "gatv2_fwd_kernel", 4),
-        ("GATV2_BACKWARD", ("DROPOUT=0",), "gatv2_src_bwd_kernel", 6),
+        pytest.param(*("GATV2", ("DROPOUT=0",), "gatv2_fwd_kernel", 4), marks=pytest.mark.slow),
+        pytest.param(*("GATV2_BACKWARD", ("DROPOUT=0",), "gatv2_src_bwd_kernel", 6), marks=pytest.mark.slow),
         ("GATV2_BACKWARD", ("DROPOUT=0",), "gatv2_dst_bwd_kernel", 4),
     ],
 )

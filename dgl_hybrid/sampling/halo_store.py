@@ -295,8 +295,8 @@ class HaloStore:
     def _drop_what_may_be_old(self) -> None:
         """Gives up all rows if somebody could have written, since they were read, without telling."""
         if self._num_silences != self._written.num_silences:
+            self._rows.clear()  # first: `shared` looks at both from another thread
             self._num_silences = self._written.num_silences
-            self._rows.clear()
 
     def _hold_rows(self, name: str, ids: Tensor) -> HeldRows:
         """Fetches what is wanted of a field, once it is known whether it is read for the seeds or for all inputs."""
@@ -410,12 +410,14 @@ class HaloStore:
 
     def shared(self) -> SharedHalo:
         """Returns what sampler processes of this trainer may use."""
-        # A queue calls this in a thread of its own: what may be old is left out here, and dropped elsewhere.
-        rows = {} if self._num_silences != self._written.num_silences else dict(self._rows.by_name)
+        # A queue calls this in a thread of its own: what may be old is left out here, and dropped elsewhere, perhaps
+        # meanwhile. Rows that came since count as of before, and are not taken by who has heard of the silence.
+        num_silences = self._num_silences
+        rows = {} if num_silences != self._written.num_silences else dict(self._rows.by_name)
         return SharedHalo(
             lists=None if self.halo_graph is None else self.halo_graph.tensors,
             rows={name: shared for name, held in rows.items() if (shared := held.shared()) is not None},
-            num_silences=self._num_silences,
+            num_silences=num_silences,
         )
 
     def adopt(self, shared: SharedHalo) -> None:

@@ -64,6 +64,18 @@ def test_a_nan_with_a_payload_is_not_rounded_away() -> None:
     assert narrowest_dtype(strange) == torch.float32
 
 
+@pytest.mark.parametrize("wide", [torch.float32, torch.float64])
+def test_rows_with_nans_have_every_bit_however_many_are_read(wide: torch.dtype) -> None:
+    """Vector instructions convert a NaN otherwise than those that take the rest of a row, one by one."""
+    table = torch.arange(48.0, dtype=wide).view(48, 1)
+    table[::3] = float("nan")
+    owner = Owner(table)
+    held = HeldRows(owner.rows[:16], 48)
+    held.fetch(torch.arange(48), owner, float("inf"))
+    for count in (1, 3, 7, 17, 48):
+        assert same_bits(held.read(torch.arange(count), owner)[0], table[:count])
+
+
 @pytest.mark.parametrize("bound", [40, 2**40], ids=["table", "search"])
 def test_an_index_finds_ids_in_any_order(bound: int) -> None:
     ids = torch.tensor([0, 3, 7, 39])

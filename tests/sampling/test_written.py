@@ -23,7 +23,7 @@ from dgl_hybrid.sampling import plugin as plugin_module
 from dgl_hybrid.sampling import switch, written
 from dgl_hybrid.sampling.config import HaloConfig
 from dgl_hybrid.sampling.halo_store import HaloStore
-from dgl_hybrid.sampling.held_rows import HeldFields
+from dgl_hybrid.sampling.held_rows import HeldFields, HeldRows
 from dgl_hybrid.sampling.written import WrittenFields, is_served, publish_table
 
 PORTS = (61001, 61002)
@@ -333,6 +333,25 @@ def test_rows_read_before_a_silence_are_not_taken_from_the_trainer(monkeypatch: 
     read()
     sampler.adopt(trainer.shared())
     assert list(sampler._rows.by_name) == [name]
+
+
+def test_a_silence_amid_a_look_at_what_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue looks in a thread of its own: rows of before went out as rows that were read after it."""
+    store = object.__new__(HaloStore)
+    written = SimpleNamespace(num_silences=0)
+    store._written, store._rows, store._num_silences = cast(WrittenFields, written), HeldFields(), 0
+    held = HeldRows(torch.zeros(3, 1), 10, share=True)
+    held.fetch(torch.tensor([5]), lambda ids: torch.ones(len(ids), 1), float("inf"))
+    store._rows.put("feat", held)
+
+    def hear_of_a_silence(store: HaloStore) -> None:
+        """What the store looks at in the midst: the main thread hears of a silence, and reads."""
+        written.num_silences = 1
+        store._drop_what_may_be_old()
+
+    monkeypatch.setattr(HaloStore, "halo_graph", property(hear_of_a_silence), raising=False)
+    shared = store.shared()
+    assert (list(shared.rows), shared.num_silences) == (["feat"], 0)
 
 
 def test_who_speaks_again_waits_for_its_own_pushes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,15 @@ from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.reference import train_reference
 from dgl_hybrid.training.report import Accuracy, EpochReport
 from dgl_hybrid.training.resident_memory import current_rss_bytes, forget_peak_rss
-from dgl_hybrid.training.trainer import build, count_dependencies, make_loader, open_graph, save_plan_of, train
+from dgl_hybrid.training.trainer import (
+    build,
+    count_dependencies,
+    make_loader,
+    open_graph,
+    rows_as_run,
+    save_plan_of,
+    train,
+)
 from dgl_hybrid.training.turns import time_in_turns
 
 
@@ -74,7 +82,8 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
     problem, costs = outcome.basis.problem, outcome.basis.costs
     if payload["out"] is not None:
         save_plan_of(job, g, plan, payload["out"])
-    rows = [asdict(row) for row in report(problem, costs, [plan])]
+    run = rows_as_run(loader)
+    rows = [asdict(row) for row in report(problem, costs, [plan], [run])]
     counts = count_dependencies(loader)
     explanations: list[str] = []
     if payload["explain"] is not None:
@@ -82,7 +91,7 @@ def plan_task(payload: Mapping[str, Any], *, show_progress: bool = False) -> dic
         text = None
         if bool((problem.halo_global == vertex).any()):
             with communicator.agreed():
-                text = explain_vertex(problem, costs, plan, vertex)
+                text = explain_vertex(problem, costs, plan, vertex, run)
         else:
             with communicator.agreed():
                 pass

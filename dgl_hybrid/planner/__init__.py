@@ -15,6 +15,7 @@ from .plan import DependencyPlan, check_plan, plan_objective
 from .plan_files import load_plan, save_plan
 from .problem import PlanProblem
 from .report import ReportRow, report, summarize_plan
+from .run_rows import RunRows
 from .topology import Topology, uniform_topology
 from .worth_trying import find_worth_trying
 
@@ -33,6 +34,7 @@ __all__ = [
     "PlannerConfig",
     "RankEstimate",
     "ReportRow",
+    "RunRows",
     "Topology",
     "WorkCounts",
     "check_plan",

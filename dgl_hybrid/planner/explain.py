@@ -11,9 +11,15 @@ from .costs import ItemCosts
 from .items import Bools, Items, build_items, require_match
 from .plan import DependencyPlan, check_plan, choice_from_plan
 from .problem import PlanProblem
+from .run_rows import RunRows, masks_of
+
+_TIE = 1e-9
+"""Of two prices: what they differ by is rounding."""
 
 
-def explain_vertex(problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan, vertex_global: int) -> str:
+def explain_vertex(
+    problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan, vertex_global: int, run: RunRows | None = None
+) -> str:
     """Says what the plan does with a halo vertex at each level and what the other way would have cost.
 
     Args:
@@ -21,6 +27,7 @@ def explain_vertex(problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan,
         costs: the plan was made with.
         plan: of this rank.
         vertex_global: a halo vertex of this rank.
+        run: what there is of the plan when it runs; None: what the problem says, which may be more.
 
     Returns:
         Several lines, times in microseconds per epoch.
@@ -45,7 +52,14 @@ def explain_vertex(problem: PlanProblem, costs: ItemCosts, plan: DependencyPlan,
         f"{int(items.in_degree[at])} in-edges, {known} here"
     ]
     present = items.present(computed)
+    is_run = present if run is None else masks_of(problem, run.computed) | masks_of(problem, run.received)
     for level in range(problem.num_layers):
+        if present[level, at] and not is_run[level, at]:
+            lines.append(
+                f"level {level} (read by layer {level + 1}): not needed here: only rows that no rank asks for under "
+                f"this plan would read it"
+            )
+            continue
         lines += _explain_level(items, costs, computed, present, at, level, plan.strategy)
     return "\n".join(lines)
 
@@ -90,12 +104,16 @@ def _explain_level(
         compute += price
         if not computed[level - 1, at]:
             nest = _nested_rows(items, costs, computed, present, at, level)
-            lines.append(f"  its own row of level {level - 1} would have to be computed too: {_us(nest)} more")
+            more = f"{_us(nest)} more" if nest >= 0 else f"which saves {_us(-nest)}"
+            lines.append(f"  its own row of level {level - 1} would have to be computed too: {more}")
             compute += nest
     difference = compute - receive
-    verdict = "saves" if (difference < 0) == bool(computed[level, at]) else "loses"
     other = "receiving" if computed[level, at] else "computing"
-    note = "" if verdict == "saves" or not computed[level, at] else f" by itself; {_why_computed(strategy)}"
+    if abs(difference) <= _TIE * max(compute, receive):
+        return [*lines, f"  {decision} costs the same as {other} it"]
+    verdict = "saves" if (difference < 0) == bool(computed[level, at]) else "loses"
+    why = _why_computed(strategy) if computed[level, at] else _why_received(strategy)
+    note = "" if verdict == "saves" else f" by itself; {why}"
     lines.append(f"  {decision} {verdict} {_us(abs(difference))} against {other} it{note}")
     return lines
 
@@ -107,6 +125,16 @@ def _why_computed(strategy: str) -> str:
         return f"this plan was made with receiving priced {price} times, as it takes more or less than it seems"
     if name in ("hybrid", "greedy"):
         return "it pays together with other rows, or within the memory budget"
+    return f"strategy {name} does not weigh rows so"
+
+
+def _why_received(strategy: str) -> str:
+    """Says what made a plan receive a row that costs more than computing it."""
+    name, _, price = strategy.partition("@")
+    if price and float(price) != 1.0:
+        return f"this plan was made with receiving priced {price} times, as it takes more or less than it seems"
+    if name in ("hybrid", "greedy"):
+        return "computing it does not pay together with other rows, or is past the memory budget"
     return f"strategy {name} does not weigh rows so"
 
 

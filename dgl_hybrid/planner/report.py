@@ -13,6 +13,7 @@ from .items import build_items
 from .memory import CHUNK_COPIES
 from .plan import DependencyPlan, choice_from_plan
 from .problem import PlanProblem
+from .run_rows import RunRows, masks_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +37,24 @@ class ReportRow:
     in chunks, at most."""
 
 
-def report(problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPlan]) -> list[ReportRow]:
+def report(
+    problem: PlanProblem, costs: ItemCosts, plans: Sequence[DependencyPlan], runs: Sequence[RunRows] | None = None
+) -> list[ReportRow]:
     """Returns rows in the order of `plans`, then of layers. Pure.
+
+    Args:
+        runs: What there is of each plan when it runs; None: what the problem says of the plans, which may be more.
 
     Raises:
         PlanError: a plan does not belong to the problem.
     """
     items = build_items(problem)
     rows = []
-    for plan in plans:
+    for at, plan in enumerate(plans):
         computed = choice_from_plan(problem, plan.cached)
         received = items.present(computed) & ~computed
+        if runs is not None:
+            computed, received = masks_of(problem, runs[at].computed), masks_of(problem, runs[at].received)
         receive_s, compute_s = items.receive_prices(costs), items.compute_prices(costs)
         for level in range(problem.num_layers):
             cached, count = computed[level], int(received[level].sum())

@@ -21,7 +21,7 @@ from dgl_hybrid.errors import CheckpointError, DatasetError, PlanError
 from dgl_hybrid.exchange.approximate import join_approximations
 from dgl_hybrid.graph.optimize import optimize
 from dgl_hybrid.partition.manifest import partition_digest
-from dgl_hybrid.planner import DependencyPlan, PlannerConfig, chunk_rows_within, load_plan, save_plan
+from dgl_hybrid.planner import DependencyPlan, PlannerConfig, RunRows, chunk_rows_within, load_plan, save_plan
 from dgl_hybrid.training.checkpoint import Checkpoints, ModelFacts, Progress
 from dgl_hybrid.training.config import TrainConfig, TrainJob
 from dgl_hybrid.training.epoch_clock import EpochClock, EpochTimes
@@ -568,11 +568,26 @@ def _layer_reports(counts: Sequence[tuple[int, int]], times: EpochTimes) -> tupl
     )
 
 
+def rows_as_run(loader: FullGraphLoader) -> RunRows:
+    """Returns which rows of other ranks this one computes and receives by the plan that runs; no borrowed seeds."""
+    sets = loader.sets
+    is_borrowed = torch.zeros_like(sets.owned)
+    is_borrowed[: sets.sizes[-1]] = ~sets.owned[: sets.sizes[-1]]
+    is_replica = ~sets.owned & ~is_borrowed
+    return RunRows(
+        computed=tuple(sets.rows_global[:size][is_replica[:size]] for size in sets.sizes[: sets.num_layers]),
+        received=tuple(structure.exchange.recv_global for structure in sets.layers),
+    )
+
+
 def count_dependencies(loader: FullGraphLoader) -> Sequence[tuple[int, int]]:
-    """Returns `(cached, communicated)` rows for every layer, all ranks together. Collective."""
+    """Returns `(cached, communicated)` rows for every layer, all ranks together. Collective.
+
+    A borrowed seed is no cached row: its rank computes it, whatever the plan, to have something to compute.
+    """
     here = []
     for layer, structure in enumerate(loader.sets.layers):
-        here += [loader.sets.num_recomputed(layer), structure.exchange.num_received]
+        here += [loader.sets.num_recomputed(layer) - loader.sets.num_borrowed, structure.exchange.num_received]
     by_rank = loader.communicator.gather_ints(here)
     total = [sum(row[k] for row in by_rank) for k in range(len(here))]
     return list(zip(total[::2], total[1::2], strict=True))

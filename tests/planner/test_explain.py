@@ -38,8 +38,8 @@ def test_explanation_by_hand() -> None:
     text = explain_vertex(problem, COSTS, depcomm, 100)
     assert "level 1 (read by layer 2): received; vertices of this rank read it" in text
     assert "1 halo rows of level 0, 0 of them here anyway, 1 to be received for it alone: 5e+05 us" in text
-    assert "its own row of level 0 would have to be computed too: -4.5e+06 us more" in text
-    assert "received loses 1.2e+07 us against computing it" in text
+    assert "its own row of level 0 would have to be computed too: which saves 4.5e+06 us" in text
+    assert "received loses 1.2e+07 us against computing it by itself; strategy depcomm does not weigh rows so" in text
     assert "not needed here" in explain_vertex(problem, COSTS, depcomm, 106)
     with pytest.raises(PlanError, match=r"vertex 101 is no halo vertex of rank 0 of 2"):
         explain_vertex(problem, COSTS, plan, 101)
@@ -47,7 +47,7 @@ def test_explanation_by_hand() -> None:
 
 def test_computing_instead_is_priced_with_all_that_it_brings() -> None:
     """Of three layers the rows that a vertex's own lower ones read were left out: the best of plans "lost"."""
-    checked = 0
+    checked = num_ties = 0
     for seed in range(30):
         problem = random_problem(seed, num_layers=4, num_halo=20, world_size=3)
         costs = random_costs(seed, num_layers=4, world_size=3)
@@ -64,13 +64,18 @@ def test_computing_instead_is_priced_with_all_that_it_brings() -> None:
                 inputs = items.present(raised)[0] & ~present[0] & items.allowed[0]
                 raised[0] |= inputs & (items.compute_prices(costs)[0] < items.receive_prices(costs)[0])
                 more_s = items.objective(costs, raised) - items.objective(costs, computed)
-                (told,) = re.findall(
-                    r"received (saves|loses) ([\d.e+-]+) us against computing it", text.split(f"level {level} (read")[1]
-                )[:1]
-                assert told[0] == "saves", "the cut's is the best"
-                assert float(told[1]) == pytest.approx(1e6 * more_s, rel=6e-3)
+                said = text.split(f"level {level} (read")[1].split("\nlevel ")[0]
+                told = re.search(r"received (saves|loses) ([\d.e+-]+) us against computing it", said)
+                if told is None:
+                    assert "received costs the same as computing it" in said
+                    assert more_s == pytest.approx(0.0, abs=1e-9)
+                    num_ties += 1
+                    continue
+                assert told[1] == "saves", "the cut's is the best"
+                assert float(told[2]) == pytest.approx(1e6 * more_s, rel=6e-3)
                 checked += 1
     assert checked > 100
+    assert num_ties > 0
 
 
 @pytest.mark.parametrize(

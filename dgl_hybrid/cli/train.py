@@ -11,6 +11,7 @@ from typing import Any
 from dgl_hybrid.cli.common import RunConfig, add_common_options, make_results_folder, print_config, write_results
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import print_training
+from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.launch.local import run_local
 from dgl_hybrid.launch.workspace import (
     DataConfig,
@@ -65,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     finally:
         # Last, and in any case: a disk that is full by now costs the files alone, a closed stdout what is printed.
         write_results(options.out, configs, result)
+    if report.unsaved is not None:  # an error all the same, after what there is to tell
+        raise CheckpointError(report.unsaved)
     return 0
 
 

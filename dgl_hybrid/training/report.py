@@ -109,6 +109,8 @@ class TrainReport:
     chunk_rows: int | None = None
     """How many rows at a time were received by the plan that stayed, as no plan fits the memory budget otherwise; None:
     all of a layer at once, as approximate rows are in any case."""
+    unsaved: str | None = None
+    """Why the model of the last epoch could not be saved; None: it was, or was not to be."""
 
     @property
     def epoch_time_s(self) -> float:
@@ -171,6 +173,7 @@ class TrainReport:
             "approximate": self.approximate,
             "exactness": self.exactness,
             "chunk_rows": self.chunk_rows,
+            "unsaved": self.unsaved,
         }
 
     @classmethod
@@ -203,6 +206,7 @@ class TrainReport:
             first_epoch=data["first_epoch"],
             approximate=data["approximate"],
             chunk_rows=data["chunk_rows"],
+            unsaved=data["unsaved"],
         )
 
 

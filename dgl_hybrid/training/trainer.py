@@ -75,6 +75,7 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
     trial_epochs = 0
     first_epoch = 1
     has_diverged = False
+    unsaved: str | None = None
     if run.progress is not None:
         measured.append(run.progress.best)
         first_epoch = run.progress.accuracy.epoch + 1
@@ -97,14 +98,18 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
             accuracy = evaluator.measure(run.model, epoch)
             measured.append(accuracy)
             if run.checkpoints is not None:
-                run.checkpoints.save(
-                    Progress(
-                        accuracy=accuracy,
-                        best=_best(measured),
-                        loader=loader.state_dict(),
-                        approximate=run.approximate,
-                    )
+                progress = Progress(
+                    accuracy=accuracy,
+                    best=_best(measured),
+                    loader=loader.state_dict(),
+                    approximate=run.approximate,
                 )
+                try:
+                    run.checkpoints.save(progress)
+                except CheckpointError as error:
+                    if not last:
+                        raise
+                    unsaved = str(error)  # what the whole run has found is not lost with it
         if on_epoch is not None:
             on_epoch(epoch, epochs[-1], accuracy)
     plan = loader.best_plan or run.plan
@@ -135,6 +140,7 @@ def _train(run: TrainingRun, on_epoch: OnEpoch | None, save_plan_in: str | Path 
         first_epoch=first_epoch,
         rows_by_locality=tuple(bool(row[2]) for row in by_rank),
         approximate=run.approximate,
+        unsaved=unsaved,
     )
 
 

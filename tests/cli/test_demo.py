@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dgl_hybrid.cli import demo, main, plan, plots
+from dgl_hybrid.cli import demo, main, plan, plots, train
 from dgl_hybrid.cli.demo import DemoConfig, DemoRow, DistDGLRow, agreeing_digits, name_digits, print_rows
 from dgl_hybrid.cli.plots import draw_plans, draw_results
 from dgl_hybrid.cli.tables import format_bytes, format_seconds, print_plan, print_training
@@ -271,6 +271,22 @@ def test_a_plan_is_shown_where_it_cannot_be_saved(
     assert planned == [folder if is_writable else None] == [json.loads(printed.splitlines()[-1])["out"]]
     assert (f"not saved: {folder} cannot be written; name a folder with --out" in printed) == (not is_writable)
     assert not (tmp_path / "plans").exists()
+
+
+def test_a_run_whose_last_model_is_not_saved_is_shown_and_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepared = PreparedGraph(part_config=tmp_path / "g.json", dataset="g", num_classes=2, num_parts=2)
+    unsaved = replace(report("hybrid"), unsaved="the model of epoch 3 cannot be saved in full: No space left on device")
+    monkeypatch.setattr(train, "prepare_partition", lambda *_: prepared)
+    monkeypatch.setattr(train, "run_local", lambda *_, **__: [unsaved.to_json()])
+    out = tmp_path / "out"
+    assert main.main(["train", "--json", "--out", str(out), "--checkpoint", "full"]) == 1
+    printed = capsys.readouterr()
+    assert "3 epochs" in printed.out
+    assert json.loads(printed.out.splitlines()[-1])["unsaved"] == unsaved.unsaved
+    assert printed.err.endswith(f"dgl-hybrid train: error: {unsaved.unsaved}\n")
+    assert json.loads((out / "result.json").read_text())["unsaved"] == unsaved.unsaved
 
 
 def test_names_of_graphs_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

@@ -361,6 +361,21 @@ def test_a_full_disk_loses_nothing(folder: Path, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_a_disk_that_is_full_at_the_end_does_not_cost_the_report(folder: Path, tmp_path: Path) -> None:
+    """All that a run had found was lost with its last model."""
+    (tmp_path / "saved").mkdir()
+    saved = run(make_job(folder, 2, tmp_path / "saved", epochs=2), 2)
+    assert saved.unsaved is None
+    records = run_ranks(2, run_job, make_job(folder, 2, tmp_path / "full", epochs=2).to_json(), is_disk_full=True)
+    for record in records:
+        report = TrainReport.from_json(record)
+        assert losses(report) == losses(saved)
+        assert report.final == saved.final
+        assert report.unsaved is not None
+        assert f"the model of epoch 2 cannot be saved in {tmp_path / 'full'}: No space left" in report.unsaved
+    assert list((tmp_path / "full").iterdir()) == []
+
+
 def test_of_two_files_none_is_written_alone(tmp_path: Path) -> None:
     """The first fits, the second does not."""
     for name in "ab":

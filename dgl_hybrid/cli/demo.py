@@ -67,6 +67,11 @@ class DemoConfig:
                 f"ranks and check_epochs must be at least 1, epochs at least 2 "
                 f"(got {self.ranks}, {self.check_epochs}, {self.epochs})"
             )
+        self.model_config()  # which checks its own
+
+    def model_config(self) -> ModelConfig:
+        """Returns the model."""
+        return ModelConfig(model=self.model, num_layers=self.num_layers, hidden=self.hidden, dropout=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +154,7 @@ def run(args: argparse.Namespace) -> int:
     make_results_folder(config.out)
     data = DataConfig(data=config.data).for_model(config.model)
     partition = PartitionConfig(ranks=config.ranks, workspace=str(out / "partitions"))
-    model = ModelConfig(model=config.model, num_layers=config.num_layers, hidden=config.hidden, dropout=0.0)
+    model = config.model_config()
     training = TrainConfig(epochs=config.epochs, eval_every=0, seed=config.seed)
     console.print(f"partitioning {config.data} in {config.ranks} (METIS); graph: {data.changes()} ...")
     prepared = prepare_partition(data, partition)

@@ -109,6 +109,9 @@ def resolve(
                 values[field.name] = given[field.name]
             elif field.name in from_file:
                 values[field.name] = _checked(config, field.name, from_file[field.name], given["config"])
+            if values.get(field.name) == "":  # a variable of the shell that is not set: "" would be the current folder
+                flag = "--" + field.name.replace("_", "-")
+                raise ValueError(f"{flag} must not be empty; leave it out for its default")
         resolved.append(config(**values))
     return resolved
 

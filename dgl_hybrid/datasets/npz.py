@@ -61,7 +61,9 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
     named_classes = meta.get("num_classes")
     label = _integers(arrays, "label", path)
     num_classes = int(label.max(initial=-1)) + 1
-    if isinstance(named_classes, int) and not isinstance(named_classes, bool):
+    if named_classes is not None:
+        if not isinstance(named_classes, int) or isinstance(named_classes, bool):
+            raise DatasetError(f"{path}: num_classes in meta must be an integer (got {json.dumps(named_classes)})")
         num_classes = max(num_classes, named_classes)
     return make_dataset(
         name=path.name.removesuffix(".npz"),
@@ -129,7 +131,8 @@ def _integers(arrays: dict[str, Array], key: str, path: Path) -> npt.NDArray[np.
 def _scalar(arrays: dict[str, Array], key: str, path: Path) -> int:
     array = _get(arrays, key, path)
     if array.size != 1 or array.dtype.kind not in "iu" or int(array.reshape(-1)[0]) < 0:
-        raise DatasetError(f"{path}: {key} must be one non-negative integer (got {array.dtype} {array.shape})")
+        found = f"{array.dtype} {array.reshape(-1)[0] if array.size == 1 else array.shape}"
+        raise DatasetError(f"{path}: {key} must be one non-negative integer (got {found})")
     return int(array.reshape(-1)[0])
 
 
@@ -140,14 +143,10 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
             raise DatasetError(
                 f"{path}: feat must be numbers of shape ({num_nodes}, F) (got {feat.dtype} {feat.shape})"
             )
-        with np.errstate(over="ignore"):
-            narrow = feat.astype(np.float32, copy=False)
-        if feat.dtype.kind == "f" and bool((np.isinf(narrow) & np.isfinite(feat)).any()):
-            raise DatasetError(
-                f"{path}: feat must fit float32, numbers up to {np.finfo(np.float32).max:.3g} (got {feat.dtype} of up "
-                f"to {np.abs(feat[np.isfinite(feat)]).max():.3g})"
-            )
-        return narrow
+        sparse = [key for key in _SPARSE_KEYS if key in arrays]
+        if sparse:
+            _logger.warning("%s: feat is read, and %s are not", path, ", ".join(sparse))
+        return _narrowed(feat, "feat", path)
     if not any(key in arrays for key in _SPARSE_KEYS):
         raise DatasetError(
             f"{path}: key 'feat' is missing, and so are {', '.join(_SPARSE_KEYS)}; "
@@ -161,7 +160,8 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
     width = int(shape[1])
     if indptr.shape != (num_nodes + 1,) or indptr[0] != 0 or bool((np.diff(indptr) < 0).any()):
         raise DatasetError(
-            f"{path}: feat_indptr must be {num_nodes + 1} rising offsets from 0 (got shape {indptr.shape})"
+            f"{path}: feat_indptr must be {num_nodes + 1} rising offsets from 0 (got shape {indptr.shape}, beginning "
+            f"with {indptr[:3].tolist()})"
         )
     if data.shape != (int(indptr[-1]),) or indices.shape != data.shape or data.dtype.kind not in "fiub":
         raise DatasetError(
@@ -172,10 +172,28 @@ def _features(arrays: dict[str, Array], num_nodes: int, path: Path) -> npt.NDArr
         raise DatasetError(
             f"{path}: feat_indices must be in 0..{width - 1} (got {int(indices.min())}..{int(indices.max())})"
         )
-    dense = np.zeros(num_nodes * width, dtype=np.float32)
+    try:
+        dense = np.zeros(num_nodes * width, dtype=np.float32)
+    except (MemoryError, ValueError, OverflowError) as error:  # more bytes than there are, or than can be numbered
+        raise DatasetError(
+            f"{path}: feat_shape asks for {num_nodes} x {width} numbers of 4 bytes, for which there is no room "
+            f"({error})"
+        ) from error
     rows = np.repeat(np.arange(num_nodes), np.diff(indptr))
-    np.add.at(dense, rows * width + indices, data.astype(np.float32))
+    np.add.at(dense, rows * width + indices, _narrowed(data, "feat_data", path))
     return dense.reshape(num_nodes, width)
+
+
+def _narrowed(values: Array, key: str, path: Path) -> npt.NDArray[np.float32]:
+    """Returns numbers as float32, none of which may become infinite by that."""
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32, copy=False)
+    if values.dtype.kind == "f" and bool((np.isinf(narrow) & np.isfinite(values)).any()):
+        raise DatasetError(
+            f"{path}: {key} must fit float32, numbers up to {np.finfo(np.float32).max:.3g} (got {values.dtype} of up "
+            f"to {np.abs(values[np.isfinite(values)]).max():.3g})"
+        )
+    return narrow
 
 
 def _meta(arrays: dict[str, Array], path: Path) -> dict[str, object]:

@@ -35,7 +35,7 @@ def parse_spec(text: str) -> DatasetSpec | None:
     Raises:
         DatasetError: an option is not `key=value` or occurs twice.
     """
-    npz = re.fullmatch(r"(?P<path>.*\.npz)(?::(?P<options>[^/]*))?", text)
+    npz = re.fullmatch(r"(?P<path>.*\.npz)(?::(?P<options>[^/]*))?", text, re.DOTALL)
     if npz is not None:
         return DatasetSpec(text=text, kind="npz", name=npz["path"], options=_split_options(npz["options"], text))
     kind, _, rest = text.partition(":")

@@ -153,8 +153,8 @@ def _graph_for(index: Any, operands: Sequence[tuple[Tensor | None, Target]]) -> 
 
 def _autocast(tensor: _Operand) -> _Operand:
     """Under autocast of its device DGL (`patches/0007`) computes in autocast's dtype: all but float64 is cast."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+        return tensor  # also what is no tensor, of which DGL says that it is none
     kind = tensor.device.type
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
         return tensor

@@ -35,7 +35,9 @@ class PlanProblem:
     """(Eh,) int32 positions in `halo_global`: halo in-neighbours of each expandable vertex. Those this rank owns are
     free and left out; duplicates and the vertex itself do no harm."""
     demand: Tensor
-    """(L, H) bool: vertices this rank owns read the vertex's row of that level."""
+    """(L, H) bool: vertices this rank owns read the vertex's row of that level, with everything communicated. Some of
+    those are computed only because other ranks ask for them: where these compute instead, less is read, so what a plan
+    that caches is priced at, and the bytes it is taken to hold, are upper ends (`RunRows` is what there is)."""
     reach: Tensor
     """(L, H) bool: this rank computes something that reads the row, or could: it would with everything cached, as far
     as in-edges are known here."""

@@ -134,7 +134,7 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
             {"src": np.full(5, 2**63, dtype=np.uint64)},
             r"src must fit into 64 bits with a sign \(got 9223372036854775808\)",
         ),
-        ({"num_nodes": np.array(-4)}, "num_nodes must be one non-negative integer"),
+        ({"num_nodes": np.array(-4)}, r"num_nodes must be one non-negative integer \(got int64 -4\)"),
         ({"num_nodes": np.array([4, 4])}, "num_nodes must be one non-negative integer"),
         ({"label": np.array([0, 1, 2, -2])}, r"label must be -1 \(none\) or a class id \(got -2\)"),
         ({"label": np.array([0, 1, 2])}, r"label must be integers of shape \(4,\)"),
@@ -144,6 +144,7 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
         ({"val_mask": np.ones(4, dtype=bool)}, "val_mask selects 1 vertices without a label, the first is 3"),
         ({"label": np.array([0, 1, 9_999_999, -1])}, r"label must be class ids .* 10000000 classes of 4 vertices"),
         ({"meta": np.array('{"num_classes": 1000000000000}')}, r"label must be class ids .*\(largest label \d\)"),
+        ({"meta": np.array('{"num_classes": 7.0}')}, r"num_classes in meta must be an integer \(got 7\.0\)"),
         ({"meta": np.array("{")}, "meta must be a JSON string"),
         ({"meta": np.array("[" * 100_000)}, "meta must be a JSON string"),
         ({"meta": np.array("[]")}, r"meta must hold a JSON object \(got list\)"),
@@ -162,6 +163,10 @@ def test_wrong_contents(changes: Arrays, message: str, tmp_path: Path) -> None:
         ({"feat_indptr": np.array([0, 1, 3, 4])}, "feat_indptr must be 5 rising offsets from 0"),
         ({"feat_data": np.array([1.0])}, r"feat_data and feat_indices must hold feat_indptr\[-1\] = 4 numbers"),
         ({"feat_shape": np.array([5, 3])}, r"feat_shape must be \(4, F\) \(got \[5, 3\]\)"),
+        ({"feat_shape": np.array([4, 2**62])}, f"feat_shape asks for 4 x {2**62} numbers of 4 bytes, for which there"),
+        ({"feat_shape": np.array([4, 10**15])}, f"feat_shape asks for 4 x {10**15} numbers of 4 bytes, for which"),
+        ({"feat_data": np.full(4, 1e300)}, r"feat_data must fit float32, .* \(got float64 of up to 1e\+300\)"),
+        ({"feat_indptr": np.array([1, 1, 2, 3, 4])}, r"feat_indptr must be .* beginning with \[1, 1, 2\]\)"),
     ],
 )
 def test_wrong_sparse_features(changes: Arrays, message: str, tmp_path: Path) -> None:
@@ -175,6 +180,8 @@ def test_what_is_not_read_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert not caplog.records
     load_dataset(save(tmp_path, {**good(), "edge_weight": np.ones(5), "extra": np.ones(1)}))
     assert "toy.npz: edge_weight, extra is not read" in caplog.text
+    load_dataset(save(tmp_path, {**sparse(), "feat": good()["feat"]}))
+    assert "toy.npz: feat is read, and feat_data, feat_indices, feat_indptr, feat_shape are not" in caplog.text
 
 
 def test_files_that_are_no_archives(tmp_path: Path) -> None:

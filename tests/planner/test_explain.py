@@ -7,9 +7,10 @@ import dataclasses
 import re
 
 import pytest
+import torch
 
 from dgl_hybrid.errors import PlanError
-from dgl_hybrid.planner import PlannerConfig, explain_vertex, make_plan
+from dgl_hybrid.planner import PlannerConfig, RunRows, explain_vertex, make_plan, report
 from dgl_hybrid.planner.items import build_items
 from dgl_hybrid.planner.plan import choice_from_plan
 
@@ -43,6 +44,28 @@ def test_explanation_by_hand() -> None:
     assert "not needed here" in explain_vertex(problem, COSTS, depcomm, 106)
     with pytest.raises(PlanError, match=r"vertex 101 is no halo vertex of rank 0 of 2"):
         explain_vertex(problem, COSTS, plan, 101)
+
+
+def test_what_nobody_asks_for_once_the_plan_runs_is_not_needed() -> None:
+    """It was said to be computed here, for vertices of this rank that no rank computes."""
+    problem = hand_problem(None)
+    plan = make_plan(problem, COSTS, PlannerConfig())
+    ids = [cached.clone() for cached in plan.cached]
+    assert 100 in ids[0].tolist()
+    assert 100 in ids[1].tolist()
+    whole = RunRows(computed=tuple(ids), received=(torch.tensor([], dtype=torch.int64),) * 2)
+    assert explain_vertex(problem, COSTS, plan, 100, whole) == explain_vertex(problem, COSTS, plan, 100)
+    run = dataclasses.replace(whole, computed=(ids[0], ids[1][ids[1] != 100]))
+    text = explain_vertex(problem, COSTS, plan, 100, run)
+    assert "level 0 (read by layer 1): held here; vertices of this rank read it" in text
+    assert text.endswith(
+        "level 1 (read by layer 2): not needed here: only rows that no rank asks for under this plan would read it"
+    )
+    rows, fewer = report(problem, COSTS, [plan], [whole]), report(problem, COSTS, [plan], [run])
+    assert [row.cached for row in rows] == [len(cached) for cached in ids]
+    assert [row.cached for row in fewer] == [len(ids[0]), len(ids[1]) - 1]
+    assert fewer[1].compute_ms < rows[1].compute_ms
+    assert fewer[1].held_bytes < rows[1].held_bytes
 
 
 def test_computing_instead_is_priced_with_all_that_it_brings() -> None:

@@ -88,7 +88,9 @@ def remove_everything(shm_prefix: str, shared_memory: set[str]) -> None:
         killed.update(others)
         time.sleep(_TURN_S)
     deadline = time.monotonic() + TRACKER_GRACE_S
-    while trackers := find_processes(shm_prefix):
+    seen: set[int] = set()
+    while (trackers := find_processes(shm_prefix)) or any(map(_is_ending, seen)):
+        seen.update(trackers)
         if time.monotonic() > deadline:
             send_signal(trackers, signal.SIGKILL)
         if time.monotonic() > deadline + TRACKER_GRACE_S:
@@ -102,7 +104,7 @@ def remove_everything(shm_prefix: str, shared_memory: set[str]) -> None:
 
 
 def _is_ending(process: int) -> bool:
-    """Tells whether a process that was killed still holds its ports and files: its environment goes before them."""
+    """Tells whether a process that ends still holds its ports and files: its environment goes before them."""
     try:
         state = Path("/proc", str(process), "stat").read_text("ascii", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):

@@ -181,7 +181,8 @@ def test_only_a_machines_own_processes_are_found(tmp_path: Path) -> None:
             process.stdout.close()
 
 
-def test_nothing_is_called_removed_that_still_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_tracker", [False, True])
+def test_nothing_is_called_removed_that_still_ends(is_tracker: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel takes a process's environment, by which it is found, before its ports and files."""
     ours = f"dgh_test_{os.getpid()}_2_"
     mine = start_child(ours, "print('ready', flush=True)\nimport time; time.sleep(600)")
@@ -191,9 +192,10 @@ def test_nothing_is_called_removed_that_still_ends(monkeypatch: pytest.MonkeyPat
         looked.append(len(looked))
         if len(looked) == 5:
             mine.kill()
-        return [mine.pid] if len(looked) == 1 else []
+        return [mine.pid] if len(looked) <= 2 else []
 
     monkeypatch.setattr(leftovers, "find_processes", find)
+    monkeypatch.setattr(leftovers, "is_resource_tracker", lambda process: is_tracker)
     monkeypatch.setattr(leftovers, "send_signal", lambda processes, number: None)
     try:
         leftovers.remove_everything(ours, set())

@@ -17,7 +17,7 @@ from dgl_hybrid.training.report import DISTDGL, PLAIN_DGL
 # Okabe and Ito's palette.
 BLUE, ORANGE, GREEN, SKY, GREY, RED = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#999999", "#D55E00"
 STRATEGY_COLOURS = {PLAIN_DGL: GREY, DISTDGL: RED, "depcache": BLUE, "depcomm": ORANGE, "hybrid": GREEN}
-LONGEST = 2.0
+LONGEST = 4.0
 """A bar that is so many times as long as the longest of the others is cut, or these could not be told apart."""
 
 

@@ -112,30 +112,25 @@ def _explain_level(
     if abs(difference) <= _TIE * max(compute, receive):
         return [*lines, f"  {decision} costs the same as {other} it"]
     verdict = "saves" if (difference < 0) == bool(computed[level, at]) else "loses"
-    why = _why_computed(strategy) if computed[level, at] else _why_received(strategy)
-    note = "" if verdict == "saves" else f" by itself; {why}"
+    note = ""
+    if verdict == "loses":
+        note = f" by itself; {_why_dearer(strategy, is_computed=bool(computed[level, at]))}"
     lines.append(f"  {decision} {verdict} {_us(abs(difference))} against {other} it{note}")
     return lines
 
 
-def _why_computed(strategy: str) -> str:
-    """Says what made a plan compute a row that costs more than receiving it."""
+def _why_dearer(strategy: str, *, is_computed: bool) -> str:
+    """Says what made a plan compute a row that costs more than receiving it, or receive one that costs more than
+    computing it.
+    """
     name, _, price = strategy.partition("@")
     if price and float(price) != 1.0:
         return f"this plan was made with receiving priced {price} times, as it takes more or less than it seems"
-    if name in ("hybrid", "greedy"):
+    if name not in ("hybrid", "greedy"):
+        return f"strategy {name} does not weigh rows so"
+    if is_computed:
         return "it pays together with other rows, or within the memory budget"
-    return f"strategy {name} does not weigh rows so"
-
-
-def _why_received(strategy: str) -> str:
-    """Says what made a plan receive a row that costs more than computing it."""
-    name, _, price = strategy.partition("@")
-    if price and float(price) != 1.0:
-        return f"this plan was made with receiving priced {price} times, as it takes more or less than it seems"
-    if name in ("hybrid", "greedy"):
-        return "computing it does not pay together with other rows, or is past the memory budget"
-    return f"strategy {name} does not weigh rows so"
+    return "computing it does not pay together with other rows, or is past the memory budget"
 
 
 def _nested_rows(items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int) -> float:

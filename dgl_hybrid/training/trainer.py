@@ -577,9 +577,8 @@ def _layer_reports(counts: Sequence[tuple[int, int]], times: EpochTimes) -> tupl
 def rows_as_run(loader: FullGraphLoader) -> RunRows:
     """Returns which rows of other ranks this one computes and receives by the plan that runs; no borrowed seeds."""
     sets = loader.sets
-    is_borrowed = torch.zeros_like(sets.owned)
-    is_borrowed[: sets.sizes[-1]] = ~sets.owned[: sets.sizes[-1]]
-    is_replica = ~sets.owned & ~is_borrowed
+    is_replica = ~sets.owned
+    is_replica[: sets.sizes[-1]] = False  # seeds; those of other ranks are borrowed
     return RunRows(
         computed=tuple(sets.rows_global[:size][is_replica[:size]] for size in sets.sizes[: sets.num_layers]),
         received=tuple(structure.exchange.recv_global for structure in sets.layers),
@@ -591,9 +590,8 @@ def count_dependencies(loader: FullGraphLoader) -> Sequence[tuple[int, int]]:
 
     A borrowed seed is no cached row: its rank computes it, whatever the plan, to have something to compute.
     """
-    here = []
-    for layer, structure in enumerate(loader.sets.layers):
-        here += [loader.sets.num_recomputed(layer) - loader.sets.num_borrowed, structure.exchange.num_received]
+    run = rows_as_run(loader)
+    here = [len(ids) for of_layer in zip(run.computed, run.received, strict=True) for ids in of_layer]
     by_rank = loader.communicator.gather_ints(here)
     total = [sum(row[k] for row in by_rank) for k in range(len(here))]
     return list(zip(total[::2], total[1::2], strict=True))

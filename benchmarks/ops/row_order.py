@@ -31,8 +31,8 @@ from torch import Tensor
 from benchmarks.ops.at_once import Result, measure_at_once, print_table, summarise_rule, write_table
 from benchmarks.systems.graphs import DATA_VARIABLE, ROOT, SHAPES, generate
 from dgl_hybrid.datasets import load_npz
-from dgl_hybrid.exchange.locality import count_reads, find_local_order, takes_local_order
 from dgl_hybrid.ops import SparseGraph, gat, spmm
+from dgl_hybrid.partition.local_order import LocalOrder, count_reads, find_local_order
 
 Edges = tuple[int, Tensor, Tensor]
 """Vertices, sources, destinations."""
@@ -156,8 +156,8 @@ def measure_here(cell: tuple[str, float], rounds: int) -> Result:
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
         seconds[op] = times
     medians = {op: {name: statistics.median(times[name]) for name in ORDERS} for op, times in seconds.items()}
-    taken = takes_local_order(distinct["id"], distinct["clusters"])
-    size = {"rows": num_rows, "edges": len(src), "found_s": found_s, "distinct": distinct, "by_rule": taken}
+    clustered = LocalOrder(rows=clusters, reads_by_id=distinct["id"], reads_by_locality=distinct["clusters"])
+    size = {"rows": num_rows, "edges": len(src), "found_s": found_s, "distinct": distinct, "by_rule": clustered.shares_more}
     return size | {f"{op}_s": medians[op] for op in medians}
 
 

@@ -16,6 +16,7 @@ from dgl_hybrid.errors import PartitionError
 from dgl_hybrid.ops.cpu.memory import unmap_read_files_in
 from dgl_hybrid.partition.dgl_files import check_graph_file, check_tensor_file
 from dgl_hybrid.partition.edge_lists import StoredLists
+from dgl_hybrid.partition.local_order import LocalOrder
 from dgl_hybrid.partition.manifest import SIDECAR_NAME
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.partition.split import counts_to_offsets, expand_ranges
@@ -58,6 +59,8 @@ class LocalPartition:
     """(N,) int64; None for plain DistDGL folders."""
     orig_edge_ids: Tensor | None
     """(E,) int64 by owned edge id; None for plain DistDGL folders."""
+    local_order: LocalOrder | None
+    """Of inner vertices; None where nobody looked for one."""
     node_data: dict[str, Tensor]
     """(N, ...) each, by inner vertex."""
     edge_data: dict[str, Tensor]
@@ -139,6 +142,7 @@ def load_partition(part_config: str | Path, part_id: int, *, verify: bool = True
         out_degrees=None if sidecar is None else sidecar.out_degrees,
         orig_node_ids=None if sidecar is None else sidecar.orig_node_ids,
         orig_edge_ids=None if sidecar is None else sidecar.orig_edge_ids,
+        local_order=None if sidecar is None else sidecar.local_order,
         node_data=_read_data(summary.folder / files.node_feats, last - first, "node", sidecar),
         edge_data=_read_data(summary.folder / files.edge_feats, num_owned_edges, "edge", sidecar),
     )

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dgl_hybrid.partition.edge_lists import EdgeLists
+from dgl_hybrid.partition.local_order import LocalOrder
 
 
 class RankPart(Protocol):
@@ -53,6 +54,10 @@ class RankPart(Protocol):
     def orig_edge_ids(self) -> Tensor | None:
         """(E,) int64 by owned edge; None where nobody kept them."""
 
+    @property
+    def local_order(self) -> LocalOrder | None:
+        """Of owned vertices; None where nobody kept one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPart:
@@ -69,6 +74,7 @@ class SharedPart:
     out_degrees: Tensor | None
     orig_node_ids: Tensor | None
     orig_edge_ids: Tensor | None
+    local_order: LocalOrder | None
 
     @property
     def in_degrees(self) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,7 @@ from dgl_hybrid.exchange.connect import check_timeout, create_communicator
 from dgl_hybrid.exchange.ids import Ownership, fetch_rows
 from dgl_hybrid.exchange.kvstore_transport import KVStoreTransport
 from dgl_hybrid.partition import SharedLists, SharedPart, SharedStructure, read_partition_summary
+from dgl_hybrid.partition.local_order import LocalOrder
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, SIDECAR_NAME, partition_digest
 from dgl_hybrid.partition.sidecar import Sidecar, read_sidecar
 from dgl_hybrid.partition.summary import PartitionSummary
@@ -134,7 +136,17 @@ def share_partition(g: DistGraph, communicator: Communicator) -> SharedPart:
         out_degrees=None if sidecar is None else sidecar.out_degrees[own_nodes].clone(),
         orig_node_ids=None if sidecar is None else sidecar.orig_node_ids[own_nodes].clone(),
         orig_edge_ids=None if sidecar is None else sidecar.orig_edge_ids[own_edges].clone(),
+        local_order=_order_of_own(sidecar, own_nodes),
     )
+
+
+def _order_of_own(sidecar: Sidecar | None, own_nodes: slice) -> LocalOrder | None:
+    """Returns the order that the part's vertices have among those of this rank, a range of the part."""
+    order = None if sidecar is None else sidecar.local_order
+    if order is None:
+        return None
+    is_own = (order.rows >= own_nodes.start) & (order.rows < own_nodes.stop)
+    return replace(order, rows=order.rows[is_own] - own_nodes.start)
 
 
 def _digest_of_folder(g: DistGraph) -> str | None:

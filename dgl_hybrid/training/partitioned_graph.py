@@ -79,7 +79,7 @@ class PartitionedGraph:
         self.ndata: GraphFields = self._stored["node"]
         self.edata: GraphFields = self._stored["edge"]
         self.in_edges = InEdges(partition, communicator, self.nodes)
-        self.places = LocalPlaces(communicator, self.nodes, partition.lists, self.edges.total)
+        self.places = LocalPlaces(communicator, self.nodes, partition.lists, self.edges.total, partition.local_order)
         known = communicator.gather_ints([int(partition.out_degrees is not None)])
         if all(row[0] for row in known) and partition.out_degrees is not None:
             self.out_degrees = partition.out_degrees

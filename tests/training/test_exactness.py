@@ -20,8 +20,8 @@ import dgl
 import pytest
 import torch
 
-from dgl_hybrid.exchange import locality
-from dgl_hybrid.exchange.clusters import Numbers, cut_into_clusters
+from dgl_hybrid.partition import local_order
+from dgl_hybrid.partition.clusters import Numbers, cut_into_clusters
 from tests.helpers.exactness import LAYERS, Case, StepResult, assert_same_step, is_mixed, reference_step, run_step
 from tests.helpers.graphs import NAMED, power_law, train_mask, with_empty_pair
 from tests.helpers.hosts import on_hosts
@@ -232,8 +232,8 @@ def run_step_in_clusters(rank: int, world_size: int, part_config: str, case: Cas
         return cut_into_clusters(indptr, indices, num_clusters, timeout_s)
 
     with (
-        mock.patch.object(locality, "_CLUSTER_ROWS", 2),
-        mock.patch.object(locality, "cut_into_clusters", cut_and_note),
+        mock.patch.object(local_order, "_CLUSTER_ROWS", 2),
+        mock.patch.object(local_order, "cut_into_clusters", cut_and_note),
     ):
         return run_step(rank, world_size, part_config, case), len(asked)
 

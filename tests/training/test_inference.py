@@ -17,6 +17,7 @@ from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.exchange import locality
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.partition import local_order
 from dgl_hybrid.training import inference, planning
 from dgl_hybrid.training.trainer import Evaluator
 from tests.helpers.exactness import Case
@@ -165,7 +166,7 @@ def test_a_model_that_cannot_be_looked_at_is_warned_of(partitions: PartitionStor
 def infer_twice(rank: int, world_size: int, part_config: str) -> list[tuple[bool, bool]]:
     """Whether a row order was looked for, and used, by one pass on a fresh graph and by one after training."""
     facts = []
-    with mock.patch.object(locality, "_MIN_EDGES", 1), mock.patch.object(locality, "_GAIN", 2.0):
+    with mock.patch.object(locality, "MIN_EDGES", 1), mock.patch.object(local_order, "_GAIN", 2.0):
         g = PartitionedGraph.open(part_config)
         model = Case(kind="gcn_both").build(NUM_FEATURES)
         made: list[FullGraphLoader] = []

@@ -156,8 +156,8 @@ def measure_here(cell: tuple[str, float], rounds: int) -> Result:
                     torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
         seconds[op] = times
     medians = {op: {name: statistics.median(times[name]) for name in ORDERS} for op, times in seconds.items()}
-    clustered = LocalOrder(rows=clusters, reads_by_id=distinct["id"], reads_by_locality=distinct["clusters"])
-    size = {"rows": num_rows, "edges": len(src), "found_s": found_s, "distinct": distinct, "by_rule": clustered.shares_more}
+    kept = LocalOrder(rows=clusters, reads_by_id=distinct["id"], reads_by_locality=distinct["clusters"])
+    size = {"rows": num_rows, "edges": len(src), "found_s": found_s, "distinct": distinct, "by_rule": kept.shares_more}
     return size | {f"{op}_s": medians[op] for op in medians}
 
 

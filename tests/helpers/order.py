@@ -41,7 +41,6 @@ LONG_FILES_S: Mapping[str, float] = {
     "sampling/test_store.py": 100,
     "test_layering.py": 5,
     "training/test_approximate.py": 25,
-    "training/test_bugs.py": 15,
     "training/test_checkpoint.py": 20,
     "training/test_compile.py": 30,
     "training/test_distdgl_full_graph.py": 40,

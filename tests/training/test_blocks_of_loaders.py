@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.planner import uniform_topology
 from tests.helpers.exactness import assert_close
-from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
-from tests.helpers.partitions import PartitionStore
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES
 from tests.helpers.world import run_ranks
 from tests.training.user_scripts import (
     EPOCHS,
@@ -30,16 +29,6 @@ from tests.training.user_scripts import (
     original_ids,
     plain_gradients,
 )
-
-
-@pytest.fixture
-def folder(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), RANKS)
-
-
-@pytest.fixture
-def folder_of_one(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), 1)
 
 
 def train_beside_validation(

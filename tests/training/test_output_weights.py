@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader
 from dgl_hybrid.errors import BlockError
-from tests.helpers.graphs import NUM_CLASSES, power_law
-from tests.helpers.partitions import PartitionStore
+from tests.helpers.graphs import NUM_CLASSES
 from tests.helpers.world import run_ranks
 from tests.training.user_scripts import (
     EPOCHS,
@@ -32,16 +31,6 @@ from tests.training.user_scripts import (
     plain_gradients,
     plain_loss,
 )
-
-
-@pytest.fixture
-def folder(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), RANKS)
-
-
-@pytest.fixture
-def folder_of_one(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), 1)
 
 
 def train_in_a_way(rank: int, world_size: int, part_config: str, way: str) -> tuple[list[list[Tensor]], float]:

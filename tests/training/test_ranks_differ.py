@@ -32,16 +32,6 @@ from tests.training.user_scripts import (
 )
 
 
-@pytest.fixture
-def folder(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), RANKS)
-
-
-@pytest.fixture
-def folder_of_one(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), 1)
-
-
 class Synchronised(nn.SyncBatchNorm):
     """On the CPU, where PyTorch's own refuses to run."""
 

@@ -36,11 +36,6 @@ from tests.training.user_scripts import (
 )
 
 
-@pytest.fixture
-def folder(partitions: PartitionStore) -> str:
-    return partitions.get("power_law", power_law(), RANKS)
-
-
 @dataclasses.dataclass(kw_only=True)
 class Reads:
     doubled: list[float]

@@ -495,10 +495,11 @@ def _order_of(part: PartStructure) -> LocalOrder | None:
         return None
     src, dst = part.src[: part.num_inner_edges], part.dst[: part.num_inner_edges]
     is_inner = src < part.num_inner_nodes
-    src, dst = src[is_inner], dst[is_inner]
+    src, dst = (ends[is_inner].to(narrow_dtype(part.num_inner_nodes)) for ends in (src, dst))
     indptr = counts_to_offsets(torch.bincount(dst, minlength=part.num_inner_nodes))
-    # As they will be read: by destination, then by edge id.
-    src = src[torch.argsort(dst, stable=True)].to(narrow_dtype(part.num_inner_nodes))
+    if not bool((dst[1:] >= dst[:-1]).all()):
+        src = src[torch.argsort(dst, stable=True)]  # as they will be read: by destination, then by edge id
+    del dst
     try:
         return look_for_order(indptr, src, needs_clusters=True)
     except ClusterError as error:

@@ -23,6 +23,7 @@ from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.launch.distdgl import NoEpochInTime, run_distdgl
 from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.step_bar import step_bar
 from dgl_hybrid.launch.threads import threads_per_rank
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, prepare_partition
 from dgl_hybrid.planner.durable import write_durably
@@ -157,7 +158,8 @@ def run(args: argparse.Namespace) -> int:
     model = config.model_config()
     training = TrainConfig(epochs=config.epochs, eval_every=0, seed=config.seed)
     console.print(f"partitioning {config.data} in {config.ranks} (METIS); graph: {data.changes()} ...")
-    prepared = prepare_partition(data, partition)
+    with step_bar(not args.json) as on_step:
+        prepared = prepare_partition(data, partition, on_step=on_step)
     job = make_job(prepared, model, StrategyConfig(), training)
     cores = threads_per_rank(1)
     threads = threads_per_rank(config.ranks)

@@ -10,11 +10,13 @@ from pathlib import Path
 from dgl_hybrid.cli.common import RunConfig, add_common_options, print_config
 from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import make_console
+from dgl_hybrid.launch.step_bar import step_bar
 from dgl_hybrid.launch.workspace import (
     DataConfig,
     PartitionConfig,
     describe,
     graph_name_of,
+    load_graph,
     prepare_partition,
     write_partition,
 )
@@ -53,24 +55,26 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--workspace cannot be given with --out: the partition is written to {options.out} and kept nowhere else"
         )
-    if options.out is None:
-        part_config = prepare_partition(data, partition).part_config
-    else:
-        num_parts = partition.ranks or 2
-        dataset = data.load()
-        name = graph_name_of(dataset.name)
-        folder = Path(options.out)
-        write_partition(
-            dataset.graph,
-            name,
-            num_parts,
-            folder,
-            partition,
-            dataset.num_classes,
-            dataset.name,
-            describe(data, partition, num_parts),
-        )
-        part_config = folder / f"{name}.json"
+    with step_bar(not args.json) as on_step:
+        if options.out is None:
+            part_config = prepare_partition(data, partition, on_step=on_step).part_config
+        else:
+            num_parts = partition.ranks or 2
+            dataset = load_graph(data, on_step)
+            name = graph_name_of(dataset.name)
+            folder = Path(options.out)
+            write_partition(
+                dataset.graph,
+                name,
+                num_parts,
+                folder,
+                partition,
+                dataset.num_classes,
+                dataset.name,
+                describe(data, partition, num_parts),
+                on_step=on_step,
+            )
+            part_config = folder / f"{name}.json"
     summary = read_partition_summary(part_config)
     sizes = [end - start for start, end in zip(summary.node_offsets[:-1], summary.node_offsets[1:], strict=True)]
     edges = [end - start for start, end in zip(summary.edge_offsets[:-1], summary.edge_offsets[1:], strict=True)]

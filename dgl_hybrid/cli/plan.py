@@ -15,6 +15,7 @@ from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import make_console, print_plan
 from dgl_hybrid.cli.train import make_job
 from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.step_bar import step_bar
 from dgl_hybrid.launch.workspace import DataConfig, PartitionConfig, check_existing_partition, prepare_partition
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig
 
@@ -70,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return print_config(configs, as_line=args.json)
     data, partition, model, strategy, training, options = configs
     check_existing_partition(data, partition)
-    prepared = prepare_partition(data.for_model(model.model), partition)
+    with step_bar(not args.json) as on_step:
+        prepared = prepare_partition(data.for_model(model.model), partition, on_step=on_step)
     job = make_job(prepared, model, strategy, training)
     default = prepared.part_config.parent / "plans" / folder_name(model, strategy, training)
     make_results_folder(options.out)

@@ -13,6 +13,7 @@ from dgl_hybrid.cli.options import add_config_options, resolve
 from dgl_hybrid.cli.tables import print_training
 from dgl_hybrid.errors import CheckpointError
 from dgl_hybrid.launch.local import run_local
+from dgl_hybrid.launch.step_bar import step_bar
 from dgl_hybrid.launch.workspace import (
     DataConfig,
     PartitionConfig,
@@ -47,7 +48,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
     else:
         make_results_folder(options.out)
-        prepared = prepare_partition(data.for_model(model.model), partition)
+        with step_bar(not args.json) as on_step:
+            prepared = prepare_partition(data.for_model(model.model), partition, on_step=on_step)
         job = make_job(prepared, model, strategy, training)
         reports = run_local(
             "train",

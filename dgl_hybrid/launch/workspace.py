@@ -22,6 +22,7 @@ from dgl_hybrid.ops.compiled_code import user_cache_folder
 from dgl_hybrid.partition import partition_graph, read_partition_summary, verify_partition
 from dgl_hybrid.partition.location import find_part_config
 from dgl_hybrid.partition.manifest import MANIFEST_NAME, hash_file
+from dgl_hybrid.partition.write import OnStep
 from dgl_hybrid.planner.durable import write_durably
 
 _logger = logging.getLogger(__name__)
@@ -174,8 +175,13 @@ def check_existing_partition(data: DataConfig, partition: PartitionConfig) -> No
         )
 
 
-def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedGraph:
+def prepare_partition(data: DataConfig, partition: PartitionConfig, *, on_step: OnStep | None = None) -> PreparedGraph:
     """Finds the partition that is asked for, or loads the graph and writes it. Not collective: one process calls it.
+
+    Args:
+        data: The graph.
+        partition: How it is split, and where parts are kept.
+        on_step: Told of each step, if a partition is written.
 
     Raises:
         DatasetError: Unknown, malformed, NaN features, ….
@@ -193,7 +199,7 @@ def prepare_partition(data: DataConfig, partition: PartitionConfig) -> PreparedG
         found = _reusable(root, digest[:16])
         if found is not None:
             return found
-        return _write(data, partition, num_parts, root, digest[:16], description)
+        return _write(data, partition, num_parts, root, digest[:16], description, on_step)
 
 
 def default_workspace() -> Path:
@@ -285,17 +291,35 @@ def _write(
     root: Path,
     key: str,
     description: dict[str, object],
+    on_step: OnStep | None,
 ) -> PreparedGraph:
-    dataset = data.load()
+    dataset = load_graph(data, on_step)
     name = graph_name_of(dataset.name)
     folder = root / f"{name}-{num_parts}-{key}"
-    write_partition(dataset.graph, name, num_parts, folder, partition, dataset.num_classes, dataset.name, description)
+    write_partition(
+        dataset.graph,
+        name,
+        num_parts,
+        folder,
+        partition,
+        dataset.num_classes,
+        dataset.name,
+        description,
+        on_step=on_step,
+    )
     return PreparedGraph(
         part_config=folder / f"{name}.json",
         dataset=dataset.name,
         num_classes=dataset.num_classes,
         num_parts=num_parts,
     )
+
+
+def load_graph(data: DataConfig, on_step: OnStep | None) -> GraphDataset:
+    """Returns the graph as `data` tells; the first step of a partition."""
+    if on_step is not None:
+        on_step(f"loading {data.data}", 0, 1)
+    return data.load()
 
 
 def graph_name_of(dataset_name: str) -> str:
@@ -313,6 +337,8 @@ def write_partition(
     num_classes: int,
     dataset_name: str,
     description: dict[str, object],
+    *,
+    on_step: OnStep | None = None,
 ) -> None:
     """Writes a partition folder and, last, what it was made from.
 
@@ -321,7 +347,13 @@ def write_partition(
     """
     _check_ours(folder / _DATASET_FILE)
     partition_graph(
-        graph, graph_name, num_parts, folder, num_hops=partition.num_hops, part_method=partition.part_method
+        graph,
+        graph_name,
+        num_parts,
+        folder,
+        num_hops=partition.num_hops,
+        part_method=partition.part_method,
+        on_step=on_step,
     )
     record = {
         "name": dataset_name,

@@ -61,6 +61,9 @@ _PART_FILES = (
 _YOUNG_S = 60.0
 """Of a folder that may belong to a process which has just made it, and not locked it yet."""
 
+OnStep = Callable[[str, int, int], None]
+"""Told as a step begins: what it is, which one it is, from 0, and how many there are."""
+
 BalanceTypes = Tensor | dict[str, Tensor]
 IdMapping = tuple[Tensor, Tensor] | tuple[dict[str, Tensor], dict[tuple[str, str, str], Tensor]]
 
@@ -82,6 +85,7 @@ def partition_graph(
     *,
     seed: int = 0,
     local_order: bool = True,
+    on_step: OnStep | None = None,
     **kwargs: bool,
 ) -> IdMapping | None:
     """Writes a partition folder that plain DistDGL reads, with full-graph degrees and checksums beside DGL's files.
@@ -112,6 +116,7 @@ def partition_graph(
         local_order: Look for an order of each part's vertices by locality and keep it with the part, where the graph is
             large enough for it to matter: full-graph training uses it, and looks for it at every start where it is not
             kept. It takes 2 s for 100,000 vertices of a part and half a minute for a million.
+        on_step: Told of each step as it begins, of which large graphs have long ones.
         **kwargs: As in DGL: options of the GraphBolt conversion.
     Returns:
         None, or with `return_mapping` original ids by global id of vertices and edges, (N_total,) and (E_total,) int64
@@ -134,11 +139,16 @@ def partition_graph(
     staging, lock = _make_staging(target)
     following.callback(os.close, lock)
 
+    def begin_step(what: str, number: int) -> None:
+        if on_step is not None:
+            on_step(what, number, num_parts + 2)
+
     def begin_writing() -> None:
         # What is written aside goes with this process. Not while METIS runs: it lets no Python run for minutes.
         following.enter_context(ending_signals_raise())
 
     try:
+        begin_step(f"splitting the graph ({part_method})", 0)
         if g.is_homogeneous:
             if isinstance(balance_ntypes, dict):
                 if len(balance_ntypes) != 1:
@@ -159,6 +169,7 @@ def partition_graph(
                 seed=seed,
                 local_order=local_order,
                 begin_writing=begin_writing,
+                begin_part=lambda part_id: begin_step(f"writing part {part_id}", 1 + part_id),
             )
             mapping: IdMapping | None = (ids.orig_node_ids, ids.orig_edge_ids)
         else:
@@ -181,6 +192,7 @@ def partition_graph(
             begin_writing()
         if use_graphbolt:
             _add_graphbolt(staging / f"{graph_name}.json", kwargs)
+        begin_step("checksums", num_parts + 1)
         files = [str(path.relative_to(staging)) for path in sorted(staging.rglob("*")) if path.is_file()]
         write_manifest(staging, graph_name=graph_name, num_parts=num_parts, seed=seed, files=files)
         sync_tree(staging)
@@ -414,6 +426,7 @@ def _write_homogeneous(
     seed: int,
     local_order: bool,
     begin_writing: Callable[[], None],
+    begin_part: Callable[[int], None],
 ) -> Renumbering:
     src, dst = (ends.to("cpu", torch.int64) for ends in g.edges(order="eid"))
     num_nodes, num_edges = int(g.num_nodes()), int(g.num_edges())
@@ -441,6 +454,7 @@ def _write_homogeneous(
     del bare, src, dst
     ntype, etype = g.ntypes[0], ":".join(g.canonical_etypes[0])
     for part_id in range(num_parts):
+        begin_part(part_id)
         part = cut_part(ids, part_id, num_hops)
         part_folder = folder / f"part{part_id}"
         part_folder.mkdir(mode=0o775)

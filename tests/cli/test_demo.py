@@ -261,7 +261,7 @@ def test_a_plan_is_shown_where_it_cannot_be_saved(
         result: dict[str, Any] = {"model": "gcn", "dataset": "g", "ranks": 2, "strategy": "hybrid", "by_rank": []}
         return result | {"chosen_plan": "depcomm", "predicted_epoch_s": 0.012, "chunk_rows": None, "explanations": []}
 
-    monkeypatch.setattr(plan, "prepare_partition", lambda *_: prepared)
+    monkeypatch.setattr(plan, "prepare_partition", lambda *_, **__: prepared)
     monkeypatch.setattr(plan, "run_local", run_local)
     monkeypatch.setattr(plan.os, "access", lambda path, mode: is_writable)
     assert main.main(["plan", "--json"]) == 0
@@ -278,7 +278,7 @@ def test_a_run_whose_last_model_is_not_saved_is_shown_and_an_error(
 ) -> None:
     prepared = PreparedGraph(part_config=tmp_path / "g.json", dataset="g", num_classes=2, num_parts=2)
     unsaved = replace(report("hybrid"), unsaved="the model of epoch 3 cannot be saved in full: No space left on device")
-    monkeypatch.setattr(train, "prepare_partition", lambda *_: prepared)
+    monkeypatch.setattr(train, "prepare_partition", lambda *_, **__: prepared)
     monkeypatch.setattr(train, "run_local", lambda *_, **__: [unsaved.to_json()])
     out = tmp_path / "out"
     assert main.main(["train", "--json", "--out", str(out), "--checkpoint", "full"]) == 1

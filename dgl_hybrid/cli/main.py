@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import dgl_hybrid
-from dgl_hybrid.cli.one_line_parser import OneLineParser
+from dgl_hybrid.cli.one_line_parser import CommandParser, OneLineParser
 from dgl_hybrid.cli.script_words import split_words
 from dgl_hybrid.compat.closed_streams import open_closed_streams
 from dgl_hybrid.errors import HybridError
@@ -88,7 +88,7 @@ def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, list[st
         prog="dgl-hybrid", description="Full-graph GNN training on partitioned graphs, beside DGL and DistDGL."
     )
     parser.add_argument("--version", action="version", version=f"dgl_hybrid {dgl_hybrid.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=CommandParser)
     at = next((at for at, word in enumerate(argv) if not word.startswith("-")), len(argv))
     own = list(argv)
     script: list[str] = []

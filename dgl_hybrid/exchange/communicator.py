@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.buffers import BufferPool
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
+from dgl_hybrid.exchange.small_messages import MOST_BYTES, Kind, Words, data_of, find_difference, pack, sizes_of
 from dgl_hybrid.exchange.transport import ExchangeTag, Transport
 
 _MOVED_AS_BYTES = frozenset(
@@ -29,6 +31,10 @@ _MOVED_AS_BYTES = frozenset(
 """What gloo or NCCL does not send as it is."""
 
 _ON_ALL_RANKS = "_dgl_hybrid_is_on_all_ranks"
+_SAME_CALLS = (
+    "Every rank must make the same calls in the same order (an `if rank == 0: evaluate()` breaks this), and an "
+    "exception on one rank ends the job on all."
+)
 
 
 def is_on_all_ranks(error: Exception) -> bool:
@@ -278,9 +284,10 @@ class Communicator:
         """Raises on every rank, or on none: all see the same headers."""
         row_bytes = send.element_size() * int(torch.Size(send.shape[1:]).numel())
         kind = int(send.is_floating_point())
-        header = self._tensor([layer, int(backward), row_bytes, kind, *send_counts, *recv_counts])
         # Compared as tensors: ranks times ranks of them, at every exchange of a first step.
-        headers = torch.stack(self._gather(header)).cpu()
+        header = np.array([layer, int(backward), row_bytes, kind, *send_counts, *recv_counts], dtype=np.int64)
+        told = self._gather("integers", header.tobytes(), "an exchange")
+        headers = torch.from_numpy(np.frombuffer(b"".join(told), dtype=np.int64).reshape(self.world_size, -1).copy())
         kinds, sent, expected = headers.split([4, self.world_size, self.world_size], dim=1)
         others = (kinds != kinds[0]).any(dim=1).nonzero().flatten().tolist()
         if others:
@@ -330,35 +337,56 @@ class Communicator:
                     self.transport.all_reduce(tensor)
         return tensor
 
-    def gather_ints(self, values: Sequence[int]) -> list[list[int]]:
-        """Returns `[rank][k]`, every rank's list of the same length. Collective."""
-        gathered = self._gather(self._tensor(list(values)))
-        return [[int(v) for v in row.tolist()] for row in gathered]
+    def gather_ints(self, values: Sequence[int], *, what: str = "") -> list[list[int]]:
+        """Returns `[rank][k]`, every rank's list of the same length. Collective.
 
-    def gather_floats(self, values: Sequence[float]) -> list[list[float]]:
-        """Returns `[rank][k]`, every rank's list of the same length. Collective."""
-        gathered = self._gather(self._tensor([float(v) for v in values], torch.float64))
-        return [[float(v) for v in row.tolist()] for row in gathered]
+        Args:
+            values: Of 64 bits.
+            what: Where this rank is, as for all gathers here: ranks in different places are told of them.
 
-    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        Raises:
+            ExchangeError: On all ranks, if they are not in the same place, or lists are not as long.
+        """
+        gathered = self._gather("integers", np.array(values, dtype=np.int64).tobytes(), what)
+        return [np.frombuffer(data, dtype=np.int64).tolist() for data in gathered]
+
+    def gather_floats(self, values: Sequence[float], *, what: str = "") -> list[list[float]]:
+        """Returns `[rank][k]`, every rank's list of the same length. Collective; see `gather_ints`."""
+        gathered = self._gather("numbers", np.array(values, dtype=np.float64).tobytes(), what)
+        return [np.frombuffer(data, dtype=np.float64).tolist() for data in gathered]
+
+    def gather_json(self, value: Any, *, what: str = "") -> list[Any]:
+        """Returns every rank's JSON-serialisable value, by rank. Collective (`all_gather_object` would pickle); see
+        `gather_ints`.
+        """
+        return [json.loads(data) for data in self._gather("a message", json.dumps(value).encode(), what)]
+
+    def _gather(self, kind: Kind, data: bytes, what: str = "") -> list[bytes]:
+        """Returns the bytes of each rank: in one gather where they are few, else in two."""
         if self.transport is None:
-            return [tensor]
+            return [data]
         self._begin()
-        with self.naming("gather"):
-            return self.transport.all_gather(tensor)
-
-    def gather_json(self, value: Any) -> list[Any]:
-        """Returns every rank's JSON-serialisable value, by rank. Collective (`all_gather_object` would pickle)."""
-        data = json.dumps(value).encode()
-        lengths = [row[0] for row in self.gather_ints([len(data)])]
-        width = max(lengths)
-        padded = torch.zeros(width, dtype=torch.uint8)
+        device = self.transport.device
+        with self.naming(what or "gather"):
+            rows = self.transport.all_gather(torch.from_numpy(pack(kind, what, data)).to(device))
+        table = torch.stack(rows).cpu().numpy()
+        self._check_same_place(table)
+        widest = max(sizes := sizes_of(table))
+        if widest <= MOST_BYTES:
+            return data_of(table)
+        padded = torch.zeros(widest, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        rows = self._gather(padded.to(self._tensor([0]).device))
-        return [json.loads(row[:n].cpu().numpy().tobytes()) for row, n in zip(rows, lengths, strict=True)]
+        with self.naming(what or "gather"):
+            rows = self.transport.all_gather(padded.to(device))
+        return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+
+    def _check_same_place(self, table: Words) -> None:
+        difference = find_difference(table)
+        if difference is not None:
+            raise ExchangeError(f"ranks are not in the same place: {difference}. {_SAME_CALLS}")
 
     def gather_rows(self, rows_NF: Tensor) -> Tensor:
-        """Puts the rows of all ranks one below the other, by rank. Collective: three gathers; not differentiable.
+        """Puts the rows of all ranks one below the other, by rank. Collective; not differentiable.
 
         Every rank receives all rows, and for a moment holds `world_size` times the longest rank's.
 
@@ -372,7 +400,7 @@ class Communicator:
         """
         if self.transport is None:
             return rows_NF
-        told = self.gather_json([len(rows_NF), *rows_NF.shape[1:], str(rows_NF.dtype)])
+        told = self.gather_json([len(rows_NF), *rows_NF.shape[1:], str(rows_NF.dtype)], what="a gather of rows")
         for rank, (_, *form) in enumerate(told):
             if form != told[0][1:]:
                 raise ExchangeError(
@@ -383,17 +411,18 @@ class Communicator:
         shape = (max(sizes), rows_NF.shape[1])
         padded = torch.zeros(shape, dtype=rows_NF.dtype, device=self._tensor([0]).device)
         padded[: len(rows_NF)] = rows_NF.detach()
-        parts = self._gather(_as_moved(padded))  # gloo's takes one size only
+        with self.naming("a gather of rows"):
+            parts = self.transport.all_gather(_as_moved(padded))  # gloo's takes one size only
         rows = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
         return rows.view(rows_NF.dtype).to(rows_NF.device)
 
-    def broadcast_json(self, value: Any) -> Any:
-        """Returns rank 0's JSON-serialisable value on every rank. Collective."""
-        return self.gather_json(value if self.rank == 0 else None)[0]
+    def broadcast_json(self, value: Any, *, what: str = "") -> Any:
+        """Returns rank 0's JSON-serialisable value on every rank. Collective; see `gather_ints`."""
+        return self.gather_json(value if self.rank == 0 else None, what=what)[0]
 
     def barrier(self) -> None:
         """Waits for every rank. Collective."""
-        self.gather_ints([0])
+        self.gather_ints([0], what="a barrier")
 
     def common_time_s(self, local_s: float) -> float:
         """Maps this rank's `perf_counter` to a clock all ranks share, to about one message's latency.
@@ -407,8 +436,8 @@ class Communicator:
         return local_s + self._clock_offset_s
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
-        """Runs a rank-local part whose failure all ranks learn of. Collective at its end.
+    def agreed(self, what: str = "") -> Iterator[None]:
+        """Runs a rank-local part whose failure all ranks learn of. Collective at its end; see `gather_ints`.
 
         If the part raises on any rank, every rank raises: the failing one its own error, the others an error of
         the failing rank's kind with its words, so that nobody is left waiting in the next collective.
@@ -419,7 +448,7 @@ class Communicator:
         except Exception as caught:
             error = caught
         report = None if error is None else [type(error).__name__, str(error)]
-        self.raise_agreed(error, self.gather_json(report))
+        self.raise_agreed(error, self.gather_json(report, what=what))
 
     def raise_agreed(self, error: Exception | None, reports: Sequence[Any]) -> None:
         """Raises what `agreed` would raise for these reports of all ranks; returns if there are none."""
@@ -446,7 +475,7 @@ class Communicator:
         if self.transport is None:
             return None
         # Who is alone on its host has "gloo", where others have "mixed".
-        backends = self.gather_ints([int(self.transport.backend in ("mixed", "nccl"))])
+        backends = self.gather_ints([int(self.transport.backend in ("mixed", "nccl"))], what=what)
         return LentTransport(self, self.transport, what, may_share_links=any(row[0] for row in backends))
 
     @contextlib.contextmanager
@@ -478,9 +507,7 @@ class Communicator:
             told += [f"rank {rank} waits in {place}" for rank, place in sorted(self.transport.elsewhere.items())]
         who = "; ".join(told) or "a peer left or failed"
         raise ExchangeError(
-            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. Every rank must make the same "
-            f"calls in the same order (an `if rank == 0: evaluate()` breaks this), and an exception on one rank ends "
-            f"the job on all. ({error})"
+            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. {_SAME_CALLS} ({error})"
         ) from error
 
 

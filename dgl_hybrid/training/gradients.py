@@ -24,7 +24,9 @@ def average_gradients(model: nn.Module, loader: FullGraphLoader) -> None:
     """
     communicator = loader.communicator
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    present = communicator.gather_ints([_kind_of_gradient(parameter) for parameter in parameters])
+    present = communicator.gather_ints(
+        [_kind_of_gradient(parameter) for parameter in parameters], what="average_gradients"
+    )
     kind_of = {parameter: max(row[k] for row in present) for k, parameter in enumerate(parameters)}
     used = [parameter for parameter, kind in kind_of.items() if kind != _NONE]
     rows_of = {parameter: _used_rows(parameter) for parameter, kind in kind_of.items() if kind == _SPARSE}

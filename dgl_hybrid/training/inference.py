@@ -122,10 +122,10 @@ def infer(
 
 def _check_arguments(model: object, loader: FullGraphLoader | None, communicator: Communicator) -> None:
     """Checks what each rank was given. Collective."""
-    with communicator.agreed():
+    with communicator.agreed("infer"):
         if not isinstance(model, nn.Module):
             raise TypeError(f"infer needs a torch.nn.Module, called as model(blocks, x) (got {type(model).__name__})")
-    has_loader = [bool(row[0]) for row in communicator.gather_ints([int(loader is not None)])]
+    has_loader = [bool(row[0]) for row in communicator.gather_ints([int(loader is not None)], what="infer")]
     if len(set(has_loader)) > 1:
         with_it, without = has_loader.index(True), has_loader.index(False)
         raise ValueError(

@@ -62,7 +62,9 @@ class LastEpoch:
 
     def gather(self, communicator: Communicator) -> list[LastEpoch]:
         """Returns the news of all ranks. Collective."""
-        return [self.from_ints(row) for row in communicator.gather_ints(self.to_ints())]
+        return [
+            self.from_ints(row) for row in communicator.gather_ints(self.to_ints(), what="the next epoch of a loader")
+        ]
 
 
 def check_same_masks(told: Sequence[LastEpoch]) -> None:

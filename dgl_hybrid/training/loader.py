@@ -169,7 +169,7 @@ class FullGraphLoader:
         g = as_partitioned(g, transport, timeout_s=timeout_s)
         self.graph = g
         self.communicator = g.communicator
-        with self.communicator.agreed():
+        with self.communicator.agreed("the making of a FullGraphLoader"):
             unknown = sorted(set(dataloader_kwargs) - IGNORED)
             if unknown:
                 raise TypeError(f"FullGraphLoader got an unknown argument {unknown[0]!r}")

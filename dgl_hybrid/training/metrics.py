@@ -125,7 +125,7 @@ def _count_distinct(values: Tensor, communicator: Communicator | None) -> int:
     """Returns how many different integers the ranks hold. Two collectives."""
     own = [int(value) for value in values.unique().tolist()]
     checked = _of_all_ranks(communicator)
-    by_rank = [own] if checked is None else checked.gather_json(own)
+    by_rank = [own] if checked is None else checked.gather_json(own, what="a metric")
     return len(set().union(*by_rank))
 
 
@@ -212,7 +212,7 @@ def _check_alike(sizes: Mapping[str, int], communicator: Communicator | None) ->
         ValueError: On all ranks, if one differs.
     """
     checked = _of_all_ranks(communicator)
-    by_rank = [] if checked is None else checked.gather_ints(list(sizes.values()))
+    by_rank = [] if checked is None else checked.gather_ints(list(sizes.values()), what="a metric")
     for rank, found in enumerate(by_rank):
         for what, expected, size in zip(sizes, by_rank[0], found, strict=True):
             if size != expected:
@@ -225,7 +225,7 @@ def _check_alike(sizes: Mapping[str, int], communicator: Communicator | None) ->
 def _agreed(communicator: Communicator | None) -> contextlib.AbstractContextManager[None]:
     """Checks of shapes go in here: a rank with rows of another number must not leave the others waiting for its own."""
     checked = _of_all_ranks(communicator)
-    return contextlib.nullcontext() if checked is None else checked.agreed()
+    return contextlib.nullcontext() if checked is None else checked.agreed("a metric")
 
 
 def _sum(values: Tensor, communicator: Communicator | None) -> Tensor:

@@ -186,10 +186,10 @@ def run_apart(rank: int, world_size: int) -> str:
 def test_ranks_that_wait_for_each_other_in_different_places_say_where() -> None:
     """Over a process group each of them came somewhere, so "a peer left or failed" was all that was said."""
     first, second, third = run_ranks(3, run_apart)
-    assert "exchange 2 (layer 2, forward) did not complete on rank 0 of 3: rank 1 waits in gather after" in first
-    assert "gather after exchange 1 did not complete on rank 1 of 3" in second
+    assert "exchange 2 (layer 2, forward) did not complete on rank 0 of 3: rank 1 waits in a barrier after" in first
+    assert "a barrier after exchange 1 did not complete on rank 1 of 3" in second
     assert "rank 0 waits in exchange 2 (layer 2, forward); rank 2 waits in exchange 2 (layer 2, forward)" in second
-    assert "rank 1 waits in gather after exchange 1" in third
+    assert "rank 1 waits in a barrier after exchange 1" in third
 
 
 def ask_for_timeouts(rank: int, world_size: int) -> list[float]:

@@ -91,6 +91,7 @@ def run(args: argparse.Namespace) -> int:
         ranks=prepared.num_parts,
         threads=options.threads,
         verbose=args.verbose,
+        timeout_s=training.exchange_timeout_s,
     )
     print_plan(result)
     saved = f"saved in {out}; train with --plan {shlex.quote(str(out))}"

@@ -58,6 +58,7 @@ def run(args: argparse.Namespace) -> int:
             threads=options.threads,
             verbose=args.verbose,
             show_progress=not args.json,
+            timeout_s=training.exchange_timeout_s,
         )
         report = TrainReport.from_json(reports[0])
     result: dict[str, Any] = report.to_json()

@@ -23,7 +23,7 @@ from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.buffers import BufferPool
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
 from dgl_hybrid.exchange.small_messages import MOST_BYTES, Kind, Words, data_of, find_difference, pack, sizes_of
-from dgl_hybrid.exchange.transport import ExchangeTag, Transport
+from dgl_hybrid.exchange.transport import ExchangeTag, PeerLeftError, Transport
 
 _MOVED_AS_BYTES = frozenset(
     {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -489,7 +489,8 @@ class Communicator:
         try:
             yield
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error) or _is_of_gpu(error):
+            is_own = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error) or _is_of_gpu(error)
+            if is_own and not isinstance(error, PeerLeftError):
                 raise  # no peer's fault, and scripts catch it
             self._explain(what, error)
         except Exception:

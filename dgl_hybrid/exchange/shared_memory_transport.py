@@ -39,7 +39,15 @@ from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.far_rows import FarRows
 from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
 from dgl_hybrid.exchange.shared_segments import Outbox
-from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row, milliseconds
+from dgl_hybrid.exchange.transport import (
+    NO_TAG,
+    ExchangeTag,
+    PeerLeftError,
+    Transport,
+    as_bytes,
+    bytes_of_row,
+    milliseconds,
+)
 
 ROUND_BYTES = 16 << 20
 """What is not written into the outbox by the caller goes through it in pieces: bounds the memory of large transfers,
@@ -388,7 +396,7 @@ class SharedMemoryTransport(Transport):
         if not message:
             self._has_ended(link)
         if message[0] == _LEAVING:
-            raise _PeerLeftError(message[1:].decode(errors="replace"))
+            raise PeerLeftError(message[1:].decode(errors="replace"))
         if message[0] != _ROWS or len(message) != _POST.size:
             raise RuntimeError(
                 f"rank {link.rank} sent {len(message)} bytes of no known kind: is it of another version?"
@@ -427,7 +435,7 @@ class SharedMemoryTransport(Transport):
     def _leave(self, error: BaseException) -> None:
         if self._why_left:
             return
-        if isinstance(error, _PeerLeftError):
+        if isinstance(error, PeerLeftError):
             self._why_left = str(error)
         else:
             self._why_left = f"rank {self.rank} of {self.world_size}: {error or type(error).__name__}"
@@ -435,10 +443,6 @@ class SharedMemoryTransport(Transport):
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.channel.send(message, socket.MSG_NOSIGNAL)
-
-
-class _PeerLeftError(RuntimeError):
-    """Another rank gave up; in its words."""
 
 
 def connect_through_memory(group: Transport, *, timeout_s: float, everybody: bool = False) -> Transport | str:

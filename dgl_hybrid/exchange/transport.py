@@ -43,6 +43,10 @@ def milliseconds(seconds: float) -> int:
     return min(max(1, math.ceil(1000 * seconds)), _LONGEST_WAIT_MS)
 
 
+class PeerLeftError(RuntimeError):
+    """Another rank gave up; in its words."""
+
+
 class Transport(ABC):
     """Moves plain tensors between `world_size` ranks, in program order; every operation is collective.
 

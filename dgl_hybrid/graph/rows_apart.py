@@ -12,6 +12,8 @@ from typing import Any
 import dgl
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, float_tensors_in, map_leaves
@@ -61,19 +63,23 @@ def compare_rows_apart(
     record: TraceRecord,
     sizes: list[int],
     num_edges: list[int],
+    *,
+    warns: bool = True,
 ) -> list[tuple[Tensor, Tensor]]:
     """Changes rows that no other row reads (`rows_alone`), and looks whether any other row of the output changes.
 
     Those rows of what the model is given, of the fields it finds in the blocks, of the ids of vertices there, by which
     it may read a table of its own, and of what it exchanges; of rows of edges that of row 0, its only one. Once so that
     they have the least numbers of all rows in every column there, and once the greatest: a model that mixes rows by one
-    of both does not see the other. What is made of degrees of all vertices is warned of.
+    of both does not see the other. What the model keeps in its buffers is compared, too, but for those of batch norm.
+    What is made of degrees of all vertices is warned of.
 
     A model may draw numbers (which layer to skip) and change its own state in every forward (`spectral_norm`): each run
     has a copy and generators in the same state.
 
     Args:
         make_model: Makes a copy.
+        warns: Of what may be right.
 
     Returns:
         The tensors of the output without a change and with one by which they differ, if there is one; none, where that
@@ -123,7 +129,7 @@ def compare_rows_apart(
         *,
         changes_ids: bool = False,
         changes_degrees: bool = False,
-    ) -> list[Tensor]:
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
         for frame, fields in zip(frames, given, strict=True):
             for name, rows in fields.items():
                 frame[name] = change(rows)
@@ -135,19 +141,22 @@ def compare_rows_apart(
                 for block in blocks if changes_degrees else ():
                     degrees.enter_context(block.raised_degrees_of_first())
                 seed_generators(0)
-                return float_tensors_in(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
+                outputs = float_tensors_in(model(*map_leaves(args, change), **map_leaves(kwargs, change)))
+                return outputs, _state_of(model)
         finally:
             blocks[0].observer = None
             blocks[0].rename_sources(ids)
 
     with torch.no_grad(), QuietMode(record, sizes):
-        plain, again = run(copied, None), run(copied, None)
+        (plain, state), (again, _) = run(copied, None), run(copied, None)
         if not all(map(_are_close, plain, again)):
-            _logger.warning(
-                "two forwards of the model from the same state differ, so it was not checked that rows of different "
-                "vertices are only mixed by message passing and batch norm; anything else would not be exact. If it "
-                "keeps state outside of itself, that may be another one on each rank now: keep it in its modules"
-            )
+            if warns:
+                _logger.warning(
+                    "two forwards of the model from the same state differ, so it was not checked that rows of "
+                    "different vertices are only mixed by message passing and batch norm; anything else would not be "
+                    "exact. If it keeps state outside of itself, that may be another one on each rank now: keep it in "
+                    "its modules"
+                )
             return []
         pairs = list(zip(plain, plain, strict=True))
         for sign in (-1.0, 1.0):
@@ -160,7 +169,9 @@ def compare_rows_apart(
                     disturbed = run(change, _Disturber(alone, sign))
             if disturbed is None:
                 disturbed = run(lambda x: copied(x) if _is_integer(x) else change(x), _Disturber(alone, sign))  # noqa: B023
-            for at, (before, after) in enumerate(zip(plain, disturbed, strict=True)):
+            outputs, changed_state = disturbed
+            _check_state(state, changed_state, len(alone))
+            for at, (before, after) in enumerate(zip(plain, outputs, strict=True)):
                 if differ_elsewhere(before, after):
                     raise BlockError(
                         "the model mixes rows of different vertices outside message passing (a norm, a mean or a "
@@ -171,14 +182,49 @@ def compare_rows_apart(
                     pairs[at] = before, after
         by_degrees = plain
         with contextlib.suppress(Exception):  # of a table of degrees, or of lengths that are no longer those of edges
-            by_degrees = run(copied, None, changes_degrees=True)
-        if any(map(differ_elsewhere, plain, by_degrees)):
+            by_degrees, _ = run(copied, None, changes_degrees=True)
+        if warns and any(map(differ_elsewhere, plain, by_degrees)):
             # No error: who takes degrees for lengths of segments does nothing wrong.
             _logger.warning(
                 "what the model makes of vertices depends on how many edges another one has: of degrees of all "
                 "vertices (d / d.max(), say) each rank has its own. Scale by numbers of the whole graph instead"
             )
     return pairs
+
+
+def _state_of(model: nn.Module) -> dict[str, Tensor]:
+    """Returns what a model keeps, by name: its buffers, but for those of batch norm, whose statistics are summed."""
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase)}
+    return {
+        name: x.detach().clone()
+        for name, x in model.named_buffers()
+        if name.rpartition(".")[0] not in norms and not is_lazy(x)
+    }
+
+
+def _check_state(before: dict[str, Tensor], after: dict[str, Tensor], num_alone: int) -> None:
+    """Checks that a forward keeps nothing that is made of several rows, which each rank would have of its own rows.
+
+    Tables of which each row is one vertex's (the last embedding of each, say) have changed in few rows.
+
+    Raises:
+        BlockError: It does.
+    """
+    for name, one in before.items():
+        other = after.get(name)
+        if other is None or one.shape != other.shape or not one.numel():
+            continue
+        differs = ~torch.isclose(one, other, 1e-5, 1e-7, equal_nan=True) if one.is_floating_point() else one != other
+        # Ids of those rows change, too: what was kept of one vertex may be that of another.
+        rows = int(differs.view(len(one), -1).any(1).sum()) if one.dim() else 0
+        is_table = one.dim() > 0 and len(one) > 4 * num_alone and rows <= 2 * num_alone
+        if bool(differs.any()) and not is_table:
+            raise BlockError(
+                f"the model keeps in its buffer {name!r} what a forward makes of rows of different vertices (a running "
+                f"mean, centres of clusters, a count): each rank would have that of its own rows, and training, or an "
+                f"evaluation that reads it, would not be exact. Use BatchNorm1d, which is supported, or keep it "
+                f"outside of the model and make it the same on all ranks."
+            )
 
 
 def notes_on(

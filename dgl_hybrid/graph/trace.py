@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.call_template import CallTemplate, float_tensors_in
+from dgl_hybrid.graph.layer_block import LayerBlock
 from dgl_hybrid.graph.model_copy import copy_of, seed_generators, with_own_randomness, without_ddp
 from dgl_hybrid.graph.op_rates import row_slowdown
 from dgl_hybrid.graph.rows_apart import compare_rows_apart, notes_on
@@ -31,6 +32,9 @@ _logger = logging.getLogger(__name__)
 
 _MOST_DRAWS = 32
 """How often a model is run until each layer has been used, which it may skip now and then."""
+
+_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models that were run in evaluation mode, too."""
 
 _warned_of: weakref.WeakKeyDictionary[nn.Module, set[str]] = weakref.WeakKeyDictionary()
 """What was said of a model, which is traced again for every order of its products, and as epochs drift."""
@@ -123,6 +127,9 @@ def _trace_on(
             outputs = compare_rows_apart(
                 lambda: _opened(copy_of(pristine)), args, kwargs, blocks, record, sizes, num_edges
             )
+            if not sums_first and inner not in _evaluated:
+                _evaluated.add(inner)
+                _look_at_evaluation(pristine, args, kwargs, blocks, sizes, num_edges)
         for kind, text in notes_on(outputs, record.output_rows, sizes, num_edges):
             if kind not in _warned_of.setdefault(inner, set()):
                 _warned_of[inner].add(kind)
@@ -135,6 +142,28 @@ def _trace_on(
         trace=_summarise(record, sizes, num_edges, parameters, dtype, sums_first or [False] * num_layers),
         dense_below=1 + max(record.batch_norm_levels, default=-1),
     )
+
+
+def _look_at_evaluation(
+    pristine: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    blocks: list[LayerBlock],
+    sizes: list[int],
+    num_edges: list[int],
+) -> None:
+    """Warns where a model keeps rows apart in training and mixes them as it evaluates: `infer` refuses that, and a
+    script's own evaluation is not looked at.
+    """
+    unused = TraceRecord.empty(len(blocks))
+    try:
+        compare_rows_apart(
+            lambda: copy_of(pristine).eval(), args, kwargs, blocks, unused, sizes, num_edges, warns=False
+        )
+    except BlockError as error:
+        _logger.warning("in evaluation mode this holds, so that what the model evaluates to is not exact: %s", error)
+    except Exception as error:  # it may never be evaluated
+        _logger.debug("the model could not be run in evaluation mode (%s: %s)", type(error).__name__, error)
 
 
 def _opened(model: nn.Module) -> nn.Module:

@@ -25,6 +25,8 @@ class TraceRecord:
     edge_bytes: list[float]
     edge_held: list[float]
     fields: list[list[tuple[int, int, bool]]]
+    reached: set[int] = field(default_factory=set)
+    """Layers that do something along edges, with rows of sources or without (weights of edges, say)."""
     exchanged: set[int] = field(default_factory=set)
     """Layers that exchange in every epoch."""
     kept: set[int] = field(default_factory=set)
@@ -52,7 +54,7 @@ class TraceRecord:
 
     def unused(self) -> list[int]:
         """The layers whose blocks were not used."""
-        return [index + 1 for index, fields in enumerate(self.fields) if not fields]
+        return [index + 1 for index, fields in enumerate(self.fields) if not fields and index + 1 not in self.reached]
 
     def add_unused(self, other: TraceRecord) -> None:
         """Takes what another draw of the model did in layers that were not used here, and what it did besides."""
@@ -61,7 +63,7 @@ class TraceRecord:
         for name in ("level_flops", "level_bytes", "level_held", "edge_flops", "edge_bytes", "edge_held"):
             ours, theirs = getattr(self, name), getattr(other, name)
             ours[:] = [max(pair) for pair in zip(ours, theirs, strict=True)]
-        for name in ("exchanged", "kept", "summed", "attended", "unsplit", "ordered", "batch_norm_levels"):
+        for name in ("reached", "exchanged", "kept", "summed", "attended", "unsplit", "ordered", "batch_norm_levels"):
             getattr(self, name).update(getattr(other, name))
         self.beside_flops = other.beside_flops | self.beside_flops
 
@@ -109,6 +111,7 @@ class TraceObserver:
         self.record.beside_flops[layer] = self.record.beside_flops.get(layer, 0.0) + flops
 
     def on_message_passing(self, layer: int, fields: list[Tensor], *, is_weighted: bool) -> None:
+        self.record.reached.add(layer)
         slowdown = partial(weighted_slowdown, device=self.device) if is_weighted else lambda heads, width: 1.0
         self.passed.extend((layer, x, slowdown) for x in fields)
 

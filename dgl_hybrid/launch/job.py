@@ -32,6 +32,8 @@ class Job:
     launcher_pid: int
     verbose: bool = False
     show_progress: bool = False
+    timeout_s: float | None = None
+    """For how long ranks wait for each other as they meet, a minute at least, and at the end; None: as PyTorch does."""
 
     def write(self, folder: Path) -> None:
         write_json(folder / "job.json", asdict(self))

@@ -52,6 +52,7 @@ def run_local(
     threads: int | None = None,
     verbose: bool = False,
     show_progress: bool = False,
+    timeout_s: float | None = None,
 ) -> Any:
     """Starts `ranks` processes, runs the task on each, and returns rank 0's result.
 
@@ -62,6 +63,8 @@ def run_local(
         threads: Of each; None: cores / ranks.
         verbose: Ranks log what they do to stderr.
         show_progress: Rank 0 shows a progress bar on stderr.
+        timeout_s: For how long ranks wait for each other as they meet, a minute at least, and at the end; None: as
+            PyTorch does.
     Raises:
         RankFailure: A rank failed; all have ended.
         LaunchError: The ranks could not be started.
@@ -83,6 +86,7 @@ def run_local(
             launcher_pid=os.getpid(),
             verbose=verbose,
             show_progress=show_progress,
+            timeout_s=timeout_s,
         )
         job.write(folder)
         environment = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **_NO_TCP_STORE}
@@ -132,7 +136,9 @@ def explain_failure(errors: list[RankError], exit_codes: Mapping[int, int], rank
         if code < 0 and rank not in reporting and -code != signal.SIGTERM
     }
     causes = [error for error in errors if not _is_consequence(error)]
-    if not causes and killed:
+    # Who hung, or was stopped, outlives the launcher's SIGTERM until it sends SIGKILL; peers had waited for it in vain.
+    has_hung = any("did not take part" in error.message and not _says_that_a_peer_ended(error) for error in errors)
+    if not causes and killed and not has_hung:
         rank, number = next(iter(killed.items()))
         hint = " (out of memory?)" if number == signal.SIGKILL else ""
         return RankFailure(f"rank {rank} of {ranks} was killed by {signal.Signals(number).name}{hint}", "")

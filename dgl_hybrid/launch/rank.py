@@ -15,11 +15,16 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import dgl_hybrid  # noqa: F401  mends DGL before anything imports it
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError, write_json
+
+LEAST_MEETING_S = 60.0
+"""That ranks wait for each other as they start, however short exchanges are to be: imports alone take seconds."""
 
 
 def main(folder: Path) -> NoReturn:
@@ -77,7 +82,11 @@ def _run(job: Job, folder: Path, rank: int, world_size: int) -> Any:
     torch.set_num_threads(job.threads)
     # A file: see `launch.local`. Not by its URL, which PyTorch does not decode: a blank would be three characters.
     store = dist.FileStore(str(folder / "rank_store"), world_size)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    timeout = None if job.timeout_s is None else timedelta(seconds=max(job.timeout_s, LEAST_MEETING_S))
+    try:
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except RuntimeError as error:
+        raise ExchangeError(f"ranks did not all meet: rank {rank} of {world_size} waited in vain ({error})") from error
     result = TASKS[job.task](job.payload, show_progress=rank == 0 and job.show_progress)
     dist.barrier()
     return result

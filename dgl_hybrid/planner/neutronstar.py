@@ -183,4 +183,4 @@ class _Search:
 
 def _unit(prices: Floats, widths: Floats) -> float:
     """Least squares through the origin: the T of `prices = T * widths`."""
-    return float(prices @ widths / (widths @ widths)) if widths.size else 0.0
+    return float(prices @ widths / (widths @ widths)) if widths.any() else 0.0

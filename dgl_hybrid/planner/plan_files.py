@@ -180,7 +180,7 @@ def _fault_of(record: Mapping[str, Any]) -> str | None:
     if not all(type(count) is int and count >= 0 for count in record["communicated"]):
         return f"communicated is {record['communicated']!r}"
     chunk_rows, made_for = record.get("chunk_rows"), record.get("made_for")
-    if chunk_rows is not None and not (type(chunk_rows) is int and chunk_rows > 0):
+    if chunk_rows is not None and not (type(chunk_rows) is int and 0 < chunk_rows < 2**63):
         return f"chunk_rows is {chunk_rows!r}"
     return f"made_for is {made_for!r}" if not isinstance(made_for, dict | None) else None
 

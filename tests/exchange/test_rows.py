@@ -285,6 +285,30 @@ def test_fetched_rows_are_those_of_the_whole_table(kind: str, offsets: tuple[int
     assert run_ranks(3, run_fetch, kind, offsets) == [[]] * 3
 
 
+def run_beside_one_without_memory(rank: int, world_size: int) -> str:
+    """Rank 1 has no memory for an exchange of rows, and tells the others so."""
+    communicator, plan = create_communicator(transport="shared_memory"), make_plans(world_size)[rank]
+    transport = communicator.transport
+    assert transport is not None
+    if rank == 1:
+        transport._leave(OSError(12, "Cannot allocate memory"))  # type: ignore[attr-defined]
+        return "gone"
+    try:
+        extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
+    except (RuntimeError, ExchangeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_memory_that_a_peer_lacks_is_not_ones_own() -> None:
+    """It was raised as it came, so that a script that catches its own lack of memory would have caught it."""
+    first, gone, third = run_ranks(3, run_beside_one_without_memory)
+    assert gone == "gone"
+    for told in (first, third):
+        assert told.startswith("ExchangeError: exchange 1 (layer 2, forward) did not complete")
+        assert "rank 1 of 3: [Errno 12] Cannot allocate memory" in told
+
+
 def run_out_of_memory(rank: int, world_size: int) -> tuple[str, float]:
     communicator = create_communicator()
     communicator.barrier()

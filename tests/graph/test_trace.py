@@ -586,6 +586,110 @@ def test_a_model_of_fewer_layers_is_refused() -> None:
         trace(Stack(dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)), num_layers=3)
 
 
+class OfEdges(nn.Module):
+    """Its last layer sums what edges have, and reads no row of a source."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.second = way, dglnn.GraphConv(IN, OUT), nn.Linear(1, OUT)
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        h, block = self.first(blocks[0], x), blocks[1]
+        with block.local_scope():
+            block.edata["k"] = torch.ones(block.num_edges(), 1)
+            block.dstdata["d"] = torch.ones(block.num_dst_nodes(), 1)
+            message = {
+                "builtin": fn.copy_e("k", "m"),
+                "edges": lambda edges: {"m": edges.data["k"] * 2},
+                "destinations": lambda edges: {"m": edges.dst["d"] * 3},
+            }[self.way]
+            block.update_all(message, fn.sum("m", "out"))
+            return self.second(block.dstdata["out"]) + h[: block.num_dst_nodes()]
+
+
+@pytest.mark.parametrize("way", ["builtin", "edges", "destinations"])
+def test_a_layer_that_reads_no_source_uses_its_block(way: str) -> None:
+    """It was said to use none, and that the model had one layer less."""
+    first, second = trace(OfEdges(way)).trace.layers
+    assert first.operand_width > 0
+    assert second.operand_bytes_fwd == 0.0
+
+
+class Keeping(nn.Module):
+    """Keeps something in a buffer in every forward, which changes nothing of what it returns."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layers = way, nn.ModuleList([dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)])
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.register_buffer("kept", torch.zeros(500, HIDDEN) if way == "a row of each vertex" else torch.zeros(HIDDEN))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], x)
+        with torch.no_grad():
+            if self.way == "running mean":
+                self.kept.mul_(0.9).add_(0.1 * h.mean(0))
+            elif self.way == "a greatest":
+                self.kept = torch.maximum(self.kept, h.amax(0))
+            elif self.way == "a count":
+                self.seen += int((h > 3.0).sum())
+            elif self.way == "a row of each vertex":
+                self.kept[blocks[0].dstdata[dgl.NID] % 500] = h
+            elif self.way == "the last rows":
+                self.kept = h.clone()
+            elif self.way == "steps":
+                self.seen += 1
+            elif self.way == "weights":
+                self.kept.mul_(0.9).add_(self.layers[0].weight.mean(0))
+        if self.way == "batch norm":
+            h = self.norm(h)
+        return self.layers[1](blocks[1], torch.tanh(h))
+
+
+@pytest.mark.parametrize("way", ["running mean", "a greatest", "a count"])
+def test_what_is_kept_of_several_rows_is_refused(way: str) -> None:
+    """Each rank had that of its own rows, in silence: codebooks, centres, statistics for the evaluation alone."""
+    with pytest.raises(BlockError, match=r"keeps in its buffer '(kept|seen)' what a forward makes of rows"):
+        trace(Keeping(way))
+
+
+@pytest.mark.parametrize("way", ["steps", "weights", "a row of each vertex", "the last rows", "batch norm"])
+def test_what_is_kept_of_no_row_or_of_each_may_be(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = Keeping(way)
+    before = {name: x.clone() for name, x in model.named_buffers()}
+    trace(model)
+    assert all(torch.equal(x, before[name]) for name, x in model.named_buffers())
+    assert "evaluation mode" not in caplog.text
+
+
+class Evaluating(nn.Module):
+    """Does something else in evaluation mode."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layers = way, nn.ModuleList([dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)])
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        h = self.layers[0](blocks[0], x)
+        if not self.training:
+            if self.way == "fails":
+                raise RuntimeError("this model only trains")
+            h = h - h.mean(0) if self.way == "mixes" else h / h.norm(dim=1, keepdim=True)
+        return self.layers[1](blocks[1], h)
+
+
+@pytest.mark.parametrize("way", ["mixes", "apart", "fails"])
+def test_rows_that_are_mixed_in_evaluation_alone_are_warned_of(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Training is exact, and `infer` looks for itself: a script's own evaluation was wrong without a word."""
+    model = Evaluating(way)
+    for _ in range(2):
+        trace(model)
+    said = caplog.text.count("in evaluation mode this holds, so that what the model evaluates to is not exact")
+    assert said == (way == "mixes"), "once"
+    assert model.training
+
+
 @pytest.mark.parametrize("norm", ["right", "both"])
 def test_weights_that_are_normalised_do_not_keep_sums_from_being_split(norm: str) -> None:
     """They are made without rows of other ranks; whether they are constants is what counts."""

@@ -62,6 +62,17 @@ def test_a_killed_rank_is_named_before_what_followed() -> None:
     assert str(failure) == "rank 2 of 3 was killed by SIGKILL (out of memory?)"
 
 
+def test_a_rank_that_hung_did_not_run_out_of_memory() -> None:
+    """The launcher ends it by SIGKILL in the end; its peer had waited for it, and says so."""
+    waited = "exchange 3 did not complete on rank 0 of 2: rank 1 did not take part. (nothing came for 5 s)"
+    assert str(explain_failure([error(0, "ExchangeError", waited)], {0: 1, 1: -signal.SIGKILL}, 2)) == (
+        f"rank 0 of 2: {waited}"
+    )
+    ended = "exchange 3 did not complete on rank 0 of 2: rank 1 did not take part. (the process of rank 1 has ended)"
+    failure = explain_failure([error(0, "ExchangeError", ended)], {0: 1, 1: -signal.SIGKILL}, 2)
+    assert str(failure) == "rank 1 of 2 was killed by SIGKILL (out of memory?)"
+
+
 def test_ranks_ended_by_the_launcher_are_not_blamed() -> None:
     failure = explain_failure([error(1, "ExchangeError", "late")], {0: -signal.SIGTERM, 1: 1}, 2)
     assert str(failure) == "rank 1 of 2: late"

@@ -174,7 +174,7 @@ class _Wrapped(nn.Module):
             r"plan must be a DependencyPlan, or ids by level \(got 'plans'\): .*load_plan\(folder, rank\)",
         ),
         ("planner as a dictionary", r"planner must be a PlannerConfig \(got dict\)"),
-        ("half a row", r"chunk_rows must be a positive integer or None \(got 1\.5\)"),
+        ("half a row", r"chunk_rows must be a positive integer of 63 bits or None \(got 1\.5\)"),
         ("autotune in words", r"autotune must be a bool or a share of at least 0 \(got 'yes'\)"),
         ("model by name", r"model must be the torch\.nn\.Module that is trained, or None \(got str\)"),
         ("mask of two columns", r"a mask has one entry for each node \(field 'feat' has \(\d+,\)\)"),

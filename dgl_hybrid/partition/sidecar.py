@@ -70,7 +70,7 @@ def read_sidecar(path: Path, *, part_id: int, num_inner_nodes: int, num_inner_ed
             metadata = json.loads((reader.metadata() or {}).get("dgl_hybrid", "{}"))
             tensors = {name: reader.get_tensor(name) for name in _TENSORS}
             order = reader.get_tensor(_LOCAL_ORDER) if _LOCAL_ORDER in reader.keys() else None  # noqa: SIM118
-    except (OSError, safetensors.SafetensorError, json.JSONDecodeError) as error:
+    except (OSError, safetensors.SafetensorError, json.JSONDecodeError, RecursionError) as error:
         raise PartitionError(f"{path} cannot be read ({error}). {_REMEDY}") from error
     if not isinstance(metadata, dict) or not isinstance(bool_data := metadata.get("bool_data", []), list):
         raise PartitionError(f"{path}: its metadata must be an object with a list 'bool_data'. {_REMEDY}")

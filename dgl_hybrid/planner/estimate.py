@@ -219,8 +219,11 @@ def choose_plan(
         raise ValueError(f"every rank must give the same number of candidates, at least one (got {lengths})")
     fitting = [i for i in range(lengths[0]) if all(estimates[i].fits for estimates in estimates_by_rank)]
     if not fitting:
-        least = [min(estimate.held_bytes for estimate in estimates) for estimates in estimates_by_rank]
-        worst = max(range(len(least)), key=lambda rank: least[rank])
+        leanest = [min(estimates, key=lambda estimate: estimate.held_bytes) for estimates in estimates_by_rank]
+        least = [estimate.held_bytes for estimate in leanest]
+        # Budgets may differ by rank: who holds most need not be who lacks room.
+        lacking = [rank for rank, estimate in enumerate(leanest) if not estimate.fits] or range(len(least))
+        worst = max(lacking, key=lambda rank: least[rank])
         needed = math.ceil(least[worst] if chunked_bytes is None else min(least[worst], chunked_bytes))
         at_once = f" (layers {list(unsplit)} need all of theirs at once)" if unsplit else ""
         raise PlanError(

@@ -147,7 +147,7 @@ def load_plan(
             chunk_rows=record.get("chunk_rows"),
             made_for=record.get("made_for"),
         )
-    except (AttributeError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError, SafetensorError) as error:
         raise PlanError(f"{json_path} cannot be read ({error}); plan again") from error
     if any(ids.dtype != torch.int64 or ids.dim() != 1 for ids in cached):
         raise PlanError(f"{ids_path} must hold one-dimensional int64 ids; plan again")

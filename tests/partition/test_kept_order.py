@@ -11,6 +11,7 @@ from typing import cast
 
 import dgl
 import pytest
+import safetensors.torch
 import torch
 
 from dgl_hybrid.errors import PartitionError
@@ -114,6 +115,12 @@ def test_what_is_no_order_is_refused(rows: torch.Tensor, reads: tuple[float, flo
     order = LocalOrder(rows=rows, reads_by_id=reads[0], reads_by_locality=reads[1])
     write_sidecar(path, replace(sidecar, local_order=order))
     with pytest.raises(PartitionError, match=r"local_order must be an order of 3 vertices"):
+        read_sidecar(path, part_id=0, num_inner_nodes=3, num_inner_edges=2)
+    tensors = safetensors.torch.load_file(path)
+    safetensors.torch.save_file(
+        tensors, path, metadata={"dgl_hybrid": '{"reads": ' + "[" * 100_000 + "]" * 100_000 + "}"}
+    )
+    with pytest.raises(PartitionError, match=r"cannot be read \(maximum recursion depth"):
         read_sidecar(path, part_id=0, num_inner_nodes=3, num_inner_edges=2)
     good = LocalOrder(rows=torch.tensor([2, 0, 1]), reads_by_id=0.5, reads_by_locality=0.25)
     write_sidecar(path, replace(sidecar, local_order=good))

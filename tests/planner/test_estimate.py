@@ -210,6 +210,8 @@ def test_choice_is_the_fastest_slowest_rank() -> None:
         choose_plan([[shown, shown], [shown]])
     with pytest.raises(PlanError, match=r"no plan fits .* rank 1 of 2 needs at least 9 bytes .* solutions: 1\)"):
         choose_plan([[shown], [estimate(1, 1, 1, fits=False, held=9.0)]])
+    with pytest.raises(PlanError, match=r"rank 0 of 2 needs at least 3 bytes"):
+        choose_plan([[estimate(1, 1, 1, fits=False, held=3.0)], [estimate(1, 1, 1, held=9.0)]])
     too_much = [[shown], [estimate(1, 1, 1, fits=False, held=9e6)]]
     with pytest.raises(PlanError, match=r"rank 1 of 2 needs at least 4097 bytes for its halo rows\. Poss"):
         choose_plan(too_much, chunked_bytes=4096.5)

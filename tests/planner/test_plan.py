@@ -105,6 +105,10 @@ def test_a_record_that_was_made_by_hand_loads_or_is_refused(tmp_path: Path) -> N
             if is_refused(tmp_path, plan.rank) and key not in forged:
                 refused.append(key)
     assert set(refused) == needed
+    assert record["trace"] is not None
+    forged = {**record, "trace": {**record["trace"], "num_parameters": float("inf")}}
+    json_path.write_text(json.dumps({**forged, "record_sha256": _record_digest(forged)}))
+    assert is_refused(tmp_path, plan.rank)
 
 
 def is_refused(directory: Path, rank: int) -> bool:

@@ -96,16 +96,18 @@ def _explain_level(
     lines.append(text)
     compute = row + edges
     if level:
-        inputs, price = _missing_inputs(items, costs, computed, at, level)
+        others = _without(items, computed, at, level)
+        inputs, price = _missing_inputs(items, costs, others, at, level)
         lines.append(
             f"  its inputs: {inputs[0]} halo rows of level {level - 1}, {inputs[1]} of them here anyway, "
             f"{inputs[2]} to be received for it alone: {_us(price)}"
         )
         compute += price
-        if not computed[level - 1, at]:
-            nest = _nested_rows(items, costs, computed, present, at, level)
+        if not others[level - 1, at]:
+            nest = _nested_rows(items, costs, others, items.present(others), at, level)
             more = f"{_us(nest)} more" if nest >= 0 else f"which saves {_us(-nest)}"
-            lines.append(f"  its own row of level {level - 1} would have to be computed too: {more}")
+            has_to = "is" if computed[level, at] else "would have to be"
+            lines.append(f"  its own row of level {level - 1} {has_to} computed too: {more}")
             compute += nest
     difference = compute - receive
     other = "receiving" if computed[level, at] else "computing"
@@ -133,6 +135,23 @@ def _why_dearer(strategy: str, *, is_computed: bool) -> str:
     return "computing it does not pay together with other rows, or is past the memory budget"
 
 
+def _without(items: Items, computed: Bools, at: int, level: int) -> Bools:
+    """Returns what is computed without one row of a level, those above it, and what is computed or held for them alone;
+    all of it where that row is not computed.
+    """
+    others = computed.copy()
+    if not computed[level, at]:
+        return others
+    others[level:, at] = False
+    for below in range(level - 1, -1, -1):
+        was_needed, is_needed = (
+            items.demand[below] | items.reads(rows[below + 1], below + 1) | rows[below + 1]
+            for rows in (computed, others)
+        )
+        others[below] &= is_needed | ~was_needed
+    return others
+
+
 def _nested_rows(items: Items, costs: ItemCosts, computed: Bools, present: Bools, at: int, level: int) -> float:
     """Returns what it would cost to compute a vertex's own rows of the levels below one, with what these read; inputs
     are held where that is cheaper.
@@ -145,14 +164,14 @@ def _nested_rows(items: Items, costs: ItemCosts, computed: Bools, present: Bools
 
 
 def _missing_inputs(
-    items: Items, costs: ItemCosts, computed: Bools, at: int, level: int
+    items: Items, costs: ItemCosts, others: Bools, at: int, level: int
 ) -> tuple[tuple[int, int, int], float]:
-    """Returns (all, here anyway, for it alone) halo inputs of one computed row, and the price of the last, received."""
+    """Returns (all, here anyway, for it alone) halo inputs of one row, and the price of the last, received, where these
+    others are computed.
+    """
     span = slice(*np.searchsorted(items.reader, [at, at + 1]))
     inputs = items.source[span] if level > items.lowest else items.source[:0]
-    without = computed.copy()
-    without[level:, at] = False
-    here = items.present(without)[level - 1, inputs]
+    here = items.present(others)[level - 1, inputs]
     alone = inputs[~here]
     price = np.array(costs.receive_s[level - 1])[items.owner[alone]]
     if level == 1:

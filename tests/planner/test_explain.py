@@ -101,6 +101,35 @@ def test_computing_instead_is_priced_with_all_that_it_brings() -> None:
     assert num_ties > 0
 
 
+def test_what_is_held_for_a_vertex_alone_is_its_price() -> None:
+    """It counted as "here anyway", and the vertex's own lower row as nothing: computing saved more than it does."""
+    checked = 0
+    for seed in range(60):
+        problem = random_problem(seed, num_layers=2, num_halo=20, world_size=3)
+        costs = random_costs(seed, num_layers=2, world_size=3)
+        plan = make_plan(problem, costs, PlannerConfig())
+        items, computed = build_items(problem), choice_from_plan(problem, plan.cached)
+        if items.lowest:
+            continue
+        for at in computed[1].nonzero()[0].tolist():
+            others = computed.copy()
+            others[1, at] = False
+            read = {int(source) for reader, source in zip(items.reader, items.source, strict=True) if others[1, reader]}
+            for row in range(problem.num_halo):
+                others[0, row] &= bool(items.demand[0, row] or others[1, row] or row in read)
+            less_s = items.objective(costs, others) - items.objective(costs, computed)
+            said = explain_vertex(problem, costs, plan, int(problem.halo_global[at])).split("level 1 (read")[1]
+            told = re.search(r"computed here (saves|loses) ([\d.e+-]+) us against receiving it", said)
+            if told is None:
+                assert "computed here costs the same as receiving it" in said
+                assert less_s == pytest.approx(0.0, abs=1e-9)
+                continue
+            assert told[1] == ("saves" if less_s > 0 else "loses")
+            assert float(told[2]) == pytest.approx(1e6 * abs(less_s), rel=6e-3)
+            checked += 1
+    assert checked > 50
+
+
 @pytest.mark.parametrize(
     ("strategy", "expected"),
     [("depcache", "strategy depcache does not weigh rows so"), ("hybrid@5", "made with receiving priced 5 times")],

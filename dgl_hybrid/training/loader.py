@@ -187,8 +187,8 @@ class FullGraphLoader:
             local_seeds = seed_ids(nids, g)
             check_row_order(row_order)
             check_model(model)
-            if chunk_rows is not None and (not 1 <= chunk_rows < 2**63 or chunk_rows != int(chunk_rows)):
-                raise ValueError(f"chunk_rows must be a positive integer of 63 bits or None (got {chunk_rows!r})")
+            if chunk_rows is not None and (not 1 <= chunk_rows <= 10**18 or chunk_rows != int(chunk_rows)):
+                raise ValueError(f"chunk_rows must be an integer from 1 to 10^18 or None (got {chunk_rows!r})")
             check_autotune(autotune)
             check_reduction(loss_reduction, loss_denominator)
         self.approximation = agree_on_approximation(approximate, self.communicator)

@@ -77,6 +77,8 @@ def make_loader(rank: int, world_size: int, part_config: str, mistake: str) -> N
         options["planner"] = {"strategy": "depcomm"}
     elif mistake == "half a row":
         options["chunk_rows"] = 1.5
+    elif mistake == "more rows than there are" and rank == 1:
+        options["chunk_rows"] = 2**63
     elif mistake == "autotune in words":
         options["autotune"] = "yes"
     elif mistake == "model by name":
@@ -174,7 +176,11 @@ class _Wrapped(nn.Module):
             r"plan must be a DependencyPlan, or ids by level \(got 'plans'\): .*load_plan\(folder, rank\)",
         ),
         ("planner as a dictionary", r"planner must be a PlannerConfig \(got dict\)"),
-        ("half a row", r"chunk_rows must be a positive integer of 63 bits or None \(got 1\.5\)"),
+        ("half a row", r"chunk_rows must be an integer from 1 to 10\^18 or None \(got 1\.5\)"),
+        (
+            "more rows than there are",
+            r"chunk_rows must be an integer from 1 to 10\^18 or None \(got 9223372036854775808\)",
+        ),
         ("autotune in words", r"autotune must be a bool or a share of at least 0 \(got 'yes'\)"),
         ("model by name", r"model must be the torch\.nn\.Module that is trained, or None \(got str\)"),
         ("mask of two columns", r"a mask has one entry for each node \(field 'feat' has \(\d+,\)\)"),

@@ -396,9 +396,9 @@ def train_something_else(rank: int, world_size: int, part_config: str) -> list[i
     asked = []
     gather_ints = g.communicator.gather_ints
 
-    def count(values: Sequence[int]) -> list[list[int]]:
+    def count(values: Sequence[int], *, what: str = "") -> list[list[int]]:
         asked[-1] += 1
-        return gather_ints(values)
+        return gather_ints(values, what=what)
 
     g.communicator.gather_ints = count  # type: ignore[method-assign, assignment]
     try:

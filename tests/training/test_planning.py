@@ -303,10 +303,10 @@ def plan_over_links(rank: int, world_size: int, part_config: str) -> dict[str, A
         seen.update(links_s=candidates[-1].links_s, alone=candidates[-1].estimate)
         return candidates
 
-    def gather(value: Any) -> Any:
+    def gather(value: Any, *, what: str = "") -> Any:
         if isinstance(value, list) and value and isinstance(value[0], dict) and "comm_s" in value[0]:
             seen["told"] = len(value), json.dumps(value).count(",")
-        return gather_json(value)
+        return gather_json(value, what=what)
 
     model = Case(kind="gcn_both").build(NUM_FEATURES)
     topology = uniform_topology(world_size, bandwidth_bytes_per_s=1e6, overlaps=True)

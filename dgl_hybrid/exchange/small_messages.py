@@ -5,7 +5,7 @@ A collective of PyTorch trusts that all ranks make the same call. Where they do 
 gloo takes eight bytes for fifty-six and leaves the others as they were, or ends the process. So whatever is gathered
 begins with words of one number, by which every rank sees that another one is in another place.
 
-    | kind | bytes | name (48 bytes) | the bytes, if they fit into 256 |
+    | kind | bytes | name (48 bytes) | the bytes, if they fit into 960 |
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Words = npt.NDArray[np.int64]
 _KINDS: tuple[Kind, ...] = ("integers", "numbers", "a message")
 _NUMBERS = ("integers", "numbers")
 """Lists of eight bytes each, as long on all ranks."""
-_NAME, _DATA = slice(2, 8), slice(8, 40)
+_NAME, _DATA = slice(2, 8), slice(8, 128)
 NUM_WORDS = _DATA.stop
 MOST_BYTES = 8 * (_DATA.stop - _DATA.start)
 """What is longer is gathered apart."""

@@ -53,8 +53,8 @@ def test_who_is_elsewhere_is_named() -> None:
 
 def gather_all(rank: int, world_size: int) -> list[Any]:
     c = create_communicator()
-    long = {"rank": rank, "words": ["ü" * (rank * 300)]}
-    many = [rank * 1000 + k for k in range(100)]
+    long = {"rank": rank, "words": ["ü" * (rank * 900)]}
+    many = [rank * 1000 + k for k in range(200)]
     return [
         c.gather_ints([rank, -(2**63), 2**63 - 1]),
         c.gather_ints([]),
@@ -69,12 +69,12 @@ def gather_all(rank: int, world_size: int) -> list[Any]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_everything_that_is_gathered_arrives(world_size: int) -> None:
     ranks = range(world_size)
-    longs = [{"rank": rank, "words": ["ü" * (rank * 300)]} for rank in ranks]
+    longs = [{"rank": rank, "words": ["ü" * (rank * 900)]} for rank in ranks]
     for told in run_ranks(world_size, gather_all):
         assert told == [
             [[rank, -(2**63), 2**63 - 1] for rank in ranks],
             [[] for _ in ranks],
-            [[rank * 1000 + k for k in range(100)] for rank in ranks],
+            [[rank * 1000 + k for k in range(200)] for rank in ranks],
             [[rank / 3, float("inf"), -0.0, 5e-324] for rank in ranks],
             longs,
             [None] * world_size,

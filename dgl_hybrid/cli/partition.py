@@ -15,7 +15,6 @@ from dgl_hybrid.launch.workspace import (
     DataConfig,
     PartitionConfig,
     describe,
-    graph_name_of,
     load_graph,
     prepare_partition,
     write_partition,
@@ -60,21 +59,9 @@ def run(args: argparse.Namespace) -> int:
             part_config = prepare_partition(data, partition, on_step=on_step).part_config
         else:
             num_parts = partition.ranks or 2
-            dataset = load_graph(data, on_step)
-            name = graph_name_of(dataset.name)
+            dataset, description = load_graph(data, on_step), describe(data, partition, num_parts)
             folder = Path(options.out)
-            write_partition(
-                dataset.graph,
-                name,
-                num_parts,
-                folder,
-                partition,
-                dataset.num_classes,
-                dataset.name,
-                describe(data, partition, num_parts),
-                on_step=on_step,
-            )
-            part_config = folder / f"{name}.json"
+            part_config = write_partition(dataset, num_parts, folder, partition, description, on_step=on_step)
     summary = read_partition_summary(part_config)
     sizes = [end - start for start, end in zip(summary.node_offsets[:-1], summary.node_offsets[1:], strict=True)]
     edges = [end - start for start, end in zip(summary.edge_offsets[:-1], summary.edge_offsets[1:], strict=True)]

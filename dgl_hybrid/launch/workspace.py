@@ -294,21 +294,10 @@ def _write(
     on_step: OnStep | None,
 ) -> PreparedGraph:
     dataset = load_graph(data, on_step)
-    name = graph_name_of(dataset.name)
-    folder = root / f"{name}-{num_parts}-{key}"
-    write_partition(
-        dataset.graph,
-        name,
-        num_parts,
-        folder,
-        partition,
-        dataset.num_classes,
-        dataset.name,
-        description,
-        on_step=on_step,
-    )
+    folder = root / f"{graph_name_of(dataset.name)}-{num_parts}-{key}"
+    part_config = write_partition(dataset, num_parts, folder, partition, description, on_step=on_step)
     return PreparedGraph(
-        part_config=folder / f"{name}.json",
+        part_config=part_config,
         dataset=dataset.name,
         num_classes=dataset.num_classes,
         num_parts=num_parts,
@@ -329,25 +318,23 @@ def graph_name_of(dataset_name: str) -> str:
 
 
 def write_partition(
-    graph: object,
-    graph_name: str,
+    dataset: GraphDataset,
     num_parts: int,
     folder: Path,
     partition: PartitionConfig,
-    num_classes: int,
-    dataset_name: str,
     description: dict[str, object],
     *,
     on_step: OnStep | None = None,
-) -> None:
-    """Writes a partition folder and, last, what it was made from.
+) -> Path:
+    """Writes a partition folder and, last, what it was made from. Returns its JSON file.
 
     Raises:
         PartitionError: It cannot be written, or would overwrite another graph's partition or a file that is not ours.
     """
     _check_ours(folder / _DATASET_FILE)
+    graph_name = graph_name_of(dataset.name)
     partition_graph(
-        graph,
+        dataset.graph,
         graph_name,
         num_parts,
         folder,
@@ -356,13 +343,14 @@ def write_partition(
         on_step=on_step,
     )
     record = {
-        "name": dataset_name,
-        "num_classes": num_classes,
+        "name": dataset.name,
+        "num_classes": dataset.num_classes,
         "part_config": f"{graph_name}.json",
         "manifest": hash_file(folder / MANIFEST_NAME).sha256,
         "made_from": description,
     }
     write_durably(folder, {_DATASET_FILE: (json.dumps(record, indent=1) + "\n").encode()})
+    return folder / f"{graph_name}.json"
 
 
 def _check_ours(path: Path) -> None:

@@ -622,7 +622,8 @@ class Keeping(nn.Module):
         super().__init__()
         self.way, self.layers = way, nn.ModuleList([dglnn.GraphConv(IN, HIDDEN), dglnn.GraphConv(HIDDEN, OUT)])
         self.norm = nn.BatchNorm1d(HIDDEN)
-        self.register_buffer("kept", torch.zeros(500, HIDDEN) if way == "a row of each vertex" else torch.zeros(HIDDEN))
+        is_table = way in ("a row of each vertex", "many centres")
+        self.register_buffer("kept", torch.zeros(500, HIDDEN) if is_table else torch.zeros(HIDDEN))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
 
     def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
@@ -630,6 +631,8 @@ class Keeping(nn.Module):
         with torch.no_grad():
             if self.way == "running mean":
                 self.kept.mul_(0.9).add_(0.1 * h.mean(0))
+            elif self.way == "many centres":
+                self.kept.add_(h.mean(0))
             elif self.way == "a greatest":
                 self.kept = torch.maximum(self.kept, h.amax(0))
             elif self.way == "a count":
@@ -647,7 +650,7 @@ class Keeping(nn.Module):
         return self.layers[1](blocks[1], torch.tanh(h))
 
 
-@pytest.mark.parametrize("way", ["running mean", "a greatest", "a count"])
+@pytest.mark.parametrize("way", ["running mean", "many centres", "a greatest", "a count"])
 def test_what_is_kept_of_several_rows_is_refused(way: str) -> None:
     """Each rank had that of its own rows, in silence: codebooks, centres, statistics for the evaluation alone."""
     with pytest.raises(BlockError, match=r"keeps in its buffer '(kept|seen)' what a forward makes of rows"):

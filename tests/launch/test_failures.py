@@ -9,10 +9,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.launch import rank as rank_module
 from dgl_hybrid.launch.controller import _LOST_PEER
 from dgl_hybrid.launch.job import EXIT_UNTOLD, Job, RankError
 from dgl_hybrid.launch.local import (
@@ -207,3 +211,19 @@ def test_versions_of_pytorch_that_take_no_signals_are_given_none() -> None:
         max_restarts: int = 0
 
     assert _signal_options(Older) == {}
+
+
+@pytest.mark.parametrize(("timeout_s", "expected_s"), [(5.0, 60.0), (600.0, 600.0), (None, None)])
+def test_ranks_that_do_not_meet_are_told_of_in_time(
+    timeout_s: float | None, expected_s: float | None, tmp_path: Path
+) -> None:
+    """One that was stopped as it started kept the others for half an hour, whatever the user had said."""
+    job = Job(task="train", payload={}, threads=1, launcher_pid=0, timeout_s=timeout_s)
+    with (
+        mock.patch("torch.distributed.init_process_group", side_effect=RuntimeError("rank 1 is late")) as meet,
+        mock.patch("torch.set_num_threads"),
+        pytest.raises(ExchangeError, match=r"ranks did not all meet: rank 0 of 2 waited in vain \(rank 1 is late\)"),
+    ):
+        rank_module._run(job, tmp_path, 0, 2)
+    expected = None if expected_s is None else timedelta(seconds=expected_s)
+    assert meet.call_args.kwargs["timeout"] == expected

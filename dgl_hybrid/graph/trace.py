@@ -155,10 +155,10 @@ def _look_at_evaluation(
     """Warns where a model keeps rows apart in training and mixes them as it evaluates: `infer` refuses that, and a
     script's own evaluation is not looked at.
     """
-    unused = TraceRecord.empty(len(blocks))
+    record = TraceRecord.empty(len(blocks))
     try:
         compare_rows_apart(
-            lambda: copy_of(pristine).eval(), args, kwargs, blocks, unused, sizes, num_edges, warns=False
+            lambda: copy_of(pristine).eval(), args, kwargs, blocks, record, sizes, num_edges, warns=False
         )
     except BlockError as error:
         _logger.warning("in evaluation mode this holds, so that what the model evaluates to is not exact: %s", error)

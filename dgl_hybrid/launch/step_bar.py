@@ -5,16 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from tqdm import tqdm
 
+from dgl_hybrid.partition.write import OnStep
+
 
 @contextlib.contextmanager
-def step_bar(show: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, where that is a terminal; yields what is told of a step as it begins: what it is, which one it
-    is, from 0, and of how many.
-    """
+def step_bar(show: bool) -> Iterator[OnStep]:
+    """A bar on stderr, where that is a terminal; yields what is told of the steps."""
     with tqdm(
         bar_format="{desc} |{bar}| {n_fmt}/{total_fmt} [{elapsed}]",
         total=1,

@@ -27,8 +27,9 @@ breadth-first order alone (`make bench BENCH=ops.row_order`, where attention is,
 | points of a grid, in order (100 k, 2.5 M) | 0.21 | 0.21 | 1.06 | 0.96 | no |
 | communities of 500, in order (100 k, 2 M) | 0.26 | 0.39 | 0.98 | 1.25 | no |
 
-It takes 0.16 to 0.7 s for these (1.4 s where there is nothing to find), 13 s for a million vertices of a rank, of whose
-edges eight million are looked at, in a process that takes 1.5 GB meanwhile, and 79 s and 6 GB for four million.
+It takes 0.16 to 0.7 s for these (1.4 s where there is nothing to find), 13 s for a million vertices of a part, of whose
+edges eight million are looked at (33 s on another machine), in a process that takes 1.5 GB meanwhile, and 79 s and 6 GB
+for four million.
 Ordering by degree changed nothing.
 """
 

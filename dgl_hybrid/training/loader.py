@@ -95,9 +95,8 @@ class FullGraphLoader:
         row_order: Of the rows a rank holds, within those of equal highest level: "id" (ascending global id), "locality"
             (clusters of vertices that read each other), or "auto": by locality on large graphs on the ranks where that
             shares clearly more reads. Alike on all ranks. It is kept with parts that `partition_graph` writes; of
-            other folders the first loader of a graph looks for it, which takes 13 s for a million vertices of a rank
-            (see `partition/local_order.py`). Results differ in the order of sums over rows
-            alone.
+            other folders the first loader of a graph looks for it, which takes 13 to 33 s for a million vertices of a
+            rank (see `partition/local_order.py`). Results differ in the order of sums over rows alone.
         autotune: With strategy "hybrid": epochs begin by the plan that is predicted fastest; the pure plans, up to two
             more hybrids and NeutronStar's then take turns of four epochs, those near the fastest, or predicted to be,
             of five or ten more (short epochs are timed more often, for half of what a change of plans takes), and the

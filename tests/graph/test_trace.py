@@ -641,6 +641,14 @@ class Keeping(nn.Module):
                 self.kept[blocks[0].dstdata[dgl.NID] % 500] = h
             elif self.way == "the last rows":
                 self.kept = h.clone()
+            elif self.way == "a time of day":
+                self.kept.fill_(time.perf_counter())
+            elif self.way == "a sparse one":
+                self.kept = torch.eye(3).to_sparse()
+            elif self.way == "a turned one":
+                self.kept = torch.zeros(2, 3, HIDDEN).permute(2, 0, 1) + self.layers[0].weight.mean()
+            elif self.way == "halves":
+                self.kept = self.layers[0].weight.mean(0).half()
             elif self.way == "steps":
                 self.seen += 1
             elif self.way == "weights":
@@ -657,7 +665,13 @@ def test_what_is_kept_of_several_rows_is_refused(way: str) -> None:
         trace(Keeping(way))
 
 
-@pytest.mark.parametrize("way", ["steps", "weights", "a row of each vertex", "the last rows", "batch norm"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("steps", "weights", "a row of each vertex", "the last rows", "batch norm", "a time of day", "halves"),
+        *("a sparse one", "a turned one"),
+    ],
+)
 def test_what_is_kept_of_no_row_or_of_each_may_be(way: str, caplog: pytest.LogCaptureFixture) -> None:
     model = Keeping(way)
     before = {name: x.clone() for name, x in model.named_buffers()}

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -17,6 +18,7 @@ from dgl_hybrid.cli.script_words import split_words
 from dgl_hybrid.compat.closed_streams import open_closed_streams
 from dgl_hybrid.errors import HybridError
 from dgl_hybrid.launch.cluster import ClusterFailure
+from dgl_hybrid.partition.signals import EndedBySignal
 
 # Command -> (module with add_options(parser) and run(args) -> exit code, help); imported when asked for. A module with
 # TAKES_SCRIPT finds in `args.script` what follows its own options.
@@ -59,6 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"{prefix} interrupted", file=sys.stderr)
         return 130
+    except EndedBySignal as error:
+        with contextlib.suppress(OSError):  # a terminal that has gone
+            print(f"{prefix} ended by {error.name}", file=sys.stderr, flush=True)
+        raise
     except BrokenPipeError:
         return 1  # whoever read our output has left
     except (HybridError, ValueError, OSError) as error:

@@ -50,7 +50,7 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
         NoEpochInTime: No epoch was done in `TIMEOUT_S`, by any batch size. Nothing is left of it.
         LaunchError: It failed before an epoch was done; the message is one line. Nothing is left of it.
         KeyboardInterrupt: SIGINT came; nothing is left.
-        SystemExit: SIGTERM or SIGHUP came, as 128 and its number; nothing is left.
+        EndedBySignal: SIGTERM or SIGHUP came; nothing is left.
     """
     with ending_signals_raise():
         report, failure = _run_once(job, threads, skips_largest=False)

@@ -28,7 +28,7 @@ from typing import Any
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError
 from dgl_hybrid.launch.threads import threads_per_rank
-from dgl_hybrid.partition.signals import ending_signals_raise
+from dgl_hybrid.partition.signals import EndedBySignal, ending_signals_raise
 
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _NO_TCP_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
@@ -69,7 +69,7 @@ def run_local(
         RankFailure: A rank failed; all have ended.
         LaunchError: The ranks could not be started.
         KeyboardInterrupt: SIGINT came; all ranks have ended.
-        SystemExit: Another signal that ends processes came, as 128 and its number; all ranks have ended.
+        EndedBySignal: Another signal that ends processes came; all ranks have ended.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -105,7 +105,7 @@ def run_local(
         except SignalException as error:
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+            raise EndedBySignal(error.sigval) from None
         except OSError as error:
             raise LaunchError(f"{ranks} ranks could not be started: {error}") from error
         result = folder / "result.json"

@@ -10,16 +10,24 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 
+class EndedBySignal(SystemExit):
+    """A signal that ends processes came; `code` is 128 and its number."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.name = signal.Signals(number).name
+
+
 @contextlib.contextmanager
 def ending_signals_raise() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP raise `SystemExit` of 128 and their number, where they would end this process at once.
+    """Has SIGTERM and SIGHUP raise `EndedBySignal`, where they would end this process at once.
 
     Not those that are ignored (a job under `nohup` outlives its terminal) or have handlers; nor in another thread than
     the main one, which alone may set any.
     """
 
     def leave(number: int, frame: object) -> NoReturn:
-        raise SystemExit(128 + number)
+        raise EndedBySignal(number)
 
     is_main = threading.current_thread() is threading.main_thread()
     ours = [

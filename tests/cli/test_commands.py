@@ -288,7 +288,8 @@ def test_signals_end_the_job_and_give_its_exit_code(number: signal.Signals, code
     process.send_signal(number)
     _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == code, errors
-    assert errors == ("dgl-hybrid train: error: interrupted\n" if number == signal.SIGINT else "")
+    why = "interrupted" if number == signal.SIGINT else "ended by SIGTERM"
+    assert errors == f"dgl-hybrid train: error: {why}\n"
     _, alive = psutil.wait_procs(ranks, timeout=30)
     assert not alive, "a rank was left behind"
 

@@ -334,8 +334,10 @@ def test_launch_ends_the_job_before_it_leaves(number: signal.Signals, code: int,
         observer.note(process.pid)
         process.send_signal(number)
         begun_s = time.monotonic()
-        process.communicate(timeout=END_WITHIN_S)
+        _, errors = process.communicate(timeout=END_WITHIN_S)
         assert process.returncode == code
         assert time.monotonic() - begun_s < END_WITHIN_S
+    why = "interrupted" if number == signal.SIGINT else f"ended by {number.name}"
+    assert errors.rstrip().endswith(f"dgl-hybrid launch: error: {why}"), errors
     assert not [one for one in observer.processes if is_alive(one.pid)]
     observer.assert_nothing_left(tmp_path / "ip_config.txt")

@@ -15,6 +15,10 @@ import pytest
 import dgl_hybrid  # noqa: F401  before anything imports DGL
 from tests.helpers.order import longest_files_first
 
+# Before PyTorch is loaded, and for processes that tests start: several share the cores, and OpenMP's threads would spin
+# while they wait for one that does not run (tests/ops took twice as long).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 DATA_VARIABLE = "DGL_HYBRID_DATA"
 CODE_VARIABLE = "DGL_HYBRID_CODE_CACHE"
 

@@ -56,14 +56,14 @@ LONG_FILES_S: Mapping[str, float] = {
     "training/test_order_of_products.py": 20,
     "training/test_partial_sum_prices.py": 15,
     "training/test_pieces.py": 15,
-    "training/test_plan_trials.py": 45,
     "training/test_planning.py": 15,
     "training/test_products_beside.py": 45,
     "training/test_replaced_plans.py": 25,
     "training/test_split_layers.py": 55,
     "training/test_split_volume.py": 25,
-    "training/test_static_results.py": 125,
+    "training/test_static_results.py": 110,
     "training/test_trainer.py": 45,
+    "training/test_trials_of_loaders.py": 45,
 }
 """Files that take longer, or much less long, than their number of tests tells: about how long, in a process of two on
 two cores. One that is missing, or wrong by half, costs some idle time at the end of a run and nothing else."""

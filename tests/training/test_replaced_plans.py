@@ -23,7 +23,7 @@ from tests.helpers.exactness import Case
 from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.world import run_ranks
-from tests.training.test_plan_trials import AT_ONCE, MOST_EPOCHS
+from tests.training.trial_turns import AT_ONCE, MOST_EPOCHS
 
 
 def watch_what_stays(

@@ -6,13 +6,9 @@ The default run sees every kind of layer plain and optimised, and under either p
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import logging
 import sys
 import tempfile
-from collections import Counter
-from dataclasses import dataclass, field
 from typing import Any
 
 import dgl
@@ -27,10 +23,7 @@ from torch import Tensor, nn
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
 from dgl_hybrid.errors import BlockError
 from dgl_hybrid.graph.optimize import optimize
-from dgl_hybrid.graph.static_results import StaticResults, sparse_or_dense
-from dgl_hybrid.ops import SparseRows
 from dgl_hybrid.ops.cpu import resting_rows
-from dgl_hybrid.ops.cpu.products import most_entries
 from dgl_hybrid.planner import uniform_topology
 from dgl_hybrid.training.models import GraphStack
 from tests.helpers.exactness import (
@@ -38,7 +31,6 @@ from tests.helpers.exactness import (
     Case,
     assert_close,
     assert_same_step,
-    forced_plan,
     reference_step,
     run_step,
 )
@@ -46,138 +38,13 @@ from tests.helpers.graphs import power_law
 from tests.helpers.partitions import PartitionStore
 from tests.helpers.thinning import each_value, pairwise
 from tests.helpers.world import run_ranks, run_ranks_expect_errors
+from tests.training.kept_runs import EPOCHS, Run, assert_same, reference, train
 
-EPOCHS = 3
 KEPT_BY_ITSELF = {"gin", "gin_max", "gin_learned"}
 """Layers that aggregate the very tensor they are given; GraphConv and SAGEConv narrow it by a product first."""
 KEPT_WHEN_OPTIMIZED = KEPT_BY_ITSELF | {"gcn_both", "gcn_right", "gcn_left", "gcn_none", "sage_mean", "sage_gcn"}
 KEPT_IN_PART_WHEN_OPTIMIZED = {"every_way"}
 """Layers of which something is kept, and which exchange rows all the same."""
-
-
-@dataclass
-class Run:
-    losses: list[float] = field(default_factory=list)
-    grads: list[dict[str, Tensor]] = field(default_factory=list)
-    first_layer_exchanges: list[int] = field(default_factory=list)
-    kept_bytes: int = 0
-    num_sparse: int = 0
-    """Results kept by their entries."""
-    num_without_edges: int = 0
-    """Vertices of the first layer whose owners aggregate for them."""
-    num_left: int = 0
-    """Fields that were left on disk."""
-    warnings: list[str] = field(default_factory=list)
-    """Of the loader."""
-
-
-def train(
-    rank: int,
-    world_size: int,
-    part_config: str,
-    case: Case,
-    *,
-    optimized: bool = False,
-    change: str = "",
-    keep_static: bool = True,
-    rests: bool = False,
-) -> Run:
-    g = PartitionedGraph.open(part_config)
-    model = case.build(g.ndata["feat"].shape[1])
-    if optimized:
-        optimize(model)
-    ddp = nn.parallel.DistributedDataParallel(model) if world_size > 1 else model
-    plan = forced_plan(g, case, model)
-    loader = FullGraphLoader(
-        g,
-        g.owned_nodes("train_mask"),
-        dgl.dataloading.MultiLayerFullNeighborSampler(case.num_layers, prefetch_edge_feats=["w"]),
-        plan=plan,
-        model=None if plan else model,
-        topology=uniform_topology(world_size),
-        seed=5,
-        keep_static=keep_static,
-    )
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=case.lr)
-    run = Run()
-    heard = logging.Handler()
-    heard.emit = lambda record: run.warnings.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("dgl_hybrid.training.loader").addHandler(heard)
-    g.communicator.clock.drain()
-    for epoch in range(EPOCHS):
-        for input_nodes, seeds, blocks in loader:
-            if epoch == 1:
-                make_change(change, rank, g, input_nodes, blocks)
-            x = g.ndata["feat"][input_nodes]
-            if change == "copies on rank 1" and rank == 1:
-                x = x.clone()
-            if change == "evaluates first" and epoch == 0:
-                model.eval()
-                with torch.inference_mode():
-                    model(blocks, x)
-                model.train()
-            optimizer.zero_grad()
-            with contextlib.ExitStack() as contexts:
-                if change == "autocast":
-                    contexts.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
-                loss = F.cross_entropy(ddp(blocks, x), g.ndata["label"][seeds])
-            loss.backward()
-        if change == "writes on rank 0 between epochs" and epoch == 0 and rank == 0:
-            # Nobody else knows; the ranks must still run the same collectives.
-            blocks[0].static_results._kept[next(iter(blocks[0].static_results._kept))].result.add_(1.0)
-        run.losses.append(loss.item() * loader.loss_weight / world_size)
-        run.grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        events = Counter(event.layer for event in g.communicator.clock.drain())
-        run.first_layer_exchanges.append(events[1])
-        optimizer.step()
-        if rests:
-            num_resident = len(resting_rows._in_memory)
-            loader._free_memory.leave_rows_on_disk()
-            run.num_left += num_resident - len(resting_rows._in_memory)
-    logging.getLogger("dgl_hybrid.training.loader").removeHandler(heard)
-    results = blocks[0].static_results
-    run.kept_bytes = results.num_bytes
-    replicas = blocks[0].structure.replicas
-    run.num_without_edges = 0 if replicas is None else len(replicas.positions)
-    run.num_sparse = sum(isinstance(kept.result, SparseRows) for kept in results._kept.values())
-    return run
-
-
-def make_change(change: str, rank: int, g: PartitionedGraph, input_nodes: Tensor, blocks: list[Any]) -> None:
-    """Does to the features what makes kept results wrong."""
-    if change == "sets the field":
-        g.ndata["feat"] = g.ndata["feat"].local * 2.0
-    elif change == "writes in place":
-        g.ndata["feat"][input_nodes].mul_(2.0)
-    elif change == "writes weights in place":
-        blocks[0].edata["w"].mul_(2.0)
-
-
-def reference(case: Case, *, change: str = "", graph: dgl.DGLGraph | None = None) -> Run:
-    graph = power_law() if graph is None else graph
-    model = case.build(graph.ndata["feat"].shape[1])
-    optimizer = torch.optim.SGD(model.parameters(), lr=case.lr)
-    mask = graph.ndata["train_mask"].bool()
-    run = Run()
-    for epoch in range(EPOCHS):
-        x = graph.ndata["feat"]
-        if change == "sets the field" and epoch >= 1:
-            x = x * 2.0
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model([graph] * case.num_layers, x)[mask], graph.ndata["label"][mask])
-        loss.backward()
-        run.losses.append(loss.item())
-        run.grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
-        optimizer.step()
-    return run
-
-
-def assert_same(runs: list[Run], expected: Run) -> None:
-    for epoch in range(EPOCHS):
-        assert sum(run.losses[epoch] for run in runs) == pytest.approx(expected.losses[epoch], rel=1e-9)
-        for name, grad in expected.grads[epoch].items():
-            for run in runs:
-                assert_close(run.grads[epoch][name], grad, f"epoch {epoch}: gradient of {name}")
 
 
 def test_weights_that_were_changed_are_not_divided_by_the_degrees_of_others(partitions: PartitionStore) -> None:
@@ -603,66 +470,6 @@ def test_it_can_be_switched_off(partitions: PartitionStore) -> None:
         assert run.first_layer_exchanges[0] == run.first_layer_exchanges[1] > 0
 
 
-def mostly_zeros(num_features: int = 400) -> dgl.DGLGraph:
-    """Bags of words: one vertex in five has none."""
-    graph = power_law()
-    generator = torch.Generator().manual_seed(11)
-    counts = torch.randint(1, 4, (graph.num_nodes(), num_features), generator=generator).double()
-    graph.ndata["feat"] = counts * (torch.rand(graph.num_nodes(), num_features, generator=generator) < 0.04)
-    graph.ndata["feat"][::5] = 0.0
-    return graph
-
-
-SPARSE = {"gcn_both": 1, "gcn_none": 1, "sage_mean": 2, "sage_gcn": 1, "gat": 1, "gatv2": 2, "gin": 2}
-"""Layer to the number of operands of its first products: sums, rows, or both."""
-
-
-@each_value(kind=sorted(SPARSE), world_size=[2, 3, 4, 1], plan=["depcomm", "depcache", "planned:hybrid"])
-def test_features_that_are_mostly_zeros(kind: str, world_size: int, plan: str, partitions: PartitionStore) -> None:
-    graph = mostly_zeros()
-    case = Case(kind=kind, plan=plan)
-    folder = partitions.get("mostly_zeros", graph, world_size)
-    runs = run_ranks(world_size, train, folder, case, optimized=True)
-    assert_same(runs, reference(case, graph=graph))
-    # Sums have too many entries where a rank holds the hub and little else; rows are needed once or in two numbers.
-    assert all(run.num_sparse <= SPARSE[kind] for run in runs)
-    assert any(run.num_sparse in (SPARSE[kind], 1) for run in runs)
-
-
-@pytest.mark.parametrize("kind", sorted(SPARSE))
-def test_layers_as_they_are_take_zeros_as_well(kind: str, partitions: PartitionStore) -> None:
-    graph, case = mostly_zeros(), Case(kind=kind)
-    runs = run_ranks(3, train, partitions.get("mostly_zeros", graph, 3), case)
-    assert_same(runs, reference(case, graph=graph))
-    assert all(run.num_sparse == 0 for run in runs)
-
-
-def test_sparse_features_that_are_set_are_taken_anew(partitions: PartitionStore) -> None:
-    graph, case = mostly_zeros(), Case(kind="sage_mean")
-    folder = partitions.get("mostly_zeros", graph, 3)
-    runs = run_ranks(3, train, folder, case, optimized=True, change="sets the field")
-    assert_same(runs, reference(case, change="sets the field", graph=graph))
-
-
-def test_rows_go_by_their_entries_where_most_are_zero() -> None:
-    x = torch.zeros(10, 400)
-    most = int(most_entries(400, x.dtype) * x.numel())
-    x.view(-1)[:most] = 1.0
-    results = StaticResults(lambda tensor: tensor is x)
-    assert isinstance(results.rows_of(x, 10), SparseRows)
-    assert results.rows_of(x, 10) is results.rows_of(x, 10)
-    assert results.num_bytes > 0
-    few = results.rows_of(x, 4)
-    assert isinstance(few, Tensor)
-    assert torch.equal(few, x[:4])
-    assert few.data_ptr() == x.data_ptr()
-    x.view(-1)[most] = 1.0  # counted by PyTorch: made anew
-    dense = results.rows_of(x, 10)
-    assert isinstance(dense, Tensor), "one too many"
-    for other in (torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(3, 4, 2), torch.zeros(3, 4, device="meta")):
-        assert sparse_or_dense(other) is other
-
-
 def plan_both_ways(rank: int, world_size: int, part_config: str) -> tuple[list[bool], list[float], list[int]]:
     g = PartitionedGraph.open(part_config)
     model = optimize(Case(kind="gcn_both", num_layers=3).build(g.ndata["feat"].shape[1]))
@@ -705,103 +512,6 @@ def test_inference_keeps_it_too(partitions: PartitionStore) -> None:
     for ids, first, second in results:
         assert_close(first, expected[ids], "first inference")
         assert torch.equal(first, second)
-
-
-def test_what_is_kept_is_recognised_by_identity_and_version() -> None:
-    known, weight = torch.ones(3, 2), torch.ones(4)
-    results = StaticResults(lambda x: x is known or x is weight)
-    calls = []
-
-    def make() -> Tensor:
-        calls.append(len(calls))
-        return torch.full((2,), float(len(calls)))
-
-    assert results.are_static((known,))
-    assert not results.are_static((known.clone(),))
-    assert not results.are_static(())
-    first = results.get("sum", (known,), make)
-    assert results.get("sum", (known,), make) is first
-    assert results.num_bytes == 8
-    results.get("weighted sum", (known, weight), make)
-    assert calls == [0, 1]
-    known.data.mul_(2.0)  # which PyTorch does not count
-    assert results.was_changed
-    known.data.div_(2.0)
-    assert not results.was_changed
-    weight.mul_(2.0)
-    assert results.was_changed
-    assert results.get("sum", (known,), make) is first
-    results.get("weighted sum", (known, weight), make)
-    assert calls == [0, 1, 2]
-    assert not results.was_changed
-    first.data.div_(2.0)  # as a layer does that makes a mean of its sum
-    assert results.was_changed
-    first.data.mul_(2.0)
-    assert not results.was_changed
-    first.add_(1.0)
-    assert results.get("sum", (known,), make) is not first
-    assert not results.are_static((known.requires_grad_(),))
-    results.clear()
-    assert results.num_bytes == 0
-
-
-@pytest.mark.parametrize("num_columns", [1, 16, 31, 602])
-@pytest.mark.parametrize("change", ["all scaled", "a column scaled", "rows shuffled"])
-def test_changes_of_many_elements_are_found_that_pytorch_does_not_count(num_columns: int, change: str) -> None:
-    if num_columns == 1 and change == "a column scaled":
-        change = "all scaled"
-    known = torch.rand(4096, num_columns, generator=torch.Generator().manual_seed(0))
-    results = StaticResults(lambda x: x is known)
-    results.get("sum", (known,), lambda: torch.ones(2))
-    assert not results.was_changed
-    if change == "all scaled":
-        known.data.mul_(1.001)
-    elif change == "a column scaled":
-        known.data[:, num_columns // 2].mul_(1.001)
-    else:
-        known.data.copy_(known[torch.randperm(4096)])
-    assert results.was_changed
-
-
-def test_rows_rest_that_nothing_reads_but_what_was_made_of_them() -> None:
-    known, other = torch.ones(3, 2), torch.ones(3, 2)
-    results = StaticResults(lambda x: True)
-    results.get("sum", (known,), lambda: torch.ones(2))
-    results.get("sum", (other,), lambda: torch.ones(2))
-    assert {id(x) for x in results.resting_operands()} == {id(known), id(other)}
-    assert results.rows_of(other, 2) is not None
-    assert [id(x) for x in results.resting_operands()] == [id(known)], "of dense rows themselves products are made"
-    del known
-    assert not results.resting_operands()
-
-
-def test_a_kept_result_that_became_a_leaf_is_made_anew() -> None:
-    """Its gradients would add up from epoch to epoch."""
-    known = torch.ones(3, 2)
-    results = StaticResults(lambda x: x is known)
-    for _ in range(3):
-        kept = results.get("sum", (known,), lambda: 2.0 * known)
-        assert not kept.requires_grad
-        kept.requires_grad_().sum().backward()
-        assert results.was_changed, "ranks drop it together, before the next epoch"
-        assert torch.equal(kept.grad, torch.ones(3, 2))
-
-
-def test_what_was_made_of_tensors_that_are_gone_is_dropped() -> None:
-    fields = {name: torch.full((3, 2), float(number)) for number, name in enumerate("ab")}
-    results = StaticResults(lambda x: any(x is known for known in fields.values()))
-
-    def kept_of(name: str) -> Tensor:
-        return results.get("sum", (fields[name],), lambda: 1.0 * fields[name])
-
-    first = {name: kept_of(name) for name in fields}
-    assert all(kept_of(name) is kept for name, kept in first.items())
-    assert results.num_bytes == 2 * 24
-    for number in range(3):  # rows that are read anew, say
-        fields["a"] = torch.full((3, 2), 10.0 + number)
-        assert float(kept_of("a")[0, 0]) == 10.0 + number
-        assert kept_of("b") is first["b"]
-        assert results.num_bytes == 2 * 24
 
 
 def sum_kept_fields(rank: int, world_size: int, part_config: str) -> tuple[Tensor, list[list[Tensor]], list[int]]:

@@ -73,7 +73,7 @@ is_kept = keep_freed_memory()
 kept = fill() + fill()
 stop_keeping_freed_memory()
 libc.malloc_trim(0)
-last = fill(64 << 20)  # what lies below something that was allocated meanwhile stays in the heap, and serves smaller ones
+last = fill(64 << 20)  # what lies below something newer stays in the heap, and serves smaller ones
 print(int(is_kept), *first, *kept, *last, int(held.sum()))
 del held
 """

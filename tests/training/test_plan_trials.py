@@ -328,6 +328,26 @@ def test_an_hour_in_one_turn_puts_off_the_next_by_no_more_than_it_took(where: st
     assert 36_000 - 3600 * (where == "the change") < run.trained_s < 40_000, "what was spent, and not three times that"
 
 
+def test_an_hour_amid_one_turn_and_another_in_a_change_put_off_the_next_by_what_they_took() -> None:
+    """The dearest turn but one was still one of an hour."""
+    trials = PlanTrials(4, share=0.1)
+    run = Within(trials, [1.0, 1.1, 1.2, 1.3], change_s=1.0, warm_up_s=0.5)
+    while trials.current != 1:
+        run.epoch()
+    run.epoch()
+    run.epoch()
+    for epoch_s, change_s, current in ((3600.0, 0.0, 1), (1.7, 3600.0, 2)):
+        while trials.current != current:
+            run.epoch()
+        trials.record(epoch_s, change_s)
+        run.trained_s += 3600.0
+        run.ran.append(current)
+        run.tried.add(current)
+    while trials.current != 3:
+        run.epoch()
+    assert 60_000 < run.trained_s < 80_000, "what was spent, and not what two turns of an hour would take"
+
+
 def test_what_only_the_first_turn_does_is_not_what_others_will_take() -> None:
     """Compiling, say: thirty seconds, where a change of plans takes one."""
     trials = PlanTrials(4, share=0.1)

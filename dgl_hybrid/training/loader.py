@@ -545,6 +545,7 @@ class FullGraphLoader:
             number=self._steps_done,
             with_gradients=torch.is_grad_enabled(),
             on_call=self._watcher(),
+            on_inner_call=self._watcher_of_inner_calls(),
         )
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
@@ -699,6 +700,24 @@ class FullGraphLoader:
                 loader._see_call(module, args, kwargs)
 
         return see_call
+
+    def _watcher_of_inner_calls(self) -> Callable[[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None]:
+        """Likewise of calls inside of others."""
+        this = weakref.ref(self)
+
+        def see(outermost: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            loader = this()
+            if loader is not None and loader._choice.calls.is_new(outermost):
+                loader._see_inner_call(outermost, module, args, kwargs)
+
+        return see
+
+    def _see_inner_call(
+        self, outermost: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if len(session.steps_of((args, kwargs))) == 1:
+            template = CallTemplate.of_call(args, kwargs, self.blocks, self.prefetch.shapes(self.graph))
+            self._choice.calls.note_inner(outermost, module, template, self.num_layers)
 
     def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(session.steps_of((args, kwargs))) > 1:

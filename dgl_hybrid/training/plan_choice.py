@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from torch import nn
 
@@ -18,6 +20,8 @@ from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError, wit
 from dgl_hybrid.training.seen_calls import MOST_CHECKS, Call, SeenCalls
 
 _logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class PlanChoice:
@@ -129,16 +133,16 @@ class PlanChoice:
         Returns:
             What is to be built; None: what there is stays.
         """
-        seen = self._seen_call()
-        if seen is None:
+        seen = self._seen_calls()
+        if not seen:
             return None
-        model, template = seen
         try:
             if not self.is_fixed:
-                return self.plan(model, template, is_trained=self._any_has_trained())
+                is_trained = self._any_has_trained()
+                return self._of_first_that_runs(seen, lambda *call: self.plan(*call, is_trained=is_trained))
             self._is_checked = True
-            self._planned_for = template
-            self.maker.trace(model, template)
+            self._planned_for = self.calls.template
+            self._of_first_that_runs(seen, self.maker.trace)
         except TraceError as error:
             # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
             self.is_fixed = self._is_checked = True
@@ -156,16 +160,12 @@ class PlanChoice:
         """
         others = self.calls.take_others()
         places = range(MOST_CHECKS)
-        told = self._communicator.gather_ints(
-            [int(place < len(others) and others[place] is not None) for place in places]
-        )
+        told = self._communicator.gather_ints([int(place < len(others) and bool(others[place])) for place in places])
         for place in places:
             if not all(are_there[place] for are_there in told):
                 continue
-            other = others[place]
-            assert other is not None
             try:
-                traced = self.maker.trace(*other)
+                traced = self._of_first_that_runs(others[place], self.maker.trace)
             except TraceError as error:
                 _logger.warning("%s; nothing of it is checked", error)
             else:
@@ -205,7 +205,7 @@ class PlanChoice:
     def _make(self, model: nn.Module, template: CallTemplate, *, is_trained: bool = True) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it."""
         start_ns = time.perf_counter_ns()
-        self._planned_for = template
+        self._planned_for = self.calls.template or template  # of the outermost call, where that cannot be repeated
         outcome = self.maker.make(model, template, is_trained=is_trained)
         took = self._communicator.gather_ints([time.perf_counter_ns() - start_ns])
         return outcome, max(ns for (ns,) in took) / 1e9
@@ -213,10 +213,42 @@ class PlanChoice:
     def _of_budget(self) -> str:
         return "" if self.maker.memory_budget_bytes is None else "; the memory budget is not kept"
 
-    def _seen_call(self) -> Call | None:
-        """Returns the model and how it was called, if all ranks have seen it and it is still there."""
+    def _of_first_that_runs(self, calls: Sequence[Call], use: Callable[[nn.Module, CallTemplate], T]) -> T:
+        """Returns what is made of an outermost call, or, if that cannot be made on other blocks, of the first one
+        inside of it that can.
+
+        Args:
+            calls: One at least, the outermost first.
+            use: Collective, and raises on all ranks if it raises.
+
+        Raises:
+            TraceError: On all ranks, none can be made: of the outermost.
+        """
+        (count,) = min(self._communicator.gather_ints([len(calls)]))
+        first_error: TraceError | None = None
+        for model, template in calls[:count]:
+            try:
+                used = use(model, template)
+            except TraceError as error:
+                first_error = first_error or error
+                continue
+            if first_error is not None and self._communicator.rank == 0:
+                _logger.warning(
+                    "%s: %s, which it calls with the blocks of all layers, stands for it. What it does besides is "
+                    "neither priced nor checked",
+                    first_error,
+                    type(model).__name__,
+                )
+            return used
+        assert first_error is not None
+        raise first_error
+
+    def _seen_calls(self) -> list[Call]:
+        """Returns the model and how it was called, and then what it called, if all ranks have seen it and it is still
+        there.
+        """
         seen = self.calls.first()
-        told = self._communicator.gather_ints([int(seen is not None), int(self.calls.is_in_pieces and seen is None)])
+        told = self._communicator.gather_ints([int(bool(seen)), int(self.calls.is_in_pieces and not seen)])
         if all(row[1] for row in told):
             self.is_fixed = self._is_checked = True
             if self._communicator.rank == 0:
@@ -231,7 +263,7 @@ class PlanChoice:
                     self._num_layers,
                     self._of_budget(),
                 )
-        return seen if all(row[0] for row in told) else None
+        return seen if all(row[0] for row in told) else []
 
     # ---------------------------------------------------------------- trials
 
@@ -276,11 +308,11 @@ class PlanChoice:
                 "epochs no longer take what plans were chosen by: candidates are tried anew (where epochs only get "
                 "longer as training goes on, gradients may have become subnormal: torch.set_flush_denormal)"
             )
-        planning_s, seen = 0.0, self._seen_call() if self.maker.measures_rates else None
-        if seen is not None:
+        planning_s, seen = 0.0, self._seen_calls() if self.maker.measures_rates else []
+        if seen:
             self.maker.forget_rates()
             try:
-                outcome, planning_s = self._make(*seen)
+                outcome, planning_s = self._of_first_that_runs(seen, self._make)
             except ExchangeError:
                 raise
             except Exception as error:  # none fits the memory budget by now, or the model is another one, or no memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -14,19 +15,43 @@ from dgl_hybrid.graph.model_copy import without_ddp
 
 Call = tuple[nn.Module, CallTemplate]
 
+_MOST_INNER = 4
+
 
 MOST_CHECKS = 16
 """Of other models: a script may make a wrapper of its model in every epoch."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class _SeenCall:
+    """An outermost call, and those inside of it that were given, and have used, the blocks of all layers, too: the
+    outer before the inner.
+    """
+
+    model: weakref.ref[nn.Module]
+    template: CallTemplate
+    inner: tuple[tuple[weakref.ref[nn.Module], CallTemplate], ...]
+
+    def calls(self) -> list[Call]:
+        """Returns what can be called, the outermost first; empty: that one is gone."""
+        if self.model() is None:
+            return []
+        found = ((reference(), template) for reference, template in ((self.model, self.template), *self.inner))
+        return [(model, template) for model, template in found if model is not None]
+
+
 class SeenCalls:
     """Holds no model: a script may drop its own.
+
+    Of an outermost call those inside of it are remembered, too, that are given the blocks of all layers and use them.
+    Some outermost calls cannot be made on other blocks: a framework may put a function of its own in the place of a
+    wrapper's `forward` for the call alone (as PyTorch Lightning does, whose `DistributedDataParallel` is given a batch
+    and an index), or a model may wait for other ranks.
 
     Args:
         planned_for: The model that the loader was given, and has planned for.
 
     Attributes:
-        template: How the model that plans are made for is called; None: not seen yet.
         is_in_pieces: Before any such call one has trained that was not given the blocks of all layers: several modules
             use them in turn, or they came inside an object, where they cannot be replaced. Repeating such a call would
             use those of its epoch.
@@ -36,13 +61,46 @@ class SeenCalls:
     def __init__(self, planned_for: nn.Module | None = None) -> None:
         self._planned_for = None if planned_for is None else weakref.ref(planned_for)
         self._is_given = planned_for is not None
-        self.template: CallTemplate | None = None
         self.is_in_pieces = False
-        self._model: weakref.ref[nn.Module] | None = None
+        self._first: _SeenCall | None = None
         self.has_seen_training = False
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._num_others = 0
-        self._others: list[tuple[weakref.ref[nn.Module], CallTemplate]] = []
+        self._others: list[_SeenCall] = []
+        self._inner_of: weakref.ref[nn.Module] | None = None
+        self._inner: dict[int, tuple[weakref.ref[nn.Module], CallTemplate]] = {}
+        """By `id`, of the call of that module which is being made, or was last; the inner before the outer."""
+
+    @property
+    def template(self) -> CallTemplate | None:
+        """How the model that plans are made for is called; None: not seen yet."""
+        return None if self._first is None else self._first.template
+
+    def is_new(self, module: nn.Module) -> bool:
+        """Whether a call that is being made may be one that `note` remembers."""
+        return self.template is None or (torch.is_grad_enabled() and module not in self._trained)
+
+    def note_inner(self, outermost: nn.Module, module: nn.Module, template: CallTemplate, num_layers: int) -> None:
+        """Takes a call that was made inside of an outermost one and has used all blocks, before `note` is told of that.
+
+        Args:
+            outermost: The module of that.
+            module: Which was called.
+            template: Of its arguments.
+            num_layers: L.
+        """
+        if self._inner_of is None or self._inner_of() is not outermost:
+            self._inner_of, self._inner = weakref.ref(outermost), {}
+        # A module that is given a batch and calls itself by what that holds: this is how it can be called.
+        is_new = id(module) not in self._inner
+        if is_new and template.has_blocks_of_all(num_layers) and len(self._inner) < _MOST_INNER:
+            self._inner[id(module)] = (weakref.ref(module), template)
+
+    def _take_inner(self, outermost: nn.Module) -> tuple[tuple[weakref.ref[nn.Module], CallTemplate], ...]:
+        is_of_it = self._inner_of is not None and self._inner_of() is outermost
+        inner = tuple(reversed(self._inner.values())) if is_of_it else ()
+        self._inner_of, self._inner = None, {}
+        return inner
 
     def note(self, module: nn.Module, num_layers: int, make_template: Callable[[], CallTemplate] | None) -> None:
         """Takes a call that is being made.
@@ -61,20 +119,20 @@ class SeenCalls:
         takes_over = trains and self._is_given and self._is_planned_for(module) and not self._is_of_planned_for
         if not is_first and not takes_over and (not trains or module in self._trained):
             return
-        template = make_template()
+        template, inner = make_template(), self._take_inner(module)
         if not template.has_blocks_of_all(num_layers):
             self.is_in_pieces |= self.template is None and trains
             return
         if trains and not self._is_planned_for(module) and self._num_others < MOST_CHECKS:
             self._num_others += 1
-            self._others.append((weakref.ref(module), template))
+            self._others.append(_SeenCall(model=weakref.ref(module), template=template, inner=inner))
         if trains:
             self._trained.add(module)
         if is_first or takes_over:
             self.has_seen_training = trains
-            self._model, self.template = weakref.ref(module), template
+            self._first = _SeenCall(model=weakref.ref(module), template=template, inner=inner)
             if self._planned_for is None:
-                self._planned_for = self._model
+                self._planned_for = self._first.model
 
     def _is_planned_for(self, module: nn.Module) -> bool:
         """Whether plans are, or will be, made for it, or for it inside of DDP or without that."""
@@ -85,21 +143,24 @@ class SeenCalls:
 
     @property
     def _is_of_planned_for(self) -> bool:
-        """Whether `template` is of the model that plans are made for."""
-        model = None if self._model is None else self._model()
+        """Whether the first call is of the model that plans are made for."""
+        model = None if self._first is None else self._first.model()
         return model is not None and self._is_planned_for(model)
 
-    def first(self) -> Call | None:
-        """Returns the model that plans are made for, and how it is called; None: not seen, or gone."""
-        model = None if self._model is None else self._model()
-        return None if model is None or self.template is None else (model, self.template)
+    def first(self) -> list[Call]:
+        """Returns the model that plans are made for, and how it is called, then what it calls with the blocks of all
+        layers; empty: not seen, or gone.
+        """
+        return [] if self._first is None else self._first.calls()
 
     @property
     def has_other(self) -> bool:
         """Whether another model has trained, which nobody has checked."""
         return bool(self._others)
 
-    def take_others(self) -> list[Call | None]:
-        """Returns these, once, in the order in which they came, `MOST_CHECKS` at most; None for one that is gone."""
+    def take_others(self) -> list[list[Call]]:
+        """Returns these, once, in the order in which they came, `MOST_CHECKS` at most, each with what it calls; empty
+        for one that is gone.
+        """
         others, self._others = self._others, []
-        return [None if (model := reference()) is None else (model, template) for reference, template in others]
+        return [other.calls() for other in others]

@@ -61,6 +61,8 @@ class _Call(threading.local):
     def forget(self) -> None:
         self.outermost: nn.Module | None = None
         self.depth = 0
+        self.had_used: list[bool] = []
+        """Of each of these calls, the outermost first: whether blocks had been used before it began."""
         self.step: Step | None = None
         self.mode: RowMode | None = None
         self.used: list[Step] = []
@@ -235,6 +237,7 @@ class _Session:
         if may_be_repeated and call.mode is not None and call.step is not None:
             self._note_part(module, call.step, is_ours=call.mode.is_ours)
         call.depth += 1
+        call.had_used.append(call.step is not None and bool(call.step.layers_used))
         _check_batch_norm(module, call)
         _check_in_degrees(module, args)
 
@@ -269,7 +272,10 @@ class _Session:
         if call.depth == 0:
             return None
         call.depth -= 1
+        had_used = call.had_used.pop()
         if call.depth > 0:
+            if not had_used and output is not None:
+                self._tell_of_inner_call(module, args, kwargs)
             return None
         step, weighed = call.step, call.weighed
         assert step is not None
@@ -295,6 +301,13 @@ class _Session:
         if step.on_call is not None and step.last_block_used:
             step.on_call(module, args, kwargs)
         return self._weighted(output, module, step, weighed)
+
+    def _tell_of_inner_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outermost, step = self.call.outermost, self.call.step
+        if outermost is None or step is None or step.on_inner_call is None or not step.all_blocks_used:
+            return
+        if not _is_in_backward():
+            step.on_inner_call(outermost, module, args, kwargs)
 
     def _weigh(self) -> LossWeight | None:
         """Returns the weight of a loss that the outermost call backs itself, None if it has used no last block."""

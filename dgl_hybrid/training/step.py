@@ -124,6 +124,9 @@ class Step:
     """Levels below this one must hold every vertex: such a module has normalised their rows."""
     on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
+    on_inner_call: Callable[[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
+    """Told of each module call inside of another one in which the blocks of all layers were used, as it ends: of the
+    outermost module first."""
     on_use: Callable[[Step, LayerBlock, Sequence[Tensor]], None] | None = None
     """Told whenever a block is used, and of what is read besides its fields."""
     block_used: bool = False

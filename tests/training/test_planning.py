@@ -238,15 +238,15 @@ def test_ranks_that_can_time_their_models_plan_by_that(partitions: PartitionStor
 
 
 class Talking(nn.Module):
-    """Adds up something of its own over the ranks in its forward, by torch.distributed."""
+    """Adds up something of its own over the ranks in its forward, by torch.distributed; calls a model or layers."""
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, calls: str) -> None:
         super().__init__()
         self.model = Case(kind="gcn_both").build(NUM_FEATURES)
-        self.way = way
+        self.way, self.calls = way, calls
 
     def forward(self, blocks: Sequence[Any], x: Tensor) -> Tensor:
-        out: Tensor = self.model(blocks, x)
+        out: Tensor = (self.model if self.calls == "a model" else self.model.forward)(blocks, x)
         count = torch.ones((), dtype=x.dtype)
         if self.way == "all_reduce":
             dist.all_reduce(count)
@@ -261,10 +261,12 @@ class Talking(nn.Module):
         return out / count
 
 
-def plan_for_one_that_talks(rank: int, world_size: int, part_config: str, way: str) -> tuple[list[float], list[str]]:
+def plan_for_one_that_talks(
+    rank: int, world_size: int, part_config: str, way: str, calls: str
+) -> tuple[list[float], list[str]]:
     """Returns the sums of three epochs' outputs, and what was said."""
     g = PartitionedGraph.open(part_config)
-    model, messages = Talking(way), list[str]()
+    model, messages = Talking(way, calls), list[str]()
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("dgl_hybrid.training").addHandler(handler)
@@ -275,7 +277,7 @@ def plan_for_one_that_talks(rank: int, world_size: int, part_config: str, way: s
             out = model(blocks, g.ndata["feat"][input_nodes])
             out.square().mean().backward()
             sums.append(float(out.detach().square().sum()))
-    assert loader.outcome is None
+    assert (loader.outcome is None) == (calls == "layers")
     infer(model, g, 2)
     logging.getLogger("dgl_hybrid.training").removeHandler(handler)
     return sums, messages
@@ -285,11 +287,20 @@ def plan_for_one_that_talks(rank: int, world_size: int, part_config: str, way: s
 def test_a_model_that_talks_to_other_ranks_is_not_run_on_one(way: str, partitions: PartitionStore) -> None:
     """The rank that traced alone waited for the others, which waited for its trace."""
     for sums, messages in run_ranks(
-        2, plan_for_one_that_talks, partitions.get("power_law", power_law(), 2), way, timeout=60.0
+        2, plan_for_one_that_talks, partitions.get("power_law", power_law(), 2), way, "layers", timeout=60.0
     ):
         assert sums == [sums[0]] * 3
         assert "calls torch.distributed" in messages[0]
         assert "no plan is made and nothing checked, everything stays as it is" in messages[0]
+
+
+def test_a_plan_is_made_for_what_a_model_calls_that_talks_to_other_ranks(partitions: PartitionStore) -> None:
+    outcomes = run_ranks(2, plan_for_one_that_talks, partitions.get("power_law", power_law(), 2), "barrier", "a model")
+    for rank, (sums, messages) in enumerate(outcomes):
+        assert sums == pytest.approx([sums[0]] * 3, rel=1e-12)
+        said = [message for message in messages if "stands for it" in message]
+        assert len(said) == (rank == 0)
+        assert all("Talking could not be run" in message and "calls torch.distributed" in message for message in said)
 
 
 def plan_over_links(rank: int, world_size: int, part_config: str) -> dict[str, Any]:

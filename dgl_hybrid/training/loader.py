@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 import torch
@@ -25,6 +24,7 @@ from dgl_hybrid.ops.devices import device_of
 from dgl_hybrid.planner import DependencyPlan, PlannerConfig, Topology
 from dgl_hybrid.planner.config import STRATEGIES
 from dgl_hybrid.training import session
+from dgl_hybrid.training.call_watch import CallWatch
 from dgl_hybrid.training.dist_graph import TransportName
 from dgl_hybrid.training.last_epoch import LastEpoch, check_same_masks
 from dgl_hybrid.training.loader_arguments import (
@@ -277,6 +277,7 @@ class FullGraphLoader:
             is_fixed=forced is not None,
             given=plan if isinstance(plan, DependencyPlan) else None,
         )
+        self._watch = CallWatch(g, self._choice.calls, self.prefetch, self.num_layers)
         self.has_memory_budget = config.memory_budget_bytes is not None
         g.loaders.add(self)
         self._steps_done = 0
@@ -544,8 +545,8 @@ class FullGraphLoader:
             num_vertices=self.graph.num_nodes(),
             number=self._steps_done,
             with_gradients=torch.is_grad_enabled(),
-            on_call=self._watcher(),
-            on_inner_call=self._watcher_of_inner_calls(),
+            on_call=self._watch.outermost,
+            on_inner_call=self._watch.inner,
         )
         # Costs a small gather at every exchange of the first epoch only.
         self.communicator.cross_check = self._is_new or self.communicator.always_cross_check
@@ -686,45 +687,3 @@ class FullGraphLoader:
                 other,
                 sum(asked[other]),
             )
-
-    def _watcher(self) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """What a step tells of calls. The loader holds its step, so that does not hold the loader, which the script may
-        have dropped (`next(iter(FullGraphLoader(...)))`); the graph still hears of them.
-        """
-        graph, this = self.graph, weakref.ref(self)
-
-        def see_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            graph.note_forward()
-            loader = this()
-            if loader is not None:
-                loader._see_call(module, args, kwargs)
-
-        return see_call
-
-    def _watcher_of_inner_calls(self) -> Callable[[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """Likewise of calls inside of others."""
-        this = weakref.ref(self)
-
-        def see(outermost: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            loader = this()
-            if loader is not None and loader._choice.calls.is_new(outermost):
-                loader._see_inner_call(outermost, module, args, kwargs)
-
-        return see
-
-    def _see_inner_call(
-        self, outermost: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if len(session.steps_of((args, kwargs))) == 1:
-            template = CallTemplate.of_call(args, kwargs, self.blocks, self.prefetch.shapes(self.graph))
-            self._choice.calls.note_inner(outermost, module, template, self.num_layers)
-
-    def _see_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(session.steps_of((args, kwargs))) > 1:
-            return  # plans are for calls with blocks of one loader
-        step: Step | None = self.__dict__.get("_step")
-
-        def template() -> CallTemplate:
-            return CallTemplate.of_call(args, kwargs, self.blocks, self.prefetch.shapes(self.graph))
-
-        self._choice.calls.note(module, self.num_layers, template if step is None or step.all_blocks_used else None)

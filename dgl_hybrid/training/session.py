@@ -299,7 +299,7 @@ class _Session:
         else:
             step.unweighted_functions.update(_functions_that_run("forward"))
         if step.on_call is not None and step.last_block_used:
-            step.on_call(module, args, kwargs)
+            step.on_call(step, module, args, kwargs)
         return self._weighted(output, module, step, weighed)
 
     def _tell_of_inner_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ class _Session:
         if outermost is None or step is None or step.on_inner_call is None or not step.all_blocks_used:
             return
         if not _is_in_backward():
-            step.on_inner_call(outermost, module, args, kwargs)
+            step.on_inner_call(step, outermost, module, args, kwargs)
 
     def _weigh(self) -> LossWeight | None:
         """Returns the weight of a loss that the outermost call backs itself, None if it has used no last block."""

@@ -122,9 +122,9 @@ class Step:
     """The loader has yielded another step since."""
     dense_below: int = 0
     """Levels below this one must hold every vertex: such a module has normalised their rows."""
-    on_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
+    on_call: Callable[[Step, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
-    on_inner_call: Callable[[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
+    on_inner_call: Callable[[Step, nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each module call inside of another one in which the blocks of all layers were used, as it ends: of the
     outermost module first."""
     on_use: Callable[[Step, LayerBlock, Sequence[Tensor]], None] | None = None
@@ -173,6 +173,10 @@ class Step:
 
     def __post_init__(self, blocks: Sequence[LayerBlock]) -> None:
         self._blocks = [weakref.ref(block) for block in blocks]
+
+    def held_blocks(self) -> list[LayerBlock]:
+        """Returns those that are still held, one a layer, first layer first."""
+        return [block for block in (ref() for ref in self._blocks) if block is not None]
 
     @property
     def current_block(self) -> LayerBlock | None:

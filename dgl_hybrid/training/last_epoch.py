@@ -37,6 +37,8 @@ class LastEpoch:
     """Whether another model than the one that plans are for used the blocks."""
     dense_below: int
     """Levels below this one hold every vertex, as far as the epoch told."""
+    normed_below: int
+    """The same as far as calls that were given the blocks told."""
     is_on_gpu: bool
     """Where the blocks were used."""
     are_not_all: bool

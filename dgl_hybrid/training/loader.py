@@ -633,12 +633,14 @@ class FullGraphLoader:
             seed=self.seed % 2**63,
             has_other_call=choice.calls.has_other,
             dense_below=0 if step is None else step.dense_below,
+            normed_below=0 if step is None else step.normed_below,
             is_on_gpu=self._runs_on.type == "cuda",
             are_not_all=kept[0].are_not_all,
             num_asked=tuple(results.take_num_asked() for results in kept),
         ).gather(self.communicator)
         check_same_masks(told)
         choice.maker.dense_below = max(choice.maker.dense_below, *(of_rank.dense_below for of_rank in told))
+        choice.normed_below = max(choice.normed_below, *(of_rank.normed_below for of_rank in told))
         choice.maker.needs_in_edges |= any(of_rank.are_not_all for of_rank in told)
         if len({of_rank.is_on_gpu for of_rank in told}) == 1:  # or ranks would not probe together
             choice.maker.device = self._runs_on

@@ -42,6 +42,8 @@ class PlanChoice:
         outcome: The plan that runs, and why; None until there is one.
         trials: Of its candidates, if there are any and they may be tried.
         is_fixed: What runs stays, whatever the model: a plan was given, or none can be made.
+        normed_below: Levels below this one hold every vertex where another call stands for the outermost one, whose
+            batch norm no trace sees then; alike on all ranks.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PlanChoice:
         self.is_fixed, self._is_checked = is_fixed, not is_fixed
         self.outcome: PlanOutcome | None = None
         self.trials: PlanTrials | None = None
+        self.normed_below = 0
         self._planned_for: CallTemplate | None = None
         self._is_warned = False
 
@@ -231,6 +234,7 @@ class PlanChoice:
                 used = use(model, template)
             except TraceError as error:
                 first_error = first_error or error
+                self.maker.dense_below = max(self.maker.dense_below, self.normed_below)
                 continue
             if first_error is not None and self._communicator.rank == 0:
                 _logger.warning(

@@ -181,6 +181,7 @@ class RowMode(TorchFunctionMode):
             if found is not None and found[1] is not None:
                 return self._batch_norm_of_piece(found[0], found[1], *args, **kwargs)
             if found is not None:
+                found[0].note_norm(args[0] if args else kwargs["input"])
                 return _batch_norm(found[0], found[0].num_vertices, *args, **kwargs)
         if func is torch.dropout:
             named = {("training" if k == "train" else k): v for k, v in kwargs.items()}

@@ -122,6 +122,9 @@ class Step:
     """The loader has yielded another step since."""
     dense_below: int = 0
     """Levels below this one must hold every vertex: such a module has normalised their rows."""
+    normed_below: int = 0
+    """The same by modules of calls that were given the blocks, which the trace of a model sees, as a rule; at least: of
+    levels with equally many rows it is the highest."""
     on_call: Callable[[Step, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
     """Told of each outermost module call that used the step's last block."""
     on_inner_call: Callable[[Step, nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]], None] | None = None
@@ -173,6 +176,11 @@ class Step:
 
     def __post_init__(self, blocks: Sequence[LayerBlock]) -> None:
         self._blocks = [weakref.ref(block) for block in blocks]
+
+    def note_norm(self, x: Tensor) -> None:
+        """Takes note of rows over which batch norm runs, inside of a call that was given the blocks."""
+        levels = [level for level, size in enumerate(self.level_sizes[:-1]) if size == len(x)]
+        self.normed_below = max(self.normed_below, 1 + max(levels, default=-1))
 
     def held_blocks(self) -> list[LayerBlock]:
         """Returns those that are still held, one a layer, first layer first."""

@@ -29,6 +29,7 @@ class Steps(nn.Module):
     def __init__(self, model: nn.Module, g: PartitionedGraph, way: str) -> None:
         super().__init__()
         self.model, self.g, self.way = model, g, way
+        self.teacher = Case(kind="gcn_both").build(g.ndata["feat"].shape[1]).requires_grad_(False)
         self.norm = nn.BatchNorm1d(g.ndata["feat"].shape[1], dtype=torch.float64) if way == "norms first" else None
 
     def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
@@ -42,8 +43,12 @@ class Steps(nn.Module):
         x = self.g.ndata["feat"][input_nodes]
         if self.norm is not None:
             x = self.norm(x)
+        if self.way == "asks a teacher":
+            with torch.no_grad():
+                taught = self.teacher(blocks, x)
         logits = self(blocks, x) if self.way == "calls itself" else self.model(blocks, x)
-        return F.cross_entropy(logits, self.g.ndata["label"][seeds])
+        loss = F.cross_entropy(logits, self.g.ndata["label"][seeds])
+        return loss if self.way != "asks a teacher" else loss + (logits - taught).square().mean()
 
 
 def call_in_place_of_forward(ddp: nn.parallel.DistributedDataParallel, method: Callable[..., Any], *args: Any) -> Any:
@@ -122,6 +127,33 @@ def test_a_step_in_the_place_of_forward_is_planned_for_what_it_calls(
             assert "DistributedDataParallel could not be run on the small blocks" in message
             stand_in = "Steps" if way == "calls itself" else "Model"
             assert f"{stand_in}, which it calls with the blocks of all layers, stands for it" in message
+
+
+def learn_from_a_teacher(rank: int, world_size: int, part_config: str) -> list[float]:
+    g = PartitionedGraph.open(part_config)
+    normed = Case(kind="gcn_both", batch_norm=True).build(g.ndata["feat"].shape[1])
+    steps = Steps(normed, g, "asks a teacher")
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    ddp = nn.parallel.DistributedDataParallel(steps)
+    optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
+    losses = []
+    for _ in range(3):
+        for index, batch in enumerate(loader):
+            loss = call_in_place_of_forward(ddp, steps.step, batch, index)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item() * loader.loss_weight / world_size)
+    assert loader.outcome is not None
+    return losses
+
+
+def test_batch_norm_of_what_nothing_stands_for_is_planned_for(partitions: PartitionStore) -> None:
+    """The teacher is called first and stands for the step; it has no batch norm, where the student has."""
+    (expected,) = run_ranks(1, learn_from_a_teacher, partitions.get("power_law", power_law(), 1))
+    for world_size in (2, 3):
+        by_rank = run_ranks(world_size, learn_from_a_teacher, partitions.get("power_law", power_law(), world_size))
+        assert [sum(losses) for losses in zip(*by_rank, strict=True)] == pytest.approx(expected, rel=1e-9)
 
 
 class LayerByLayer(nn.Module):

@@ -20,6 +20,7 @@ NEWS = LastEpoch(
     seed=2**63 - 1,
     has_other_call=False,
     dense_below=1,
+    normed_below=2,
     is_on_gpu=False,
     are_not_all=True,
     num_asked=(3, 0, 1),

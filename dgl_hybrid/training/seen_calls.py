@@ -110,7 +110,7 @@ class SeenCalls:
             num_layers: L.
             make_template: Of its arguments; None: it does not use the blocks of all layers.
         """
-        trains = torch.is_grad_enabled()
+        trains, inner = torch.is_grad_enabled(), self._take_inner(module)
         if make_template is None:
             self.is_in_pieces |= self.template is None and trains
             return
@@ -119,7 +119,7 @@ class SeenCalls:
         takes_over = trains and self._is_given and self._is_planned_for(module) and not self._is_of_planned_for
         if not is_first and not takes_over and (not trains or module in self._trained):
             return
-        template, inner = make_template(), self._take_inner(module)
+        template = make_template()
         if not template.has_blocks_of_all(num_layers):
             self.is_in_pieces |= self.template is None and trains
             return

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
@@ -45,8 +46,8 @@ def copy_of(model: ModelT) -> ModelT:
 @contextlib.contextmanager
 def left_as_it_was(model: nn.Module) -> Iterator[None]:
     """While copies of a model run: they may call parts of the model itself, by functions that it holds
-    (`activation=lambda h: self.norm(h)`), which are not copied. Gradients, running statistics and what calls change
-    outside of the model are put back after it.
+    (`activation=lambda h: self.norm(h)`), which are not copied. Gradients, running statistics, attributes and what
+    calls change outside of the model are put back after it.
     """
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     for parameter, _ in gradients:
@@ -54,7 +55,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     buffers = [(x, x.clone()) for norm in norms for x in norm.buffers(recurse=False) if not is_lazy(x)]
     try:
-        with outside_state_kept(model):
+        with outside_state_kept(model), _attributes_kept(model):
             yield
     finally:
         for parameter, gradient in gradients:
@@ -63,6 +64,35 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
             for buffer, before in buffers:
                 if not torch.equal(buffer, before):  # PyTorch's batch norm does not count its writes
                     buffer.copy_(before)
+
+
+@contextlib.contextmanager
+def _attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Puts back which objects modules have for their own attributes, and what their lists, dicts, sets and deques hold:
+    hooks of a copy may write there (`lambda module, args, output: self.seen.append(output)`).
+    """
+    before = [
+        (held, {name: (value, _content_of(value)) for name, value in held.items() if name not in _OF_EVERY_MODULE})
+        for held in (vars(module) for module in model.modules())
+    ]
+    try:
+        yield
+    finally:
+        for held, attributes in before:
+            for name in [name for name in held if name not in attributes and name not in _OF_EVERY_MODULE]:
+                del held[name]
+            for name, (value, content) in attributes.items():
+                held[name] = value
+                if content is not None:
+                    value.clear()
+                    (value.update if isinstance(value, (dict, set)) else value.extend)(content)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _content_of(value: Any) -> Any:
+    return copy.copy(value) if type(value) in (list, dict, set, deque) else None
 
 
 @contextlib.contextmanager

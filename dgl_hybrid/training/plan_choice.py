@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.communicator import Communicator, is_on_all_ranks
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.graph.model_copy import left_as_it_was
 from dgl_hybrid.planner import DependencyPlan
 from dgl_hybrid.training.plan_trials import PlanTrials
 from dgl_hybrid.training.planning import PlanMaker, PlanOutcome, TraceError, with_dense_below
-from dgl_hybrid.training.seen_calls import MOST_CHECKS, Call, SeenCalls
+from dgl_hybrid.training.seen_calls import MOST_CHECKS, Seen, SeenCalls
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +66,9 @@ class PlanChoice:
         self.outcome: PlanOutcome | None = None
         self.trials: PlanTrials | None = None
         self.normed_below = 0
-        self._planned_for: CallTemplate | None = None
+        self._is_planned = False
+        self._planned_under: torch.dtype | None = None
+        """The autocast."""
         self._is_warned = False
 
     # ---------------------------------------------------------------- where it stands
@@ -102,8 +107,7 @@ class PlanChoice:
         """Whether the model is called with another autocast than it was planned for: nothing is kept, overlaps or comes
         in chunks under it, so that plans for the model without it are wrong then.
         """
-        seen, planned_for = self.calls.template, self._planned_for
-        return seen is not None and planned_for is not None and seen.autocast != planned_for.autocast
+        return self.calls.has_seen_any and self._is_planned and self.calls.autocast != self._planned_under
 
     # ---------------------------------------------------------------- planning
 
@@ -136,19 +140,26 @@ class PlanChoice:
         Returns:
             What is to be built; None: what there is stays.
         """
-        seen = self._seen_calls()
-        if not seen:
+        seen = self._seen_call()
+        if seen is None:
             return None
         try:
             if not self.is_fixed:
                 is_trained = self._any_has_trained()
-                return self._of_first_that_runs(seen, lambda *call: self.plan(*call, is_trained=is_trained))
+                outcome, is_stand_in = self._of_first_that_runs(
+                    seen, lambda *call: self.plan(*call, is_trained=is_trained)
+                )
+                if not is_stand_in:
+                    self.calls.forget_inner_calls()
+                return outcome
             self._is_checked = True
-            self._planned_for = self.calls.template
+            self._is_planned, self._planned_under = True, self.calls.autocast
             self._of_first_that_runs(seen, self.maker.trace)
+            self.calls.forget_inner_calls()
         except TraceError as error:
             # The model runs, only not on blocks made up for the trace: go on as before, which is exact but for mixing.
             self.is_fixed = self._is_checked = True
+            self.calls.forget_inner_calls()
             _logger.warning(
                 "%s; no plan is made and nothing checked, everything stays as it is%s", error, self._of_budget()
             )
@@ -163,12 +174,16 @@ class PlanChoice:
         """
         others = self.calls.take_others()
         places = range(MOST_CHECKS)
-        told = self._communicator.gather_ints([int(place < len(others) and bool(others[place])) for place in places])
+        told = self._communicator.gather_ints(
+            [int(place < len(others) and others[place] is not None) for place in places]
+        )
         for place in places:
             if not all(are_there[place] for are_there in told):
                 continue
+            other = others[place]
+            assert other is not None
             try:
-                traced = self._of_first_that_runs(others[place], self.maker.trace)
+                traced, _ = self._of_first_that_runs(other, self.maker.trace)
             except TraceError as error:
                 _logger.warning("%s; nothing of it is checked", error)
             else:
@@ -208,7 +223,9 @@ class PlanChoice:
     def _make(self, model: nn.Module, template: CallTemplate, *, is_trained: bool = True) -> tuple[PlanOutcome, float]:
         """Returns a plan and the seconds it took the slowest rank to find it."""
         start_ns = time.perf_counter_ns()
-        self._planned_for = self.calls.template or template  # of the outermost call, where that cannot be repeated
+        # What is planned for may be called inside of the outermost call.
+        under = self.calls.autocast if self.calls.has_seen_any else template.autocast
+        self._is_planned, self._planned_under = True, under
         outcome = self.maker.make(model, template, is_trained=is_trained)
         took = self._communicator.gather_ints([time.perf_counter_ns() - start_ns])
         return outcome, max(ns for (ns,) in took) / 1e9
@@ -216,43 +233,66 @@ class PlanChoice:
     def _of_budget(self) -> str:
         return "" if self.maker.memory_budget_bytes is None else "; the memory budget is not kept"
 
-    def _of_first_that_runs(self, calls: Sequence[Call], use: Callable[[nn.Module, CallTemplate], T]) -> T:
-        """Returns what is made of an outermost call, or, if that cannot be made on other blocks, of the first one
-        inside of it that can.
+    def _of_first_that_runs(self, seen: Seen, use: Callable[[nn.Module, CallTemplate], T]) -> tuple[T, bool]:
+        """Uses an outermost call, or, if that cannot be made on other blocks, the first one inside of it that can.
 
         Args:
-            calls: One at least, the outermost first.
+            seen: That call; one was seen on all ranks.
             use: Collective, and raises on all ranks if it raises.
+
+        Returns:
+            What `use` does, and whether it is of a call that stands for the outermost one.
 
         Raises:
             TraceError: On all ranks, none can be made: of the outermost.
         """
-        (count,) = min(self._communicator.gather_ints([len(calls)]))
-        first_error: TraceError | None = None
-        for model, template in calls[:count]:
+        told = self._communicator.gather_ints([len(seen.calls), int(seen.is_whole)])
+        is_whole = all(of_rank[1] for of_rank in told)
+        why, first_error = "", None
+        if is_whole:
             try:
-                used = use(model, template)
+                return use(*seen.calls[0]), False
+            except TraceError as error:
+                why, first_error = str(error), error
+        else:
+            why = f"{type(seen.outermost).__name__} is given blocks inside of an object in which no others can be put"
+        # Ranks with fewer calls that can be tried leave the others out on all.
+        num_inner = min(of_rank[0] - of_rank[1] for of_rank in told)
+        for model, template in seen.calls[seen.is_whole :][:num_inner]:
+            self._plan_for_batch_norm_beside(model, seen.outermost)
+            try:
+                # It may call parts of what it is called by, which no copy of it has.
+                with left_as_it_was(seen.outermost):
+                    used = use(model, template)
             except TraceError as error:
                 first_error = first_error or error
-                self.maker.dense_below = max(self.maker.dense_below, self.normed_below)
                 continue
-            if first_error is not None and self._communicator.rank == 0:
+            if self._communicator.rank == 0:
                 _logger.warning(
                     "%s: %s, which it calls with the blocks of all layers, stands for it. What it does besides is "
-                    "neither priced nor checked",
-                    first_error,
+                    "neither priced nor checked%s",
+                    why,
                     type(model).__name__,
+                    "" if self.maker.memory_budget_bytes is None else ", nor kept to the memory budget",
                 )
-            return used
-        assert first_error is not None
-        raise first_error
+            return used, True
+        raise first_error or TraceError(why)
 
-    def _seen_calls(self) -> list[Call]:
-        """Returns the model and how it was called, and then what it called, if all ranks have seen it and it is still
-        there.
+    def _plan_for_batch_norm_beside(self, model: nn.Module, outermost: nn.Module) -> None:
+        """Leaves every vertex where batch norm may be that no trace of a model sees which stands for another one.
+
+        That of modules may be anywhere, and begin in a later epoch, as when the first one evaluates.
         """
+        inside = set(model.modules())
+        norms = [x for x in outermost.modules() if isinstance(x, _BatchNorm) and x not in inside]
+        told = self._communicator.gather_ints([len(norms)])
+        beside = self._num_layers if any(num_norms for (num_norms,) in told) else self.normed_below
+        self.maker.dense_below = max(self.maker.dense_below, beside)
+
+    def _seen_call(self) -> Seen | None:
+        """Returns how the model was called, if all ranks have seen it and it is still there."""
         seen = self.calls.first()
-        told = self._communicator.gather_ints([int(bool(seen)), int(self.calls.is_in_pieces and not seen)])
+        told = self._communicator.gather_ints([int(seen is not None), int(self.calls.is_in_pieces and seen is None)])
         if all(row[1] for row in told):
             self.is_fixed = self._is_checked = True
             if self._communicator.rank == 0:
@@ -267,7 +307,7 @@ class PlanChoice:
                     self._num_layers,
                     self._of_budget(),
                 )
-        return seen if all(row[0] for row in told) else []
+        return seen if all(row[0] for row in told) else None
 
     # ---------------------------------------------------------------- trials
 
@@ -312,11 +352,12 @@ class PlanChoice:
                 "epochs no longer take what plans were chosen by: candidates are tried anew (where epochs only get "
                 "longer as training goes on, gradients may have become subnormal: torch.set_flush_denormal)"
             )
-        planning_s, seen = 0.0, self._seen_calls() if self.maker.measures_rates else []
-        if seen:
+        planning_s, seen = 0.0, self._seen_call() if self.maker.measures_rates else None
+        if seen is not None:
             self.maker.forget_rates()
             try:
-                outcome, planning_s = self._of_first_that_runs(seen, self._make)
+                made, _ = self._of_first_that_runs(seen, self._make)
+                outcome, planning_s = made
             except ExchangeError:
                 raise
             except Exception as error:  # none fits the memory budget by now, or the model is another one, or no memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -23,21 +23,36 @@ MOST_CHECKS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class _SeenCall:
-    """An outermost call, and those inside of it that were given, and have used, the blocks of all layers, too: the
-    outer before the inner.
-    """
+class Seen:
+    """An outermost call, and how it, or what it has called, can be called with other blocks."""
 
-    model: weakref.ref[nn.Module]
-    template: CallTemplate
+    outermost: nn.Module
+    calls: tuple[Call, ...]
+    """The outermost one, if `is_whole`, and those inside of it that were given, and have used, the blocks of all
+    layers, too: the outer before the inner."""
+    is_whole: bool
+    """The outermost one was given all of them, so that others can be put in their place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Remembered:
+    """The same, without a hold on any module."""
+
+    outermost: weakref.ref[nn.Module]
+    autocast: torch.dtype | None
+    template: CallTemplate | None
+    """Of the outermost; None: it was not given the blocks of all layers. Then it is not to be held, as what it was
+    given may hold the epoch's blocks."""
     inner: tuple[tuple[weakref.ref[nn.Module], CallTemplate], ...]
 
-    def calls(self) -> list[Call]:
-        """Returns what can be called, the outermost first; empty: that one is gone."""
-        if self.model() is None:
-            return []
-        found = ((reference(), template) for reference, template in ((self.model, self.template), *self.inner))
-        return [(model, template) for model, template in found if model is not None]
+    def seen(self) -> Seen | None:
+        """Returns it with the modules; None: the outermost one is gone, or nothing is left that can be called."""
+        outermost = self.outermost()
+        if outermost is None:
+            return None
+        found = [] if self.template is None else [(outermost, self.template)]
+        found += [(model, template) for reference, template in self.inner if (model := reference()) is not None]
+        return Seen(outermost=outermost, calls=tuple(found), is_whole=self.template is not None) if found else None
 
 
 class SeenCalls:
@@ -55,30 +70,35 @@ class SeenCalls:
         is_in_pieces: Before any such call one has trained that was not given the blocks of all layers: several modules
             use them in turn, or they came inside an object, where they cannot be replaced. Repeating such a call would
             use those of its epoch.
-        has_seen_training: The call that `template` was made of trains.
+        has_seen_training: The first call trains.
     """
 
     def __init__(self, planned_for: nn.Module | None = None) -> None:
         self._planned_for = None if planned_for is None else weakref.ref(planned_for)
         self._is_given = planned_for is not None
         self.is_in_pieces = False
-        self._first: _SeenCall | None = None
+        self._first: _Remembered | None = None
         self.has_seen_training = False
         self._trained: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._num_others = 0
-        self._others: list[_SeenCall] = []
+        self._others: list[_Remembered] = []
         self._inner_of: weakref.ref[nn.Module] | None = None
         self._inner: dict[int, tuple[weakref.ref[nn.Module], CallTemplate]] = {}
         """By `id`, of the call of that module which is being made, or was last; the inner before the outer."""
 
     @property
-    def template(self) -> CallTemplate | None:
-        """How the model that plans are made for is called; None: not seen yet."""
-        return None if self._first is None else self._first.template
+    def has_seen_any(self) -> bool:
+        """Whether any call is remembered."""
+        return self._first is not None
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """What the model that plans are made for is called under; None: under none, or not seen yet."""
+        return None if self._first is None else self._first.autocast
 
     def is_new(self, module: nn.Module) -> bool:
         """Whether a call that is being made may be one that `note` remembers."""
-        return self.template is None or (torch.is_grad_enabled() and module not in self._trained)
+        return self._first is None or (torch.is_grad_enabled() and module not in self._trained)
 
     def note_inner(self, outermost: nn.Module, module: nn.Module, template: CallTemplate, num_layers: int) -> None:
         """Takes a call that was made inside of an outermost one and has used all blocks, before `note` is told of that.
@@ -112,27 +132,34 @@ class SeenCalls:
         """
         trains, inner = torch.is_grad_enabled(), self._take_inner(module)
         if make_template is None:
-            self.is_in_pieces |= self.template is None and trains
+            self.is_in_pieces |= self._first is None and trains
             return
         # An evaluation may come first, which is called in ways of its own; so may another model than the one given.
-        is_first = self.template is None or (trains and not self.has_seen_training)
+        is_first = self._first is None or (trains and not self.has_seen_training)
         takes_over = trains and self._is_given and self._is_planned_for(module) and not self._is_of_planned_for
         if not is_first and not takes_over and (not trains or module in self._trained):
             return
         template = make_template()
-        if not template.has_blocks_of_all(num_layers):
-            self.is_in_pieces |= self.template is None and trains
+        is_whole = template.has_blocks_of_all(num_layers)
+        if not is_whole and not inner:
+            self.is_in_pieces |= self._first is None and trains
             return
+        remembered = _Remembered(
+            outermost=weakref.ref(module),
+            autocast=template.autocast,
+            template=template if is_whole else None,
+            inner=inner,
+        )
         if trains and not self._is_planned_for(module) and self._num_others < MOST_CHECKS:
             self._num_others += 1
-            self._others.append(_SeenCall(model=weakref.ref(module), template=template, inner=inner))
+            self._others.append(remembered)
         if trains:
             self._trained.add(module)
         if is_first or takes_over:
             self.has_seen_training = trains
-            self._first = _SeenCall(model=weakref.ref(module), template=template, inner=inner)
+            self._first = remembered
             if self._planned_for is None:
-                self._planned_for = self._first.model
+                self._planned_for = remembered.outermost
 
     def _is_planned_for(self, module: nn.Module) -> bool:
         """Whether plans are, or will be, made for it, or for it inside of DDP or without that."""
@@ -144,23 +171,24 @@ class SeenCalls:
     @property
     def _is_of_planned_for(self) -> bool:
         """Whether the first call is of the model that plans are made for."""
-        model = None if self._first is None else self._first.model()
+        model = None if self._first is None else self._first.outermost()
         return model is not None and self._is_planned_for(model)
 
-    def first(self) -> list[Call]:
-        """Returns the model that plans are made for, and how it is called, then what it calls with the blocks of all
-        layers; empty: not seen, or gone.
-        """
-        return [] if self._first is None else self._first.calls()
+    def first(self) -> Seen | None:
+        """Returns how the model that plans are made for is called, and what it calls; None: not seen, or gone."""
+        return None if self._first is None else self._first.seen()
+
+    def forget_inner_calls(self) -> None:
+        """Drops what was called inside of the first call, as that can be made itself: arguments go with it."""
+        if self._first is not None:
+            self._first = replace(self._first, inner=())
 
     @property
     def has_other(self) -> bool:
         """Whether another model has trained, which nobody has checked."""
         return bool(self._others)
 
-    def take_others(self) -> list[list[Call]]:
-        """Returns these, once, in the order in which they came, `MOST_CHECKS` at most, each with what it calls; empty
-        for one that is gone.
-        """
+    def take_others(self) -> list[Seen | None]:
+        """Returns these, once, in the order in which they came, `MOST_CHECKS` at most; None for one that is gone."""
         others, self._others = self._others, []
-        return [other.calls() for other in others]
+        return [other.seen() for other in others]

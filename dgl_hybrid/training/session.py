@@ -267,14 +267,15 @@ class _Session:
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], *rest: Any) -> Any:
         """Args: keyword arguments, which PyTorch leaves out after an exception, and the output."""
-        kwargs, output = rest if rest[1:] else ({}, rest[0])
+        has_raised = not rest[1:]
+        kwargs, output = ({}, rest[0]) if has_raised else rest
         call = self.call
         if call.depth == 0:
             return None
         call.depth -= 1
         had_used = call.had_used.pop()
         if call.depth > 0:
-            if not had_used and output is not None:
+            if not had_used and not has_raised:
                 self._tell_of_inner_call(module, args, kwargs)
             return None
         step, weighed = call.step, call.weighed
@@ -284,13 +285,15 @@ class _Session:
         if given_only and torch.is_grad_enabled() and not _is_in_backward():
             # Its loss is of this step's seeds as any other's, and nothing weights it.
             step.note_training_use(module, module.parameters)
-        if output is None or not (step.last_block_used or weighed):
+        if has_raised or not (step.last_block_used or weighed):
             return None
         weighed = weighed or [step]
         # A module that runs inside a backward pass is a recomputation: its output was weighted in the first run,
         # unless that ran without gradients (a reentrant checkpoint around the whole model).
         if _is_in_backward():
-            is_owed = any(ctx in step.unweighted_functions for ctx in _functions_that_run("backward"))
+            is_owed = output is not None and any(
+                ctx in step.unweighted_functions for ctx in _functions_that_run("backward")
+            )
             return self._weighted(output, module, step, weighed) if is_owed else None
         if torch.is_grad_enabled():
             for used in weighed:
@@ -300,6 +303,8 @@ class _Session:
             step.unweighted_functions.update(_functions_that_run("forward"))
         if step.on_call is not None and step.last_block_used:
             step.on_call(step, module, args, kwargs)
+        if output is None:
+            return None  # a step that has backed its loss itself, or an evaluation
         return self._weighted(output, module, step, weighed)
 
     def _tell_of_inner_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

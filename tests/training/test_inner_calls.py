@@ -182,22 +182,26 @@ class LayerByLayer(nn.Module):
         return x
 
 
-def train_layer_by_layer(rank: int, world_size: int, part_config: str) -> list[float]:
+def train_layer_by_layer(rank: int, world_size: int, part_config: str, is_given: bool) -> list[float]:
     g, model = open_graph(part_config)
-    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
+    given = {"model": model} if is_given else {}
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, strategy="depcache", topology=uniform_topology(world_size), **given
+    )
     wrapper, losses = LayerByLayer(model), []
     for _ in range(3):
         for input_nodes, seeds, blocks in loader:
             loss = F.cross_entropy(wrapper(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
             loss.backward()
         losses.append(loss.item())
-    assert loader.outcome is None
+    assert (loader.outcome is not None) == is_given
     return losses
 
 
-def test_a_layer_that_is_given_all_blocks_stands_for_nothing(partitions: PartitionStore) -> None:
+@pytest.mark.parametrize("is_given", [False, True], ids=["planned for", "beside another"])
+def test_a_layer_that_is_given_all_blocks_stands_for_nothing(is_given: bool, partitions: PartitionStore) -> None:
     """It uses one of them: taken for the model it would be refused for that."""
-    for losses in run_ranks(3, train_layer_by_layer, partitions.get("power_law", power_law(), 3)):
+    for losses in run_ranks(3, train_layer_by_layer, partitions.get("power_law", power_law(), 3), is_given):
         assert losses == [losses[0]] * 3
 
 

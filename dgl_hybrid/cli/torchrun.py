@@ -27,6 +27,8 @@ from dgl_hybrid.training.trainer import train
 PREPARE_TIMEOUT_S = 6 * 3600.0
 """How long the other ranks wait for rank 0 to partition the graph."""
 
+_INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
+
 
 def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
     """Trains on torchrun's ranks. Rank 0 partitions where needed: the workspace must be seen by all.
@@ -51,7 +53,7 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         )
     interface = _find_interface(is_one_host=local_ranks == world_size)
     if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault(_INTERFACE_VARIABLE, interface)
     torch.set_num_threads(options.threads or threads_per_rank(local_ranks))
     try:
         dist.init_process_group("gloo")
@@ -59,6 +61,15 @@ def train_under_torchrun(configs: Sequence[Any]) -> TrainReport | None:
         raise ValueError(
             f"RANK and WORLD_SIZE are set, as torchrun sets them, and the ranks cannot meet ({error}). Start by "
             "torchrun, or unset RANK and WORLD_SIZE to train on ranks that this command starts."
+        ) from error
+    except RuntimeError as error:
+        here = [name for _, name in socket.if_nameindex()]
+        named = [name for name in os.environ.get(_INTERFACE_VARIABLE, "").split(",") if name]
+        if set(named) <= set(here):
+            raise
+        raise ValueError(
+            f"{_INTERFACE_VARIABLE} is {','.join(named)}, and this host has no such network interface (it has "
+            f"{', '.join(here)}). Name one by which other hosts reach this one, or unset it to have it found."
         ) from error
     try:
         communicator = create_communicator(timeout_s=PREPARE_TIMEOUT_S)

@@ -36,6 +36,8 @@ _SAME_CALLS = (
     "exception on one rank ends the job on all."
 )
 
+_OR_IS_GONE = "Of several hosts one, or the network between them, may be gone."
+
 
 def is_on_all_ranks(error: Exception) -> bool:
     """Tells whether all ranks have raised this error, or its words, at the same place: see `Communicator.agreed`."""
@@ -508,7 +510,8 @@ class Communicator:
             told += [f"rank {rank} waits in {place}" for rank, place in sorted(self.transport.elsewhere.items())]
         who = "; ".join(told) or "a peer left or failed"
         raise ExchangeError(
-            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. {_SAME_CALLS} ({error})"
+            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. {_SAME_CALLS} "
+            f"{_OR_IS_GONE} ({error})"
         ) from error
 
 

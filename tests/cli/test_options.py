@@ -159,6 +159,27 @@ def test_ranks_that_torchrun_has_not_started(name: str, monkeypatch: pytest.Monk
         torchrun.train_under_torchrun(resolve(parse(), train.CONFIGS))
 
 
+@pytest.mark.parametrize(
+    ("interface", "error", "message"),
+    [
+        ("nosuch0", ValueError, r"GLOO_SOCKET_IFNAME is nosuch0, and this host has no such .* \(it has .*lo\b"),
+        ("lo", RuntimeError, "^Unable to find address$"),
+    ],
+)
+def test_an_interface_that_gloo_does_not_find(
+    interface: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def meet(*args: object) -> None:
+        raise RuntimeError("Unable to find address")
+
+    for name, value in {"WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": interface}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torchrun.dist, "init_process_group", meet)
+    monkeypatch.setattr(torchrun.torch, "set_num_threads", lambda number: None)
+    with pytest.raises(error, match=message):
+        torchrun.train_under_torchrun(resolve(parse(), train.CONFIGS))
+
+
 def test_files_of_other_kinds_are_said_to_be_read_as_json(tmp_path: Path) -> None:
     file = tmp_path / "c.yaml"
     file.write_text("epochs: 3\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TypeVar
@@ -25,6 +26,9 @@ from dgl_hybrid.training.seen_calls import MOST_CHECKS, Seen, SeenCalls
 _logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_told_of: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Wrappers for which something stands, as was said: plans are made anew, and for several loaders."""
 
 
 class PlanChoice:
@@ -267,7 +271,8 @@ class PlanChoice:
             except TraceError as error:
                 first_error = first_error or error
                 continue
-            if self._communicator.rank == 0:
+            if self._communicator.rank == 0 and seen.outermost not in _told_of:
+                _told_of.add(seen.outermost)
                 _logger.warning(
                     "%s: %s, which it calls with the blocks of all layers, stands for it. What it does besides is "
                     "neither priced nor checked%s",

@@ -83,7 +83,7 @@ def _attributes_kept(model: nn.Module) -> Iterator[None]:
                 del held[name]
             for name, (value, content) in attributes.items():
                 held[name] = value
-                if content is not None:
+                if content is not None and not _holds_the_same(value, content):
                     value.clear()
                     (value.update if isinstance(value, (dict, set)) else value.extend)(content)
 
@@ -93,6 +93,17 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def _content_of(value: Any) -> Any:
     return copy.copy(value) if type(value) in (list, dict, set, deque) else None
+
+
+def _holds_the_same(value: Any, content: Any) -> bool:
+    """Whether both containers hold the same objects, which may be tensors: none is compared."""
+
+    def objects(held: Any) -> list[int]:
+        items = [*held, *held.values()] if isinstance(held, dict) else held
+        found = [id(item) for item in items]
+        return sorted(found) if isinstance(held, set) else found
+
+    return objects(value) == objects(content)
 
 
 @contextlib.contextmanager

@@ -69,7 +69,7 @@ class SeenCalls:
     Attributes:
         is_in_pieces: Before any such call one has trained that was not given the blocks of all layers: several modules
             use them in turn, or they came inside an object, where they cannot be replaced. Repeating such a call would
-            use those of its epoch.
+            use those of its epoch. It counts where no call inside of it is left that can be repeated.
         has_seen_training: The first call trains.
     """
 
@@ -141,8 +141,10 @@ class SeenCalls:
             return
         template = make_template()
         is_whole = template.has_blocks_of_all(num_layers)
+        self.is_in_pieces |= not is_whole and self._first is None and trains
+        if self._is_given and self._is_planned_for(module):
+            inner = ()  # it was planned for itself
         if not is_whole and not inner:
-            self.is_in_pieces |= self._first is None and trains
             return
         remembered = _Remembered(
             outermost=weakref.ref(module),

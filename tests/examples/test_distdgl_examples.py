@@ -142,6 +142,6 @@ def test_rgcn(scholar: Path, on: bool) -> None:
 
 
 def test_examples_do_not_import_dgl_hybrid() -> None:
-    """They are what DistDGL users have; only the full-graph twin names us."""
+    """They are what DistDGL users have; only those for the full graph name us."""
     names = {path.name for path in EXAMPLES.glob("*.py") if "import dgl_hybrid" in path.read_text()}
-    assert names == {"full_graph_sage.py", "distdgl_full_graph_sage.py"}
+    assert names == {"full_graph_sage.py", "distdgl_full_graph_sage.py", "lightning_full_graph_sage.py"}

@@ -64,6 +64,18 @@ def call_in_place_of_forward(ddp: nn.parallel.DistributedDataParallel, method: C
     return ddp(*args)
 
 
+def train_epoch(
+    loader: FullGraphLoader, ddp: nn.parallel.DistributedDataParallel, optimizer: torch.optim.Optimizer
+) -> float:
+    """Returns this rank's share of the loss."""
+    for index, batch in enumerate(loader):
+        loss = call_in_place_of_forward(ddp, ddp.module.step, batch, index)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return loss.item() * loader.loss_weight / loader.communicator.world_size
+
+
 def train_by_steps(
     rank: int, world_size: int, part_config: str, way: str, is_given: bool
 ) -> tuple[list[float], list[str | None], list[str]]:
@@ -82,12 +94,7 @@ def train_by_steps(
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     losses, strategies = [], []
     for _ in range(3):
-        for index, batch in enumerate(loader):
-            loss = call_in_place_of_forward(ddp, steps.step, batch, index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item() * loader.loss_weight / world_size)
+        losses.append(train_epoch(loader, ddp, optimizer))
         strategies.append(None if loader.outcome is None else loader.outcome.plan.strategy)
     logging.getLogger("dgl_hybrid.training").removeHandler(handler)
     return losses, strategies, messages
@@ -136,14 +143,7 @@ def learn_from_a_teacher(rank: int, world_size: int, part_config: str) -> list[f
     loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size))
     ddp = nn.parallel.DistributedDataParallel(steps)
     optimizer = torch.optim.SGD(normed.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        for index, batch in enumerate(loader):
-            loss = call_in_place_of_forward(ddp, steps.step, batch, index)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        losses.append(loss.item() * loader.loss_weight / world_size)
+    losses = [train_epoch(loader, ddp, optimizer) for _ in range(3)]
     assert loader.outcome is not None
     return losses
 

@@ -35,6 +35,7 @@ class CallWatch:
         """Takes an outermost call that has used the step's last block, before it returns."""
         self._graph.note_forward()
         if len(steps_of((args, kwargs))) > 1:
+            self._calls.take_inner(module)
             return  # plans are for calls with blocks of one loader
         is_whole = step.all_blocks_used and len(step.held_blocks()) == self._num_layers
         self._calls.note(module, self._num_layers, (lambda: self._template(step, args, kwargs)) if is_whole else None)

@@ -116,7 +116,8 @@ class SeenCalls:
         if is_new and template.has_blocks_of_all(num_layers) and len(self._inner) < _MOST_INNER:
             self._inner[id(module)] = (weakref.ref(module), template)
 
-    def _take_inner(self, outermost: nn.Module) -> tuple[tuple[weakref.ref[nn.Module], CallTemplate], ...]:
+    def take_inner(self, outermost: nn.Module) -> tuple[tuple[weakref.ref[nn.Module], CallTemplate], ...]:
+        """Returns what was called inside of an outermost call that ends, the outer first, and forgets it."""
         is_of_it = self._inner_of is not None and self._inner_of() is outermost
         inner = tuple(reversed(self._inner.values())) if is_of_it else ()
         self._inner_of, self._inner = None, {}
@@ -130,7 +131,7 @@ class SeenCalls:
             num_layers: L.
             make_template: Of its arguments; None: it does not use the blocks of all layers.
         """
-        trains, inner = torch.is_grad_enabled(), self._take_inner(module)
+        trains, inner = torch.is_grad_enabled(), self.take_inner(module)
         if make_template is None:
             self.is_in_pieces |= self._first is None and trains
             return

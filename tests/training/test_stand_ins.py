@@ -284,3 +284,33 @@ def test_arguments_of_inner_calls_are_not_held_where_none_stands_in(is_given: bo
     for are_there in run_ranks(2, watch_arguments, partitions.get("power_law", power_law(), 2), is_given):
         assert len(are_there) == EPOCHS, "what copies have made is put back"
         assert not any(are_there)
+
+
+class OfTwo(Outer):
+    """Is given blocks of two loaders; nothing is planned for such a call."""
+
+    def forward(self, first: list[Any], second: list[Any], x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+        out: Tensor = super().forward(first, x) + super().forward(second, y)
+        return out
+
+
+def watch_arguments_of_two(rank: int, world_size: int, part_config: str) -> list[bool]:
+    """Returns which of the arguments of inner calls are there at the end."""
+    g = PartitionedGraph.open(part_config)
+    model, feat = OfTwo(Net(g.ndata["feat"].shape[1])), g.ndata["feat"]
+    loaders = [
+        FullGraphLoader(g, g.owned_nodes("train_mask"), 2, topology=uniform_topology(world_size)) for _ in range(2)
+    ]
+    for _ in range(EPOCHS):
+        for (nodes, seeds, blocks), (other_nodes, _, other_blocks) in zip(*loaders, strict=True):
+            logits = model(blocks, other_blocks, feat[nodes], feat[other_nodes])
+            F.cross_entropy(logits, g.ndata["label"][seeds]).backward()
+            del logits
+    gc.collect()
+    return [reference() is not None for reference in model.made]
+
+
+def test_arguments_of_inner_calls_are_not_held_where_nothing_is_planned_for(partitions: PartitionStore) -> None:
+    for are_there in run_ranks(2, watch_arguments_of_two, partitions.get("power_law", power_law(), 2)):
+        assert len(are_there) == 2 * EPOCHS
+        assert not any(are_there)

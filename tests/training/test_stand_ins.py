@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import weakref
@@ -314,3 +315,53 @@ def test_arguments_of_inner_calls_are_not_held_where_nothing_is_planned_for(part
     for are_there in run_ranks(2, watch_arguments_of_two, partitions.get("power_law", power_law(), 2)):
         assert len(are_there) == 2 * EPOCHS
         assert not any(are_there)
+
+
+class Casting(OfBatch):
+    """Enters an autocast of its own before it calls its model, which it may make anew in every call."""
+
+    def __init__(self, net: Net, makes_anew: bool) -> None:
+        super().__init__(net)
+        self.makes_anew = makes_anew
+
+    def forward(self, batch: Batch, extra: Any = None) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            net = copy.copy(self.net.model) if self.makes_anew else self.net
+            out: Tensor = net(batch.blocks, batch.x)
+            return out
+
+
+def plan_for_casting(rank: int, world_size: int, part_config: str, makes_anew: bool) -> tuple[list[Any], list[str]]:
+    """Returns by which outcome each epoch ran, as numbers from 0, and what was said."""
+    g = PartitionedGraph.open(part_config)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("dgl_hybrid.training").addHandler(handler)
+    model = Casting(Net(g.ndata["feat"].shape[1]), makes_anew)
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, strategy="depcache", topology=uniform_topology(world_size)
+    )
+    outcomes = []
+    for _ in range(EPOCHS):
+        for input_nodes, seeds, blocks in loader:
+            logits = model(Batch(blocks, g.ndata["feat"][input_nodes]))
+            F.cross_entropy(logits, g.ndata["label"][seeds]).backward()
+            del logits
+        gc.collect()
+        outcomes.append(loader.outcome)
+    logging.getLogger("dgl_hybrid.training").removeHandler(handler)
+    kinds = list(dict.fromkeys(map(id, outcomes)))
+    return [None if outcome is None else kinds.index(id(outcome)) for outcome in outcomes], messages
+
+
+def test_an_autocast_around_a_stand_in_is_planned_for_once(partitions: PartitionStore) -> None:
+    for outcomes, _ in run_ranks(2, plan_for_casting, partitions.get("power_law", power_law(), 2), False):
+        assert outcomes == [None, 1, 1, 1]
+
+
+def test_a_stand_in_that_is_gone_is_told_of(partitions: PartitionStore) -> None:
+    folder = partitions.get("power_law", power_law(), 2)
+    for rank, (outcomes, messages) in enumerate(run_ranks(2, plan_for_casting, folder, True)):
+        assert outcomes == [None] * EPOCHS
+        assert len([x for x in messages if "no module is given the blocks of all 2 layers" in x]) == (rank == 0)

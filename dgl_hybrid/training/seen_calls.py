@@ -16,6 +16,7 @@ from dgl_hybrid.graph.model_copy import without_ddp
 Call = tuple[nn.Module, CallTemplate]
 
 _MOST_INNER = 4
+"""Inner calls that are remembered: each that cannot be repeated costs an attempt."""
 
 
 MOST_CHECKS = 16

@@ -23,7 +23,7 @@ from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.buffers import BufferPool
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
 from dgl_hybrid.exchange.small_messages import MOST_BYTES, Kind, Words, data_of, find_difference, pack, sizes_of
-from dgl_hybrid.exchange.transport import ExchangeTag, PeerLeftError, Transport
+from dgl_hybrid.exchange.transport import SAME_CALLS, ExchangeTag, PeerLeftError, Transport
 
 _MOVED_AS_BYTES = frozenset(
     {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -31,11 +31,6 @@ _MOVED_AS_BYTES = frozenset(
 """What gloo or NCCL does not send as it is."""
 
 _ON_ALL_RANKS = "_dgl_hybrid_is_on_all_ranks"
-_SAME_CALLS = (
-    "Every rank must make the same calls in the same order (an `if rank == 0: evaluate()` breaks this), and an "
-    "exception on one rank ends the job on all."
-)
-
 _OR_IS_GONE = "Of several hosts one, or the network between them, may be gone."
 
 
@@ -326,17 +321,17 @@ class Communicator:
     def _tensor(self, values: list[int] | list[float], dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=None if self.transport is None else self.transport.device)
 
-    def sum_(self, tensor: Tensor) -> Tensor:
-        """All-reduces `tensor` by sum, in place. Collective."""
+    def sum_(self, tensor: Tensor, *, what: str = "sum over ranks") -> Tensor:
+        """All-reduces `tensor` by sum, in place; all ranks get the same bits. Collective; `what`: see `gather_ints`."""
         if self.transport is not None:
             self._begin()
-            with self.naming("sum over ranks"):
+            with self.naming(what):
                 if tensor.device.type != self.transport.device.type:
                     moved = tensor.to(self.transport.device)
-                    self.transport.all_reduce(moved)
+                    self.transport.all_reduce(moved, what)
                     tensor.copy_(moved)
                 else:
-                    self.transport.all_reduce(tensor)
+                    self.transport.all_reduce(tensor, what)
         return tensor
 
     def gather_ints(self, values: Sequence[int], *, what: str = "") -> list[list[int]]:
@@ -370,7 +365,7 @@ class Communicator:
         self._begin()
         device = self.transport.device
         with self.naming(what or "gather"):
-            rows = self.transport.all_gather(torch.from_numpy(pack(kind, what, data)).to(device))
+            rows = self.transport.all_gather(torch.from_numpy(pack(kind, what, data)).to(device), what)
         table = torch.stack(rows).cpu().numpy()
         self._check_same_place(table)
         widest = max(sizes := sizes_of(table))
@@ -379,13 +374,13 @@ class Communicator:
         padded = torch.zeros(widest, dtype=torch.uint8)
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         with self.naming(what or "gather"):
-            rows = self.transport.all_gather(padded.to(device))
+            rows = self.transport.all_gather(padded.to(device), what)
         return [row[:size].cpu().numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def _check_same_place(self, table: Words) -> None:
         difference = find_difference(table)
         if difference is not None:
-            raise ExchangeError(f"ranks are not in the same place: {difference}. {_SAME_CALLS}")
+            raise ExchangeError(f"ranks are not in the same place: {difference}. {SAME_CALLS}")
 
     def gather_rows(self, rows_NF: Tensor) -> Tensor:
         """Puts the rows of all ranks one below the other, by rank. Collective; not differentiable.
@@ -414,7 +409,7 @@ class Communicator:
         padded = torch.zeros(shape, dtype=rows_NF.dtype, device=self._tensor([0]).device)
         padded[: len(rows_NF)] = rows_NF.detach()
         with self.naming("a gather of rows"):
-            parts = self.transport.all_gather(_as_moved(padded))  # gloo's takes one size only
+            parts = self.transport.all_gather(_as_moved(padded), "a gather of rows")  # gloo's takes one size only
         rows = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
         return rows.view(rows_NF.dtype).to(rows_NF.device)
 
@@ -510,7 +505,7 @@ class Communicator:
             told += [f"rank {rank} waits in {place}" for rank, place in sorted(self.transport.elsewhere.items())]
         who = "; ".join(told) or "a peer left or failed"
         raise ExchangeError(
-            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. {_SAME_CALLS} "
+            f"{what} did not complete on rank {self.rank} of {self.world_size}: {who}. {SAME_CALLS} "
             f"{_OR_IS_GONE} ({error})"
         ) from error
 
@@ -593,12 +588,12 @@ class LentTransport:
     def all_reduce(self, tensor: Tensor) -> None:
         """`Transport.all_reduce`. Collective."""
         with self._communicator.naming(self._what):
-            self._transport.all_reduce(tensor)
+            self._transport.all_reduce(tensor, self._what)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """`Transport.all_gather`. Collective."""
         with self._communicator.naming(self._what):
-            return self._transport.all_gather(tensor)
+            return self._transport.all_gather(tensor, self._what)
 
 
 def _read_as(borrow: Callable[[], list[Tensor]], send: Tensor, recv_counts: Sequence[int]) -> list[Tensor]:

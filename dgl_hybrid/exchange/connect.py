@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.shared_memory_transport import connect_through_memory
+from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport, connect_through_memory
 from dgl_hybrid.exchange.transport import CollectiveTransport, bound_gpu
 
 DEFAULT_TIMEOUT_S = 600.0
@@ -82,6 +82,22 @@ def create_communicator(
         )
     _logger.debug("rows are exchanged over %s: %s", chosen, joined)
     return communicator
+
+
+def connect_again(communicator: Communicator) -> Communicator | None:
+    """Creates another communicator of the same ranks, whose calls have an order of their own. Collective.
+
+    Returns:
+        It; None, on all ranks, where they do not share a host's memory, or could not be joined once more.
+    """
+    if not isinstance(communicator.transport, SharedMemoryTransport):
+        return None
+    with communicator.naming("another meeting of all ranks"):
+        joined = communicator.transport.join_again()
+    if isinstance(joined, str):
+        _logger.debug("ranks of one host could not be joined once more: %s", joined)
+        return None
+    return Communicator(joined, name=f"{communicator.name} again", timeout_s=communicator.timeout_s)
 
 
 def default_timeout_s() -> float:

@@ -49,20 +49,22 @@ class PeerLink:
     rank: int
     channel: socket.socket
     peer_process: int
-    segment: PeerSegment
+    segments: tuple[PeerSegment, ...]
+    """The peer's outboxes, in its order."""
 
     def close(self) -> None:
         self.channel.close()
         os.close(self.peer_process)
-        os.close(self.segment.descriptor)
+        for segment in self.segments:
+            os.close(segment.descriptor)
 
 
-def meet_on_host(group: Transport, outbox: Outbox | None, *, everybody: bool) -> list[PeerLink] | str:
+def meet_on_host(group: Transport, outboxes: Sequence[Outbox], *, everybody: bool) -> list[PeerLink] | str:
     """Joins this rank to the others on its host. Collective: two gathers; all get links or all a reason.
 
     Args:
         group: Of the same ranks.
-        outbox: Whose descriptor peers get; None if this system has no such thing.
+        outboxes: Whose descriptors peers get, as many on every rank; none if this system has no such thing.
         everybody: Whether nothing will do but all ranks on one host; else two of them are enough.
 
     Returns:
@@ -70,7 +72,7 @@ def meet_on_host(group: Transport, outbox: Outbox | None, *, everybody: bool) ->
         anybody, in words alike on every rank.
     """
     secret = secrets.token_bytes(_SECRET_BYTES)
-    listener = None if outbox is None else _listen(secret)
+    listener = _listen(secret) if outboxes else None
     try:
         digests = [_digest(value) for value in _describe_host(can_share=listener is not None)]
         mine = torch.frombuffer(bytearray(b"".join([secret, *digests])), dtype=torch.uint8)
@@ -85,8 +87,7 @@ def meet_on_host(group: Transport, outbox: Outbox | None, *, everybody: bool) ->
         try:
             if len(mates) > 1:
                 assert listener is not None
-                assert outbox is not None
-                links = _join(listener, outbox, group.rank, {rank: described[rank][:_SECRET_BYTES] for rank in mates})
+                links = _join(listener, outboxes, group.rank, {rank: described[rank][:_SECRET_BYTES] for rank in mates})
         except OSError as error:
             failure = str(error)
         try:
@@ -190,9 +191,12 @@ def _listen(secret: bytes) -> socket.socket | None:
     return listener
 
 
-def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: Mapping[int, bytes]) -> list[PeerLink]:
+def _join(
+    listener: socket.socket, outboxes: Sequence[Outbox], rank: int, secrets_by_rank: Mapping[int, bytes]
+) -> list[PeerLink]:
     """Joins the ranks that there are secrets of; raises `OSError` if one does not come or is not who it should be."""
     above = [peer for peer in secrets_by_rank if peer > rank]
+    descriptors = [outbox.descriptor for outbox in outboxes]
     deadline = time.monotonic() + MEETING_TIMEOUT_S
     links: dict[int, PeerLink] = {}
     pending: dict[int, socket.socket] = {}
@@ -201,22 +205,22 @@ def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: M
             pending[peer] = channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             channel.settimeout(_remaining(deadline))
             channel.connect(_address(secrets_by_rank[peer]))
-            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[peer], rank)], [outbox.descriptor])
+            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[peer], rank)], descriptors)
         while len(links) < len(above):
             listener.settimeout(_remaining(deadline))
             channel, _ = listener.accept()
             try:
                 channel.settimeout(min(_HELLO_TIMEOUT_S, _remaining(deadline)))
-                link = _receive_hello(channel, secrets_by_rank[rank], above)
+                link = _receive_hello(channel, secrets_by_rank[rank], above, len(outboxes))
             except OSError:  # Anybody may connect; only a rank knows the secret.
                 channel.close()
                 continue
             links[link.rank] = link
-            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[link.rank], rank)], [outbox.descriptor])
+            socket.send_fds(channel, [_HELLO.pack(secrets_by_rank[link.rank], rank)], descriptors)
         while pending:
             peer, channel = next(iter(pending.items()))
             channel.settimeout(_remaining(deadline))
-            links[peer] = _receive_hello(channel, secrets_by_rank[rank], [peer])
+            links[peer] = _receive_hello(channel, secrets_by_rank[rank], [peer], len(outboxes))
             del pending[peer]
     except BaseException:
         for link in links.values():
@@ -229,25 +233,25 @@ def _join(listener: socket.socket, outbox: Outbox, rank: int, secrets_by_rank: M
     return [links[peer] for peer in sorted(links)]
 
 
-def _receive_hello(channel: socket.socket, secret: bytes, expected: Sequence[int]) -> PeerLink:
+def _receive_hello(channel: socket.socket, secret: bytes, expected: Sequence[int], num_segments: int) -> PeerLink:
     pid, uid, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
         raise PermissionError(f"a rank must run as user {os.geteuid()} (got one of user {uid})")
-    hello, descriptors, _, _ = socket.recv_fds(channel, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+    hello, descriptors, _, _ = socket.recv_fds(channel, _HELLO.size, num_segments, socket.MSG_CMSG_CLOEXEC)
     opened = list(descriptors)
     try:
-        if len(hello) != _HELLO.size or len(opened) != 1:
+        if len(hello) != _HELLO.size or len(opened) != num_segments:
             raise ConnectionError("a rank left, or somebody else came")
         said, rank = _HELLO.unpack(hello)
         if not secrets.compare_digest(said, secret) or rank not in expected:
             raise PermissionError(f"one of the ranks {list(expected)} was expected (got another)")
-        segment = PeerSegment(opened[0])
+        segments = tuple(PeerSegment(descriptor) for descriptor in descriptors)
         opened.append(os.pidfd_open(pid))
     except BaseException:
         for descriptor in opened:
             os.close(descriptor)
         raise
-    return PeerLink(rank, channel, opened[1], segment)
+    return PeerLink(rank, channel, opened[-1], segments)
 
 
 def _remaining(deadline: float) -> float:

@@ -23,7 +23,15 @@ from dgl_hybrid.exchange.mailbox import (
     ParcelResponse,
     register_services,
 )
-from dgl_hybrid.exchange.transport import NO_TAG, ExchangeTag, Transport, as_bytes, bytes_of_row, milliseconds
+from dgl_hybrid.exchange.transport import (
+    NO_TAG,
+    ExchangeTag,
+    Transport,
+    as_bytes,
+    bytes_of_row,
+    milliseconds,
+    sum_in_order,
+)
 
 PARCEL_BYTES = 32 << 20
 """What one message carries at most: bounds the buffers that sender, server and receiver allocate at a time."""
@@ -79,20 +87,20 @@ class KVStoreTransport(Transport):
         self._swap(outgoing, incoming)
         return lambda: None
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
         summands = tensor.detach().reshape(-1)
         if summands.nbytes <= _GATHERED_BYTES:
-            total = _sum(self.all_gather(summands))
+            total = sum_in_order(self.all_gather(summands))
         else:
             sizes = [len(piece) for piece in summands.tensor_split(self.world_size)]
             mine = [torch.empty_like(summands[: sizes[self.rank]]) for _ in sizes]
             self._swap([as_bytes(piece) for piece in summands.split(sizes)], [as_bytes(piece) for piece in mine])
             total = torch.empty_like(summands)
-            share = as_bytes(_sum(mine))
+            share = as_bytes(sum_in_order(mine))
             self._swap([share] * self.world_size, [as_bytes(piece) for piece in total.split(sizes)])
         tensor.copy_(total.view(tensor.shape))
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
         source = tensor.detach().contiguous()
         gathered = [torch.empty_like(source) for _ in range(self.world_size)]
         self._swap([as_bytes(source)] * self.world_size, [as_bytes(part) for part in gathered])
@@ -163,11 +171,3 @@ def _machine_of_trainers() -> list[int]:
 
 def _parcels(payload: Tensor) -> list[Tensor]:
     return list(payload.split(PARCEL_BYTES)) if len(payload) else []
-
-
-def _sum(summands: Sequence[Tensor]) -> Tensor:
-    """In the order of ranks, so that every rank gets the same bits."""
-    total = summands[0].clone()
-    for summand in summands[1:]:
-        total += summand
-    return total

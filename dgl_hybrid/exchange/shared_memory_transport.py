@@ -11,6 +11,10 @@ Every rank tells every other one of its host in each round, rows or none. So eac
 program, and nobody needs to be told that rows were read: who begins round 7 has read those of round 6, and an outbox
 keeps the messages of two rounds apart (`Outbox`).
 
+What ranks gather and sum goes the same way, by an outbox of its own: rows that were lent out stay where they are until
+the next exchange. Through a process group of gloo, whose threads spin where another one holds a lock, a sum of 150 KB
+takes two ranks on two cores 2 ms, and now and then a time slice of 4 ms; this way 0.1.
+
 A rank that waits sleeps in `poll`; it is woken by a message, by the end of a peer's process and by its deadline. What
 was written to memory before a message was sent is seen by who received it, on any processor: the kernel orders both.
 
@@ -24,12 +28,10 @@ import itertools
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -38,15 +40,18 @@ from torch import Tensor
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.far_rows import FarRows
 from dgl_hybrid.exchange.host_links import PeerLink, can_share_memory, meet_on_host
+from dgl_hybrid.exchange.posts import LEAVING, LONGEST_MESSAGE, Doing, Post
 from dgl_hybrid.exchange.shared_segments import Outbox
 from dgl_hybrid.exchange.transport import (
     NO_TAG,
+    SAME_CALLS,
     ExchangeTag,
     PeerLeftError,
     Transport,
     as_bytes,
     bytes_of_row,
     milliseconds,
+    sum_in_order,
 )
 
 ROUND_BYTES = 16 << 20
@@ -56,73 +61,18 @@ such as those of features when a graph is opened."""
 _ENDS_WITHIN_S = 1.0
 """Between the end of a process's connections and its own."""
 
-_POST = struct.Struct("<BBBxiQQQQQ16s")
-_ROWS, _LEAVING = 0, 1
-_LONGEST_MESSAGE = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Post:
-    """What one rank tells another one in a round."""
-
-    call: int
-    """Operations of the transport, from 1."""
-    layer: int
-    is_backward: bool
-    row_bytes: int
-    dtype: str
-    num_rows: int
-    """For the receiver, in all rounds of the call."""
-    offset: int
-    num_bytes: int
-    """In this round, and where in the sender's outbox."""
-    has_more: bool
-    """The sender has further rounds to come, for whomever."""
-
-    def pack(self) -> bytes:
-        return _POST.pack(
-            _ROWS,
-            self.is_backward,
-            self.has_more,
-            self.layer,
-            self.call,
-            self.row_bytes,
-            self.num_rows,
-            self.offset,
-            self.num_bytes,
-            self.dtype.encode(),
-        )
-
-    @staticmethod
-    def unpack(message: bytes) -> _Post:
-        _, is_backward, has_more, layer, call, row_bytes, num_rows, offset, num_bytes, dtype = _POST.unpack(message)
-        return _Post(
-            call=call,
-            layer=layer,
-            is_backward=bool(is_backward),
-            row_bytes=row_bytes,
-            dtype=dtype.rstrip(b"\0").decode(errors="replace"),
-            num_rows=num_rows,
-            offset=offset,
-            num_bytes=num_bytes,
-            has_more=bool(has_more),
-        )
-
-    @property
-    def kind(self) -> tuple[int, bool, int, str]:
-        return self.layer, self.is_backward, self.row_bytes, self.dtype
-
-    def describe(self) -> str:
-        way = "backward" if self.is_backward else "forward"
-        return f"{self.dtype} rows of {self.row_bytes} bytes for layer {self.layer} in {way}"
+_ELSEWHERE = "ranks are not in the same place"
+_SAME_LAYERS = "Every rank must run the same layers on the same fields, with gradients or without, in the same order."
+_SUMMED_WHOLE_BYTES = 64 << 10
+"""Of more, with more than two ranks, each rank sums a share and reads the others'."""
 
 
 class SharedMemoryTransport(Transport):
-    """All-to-all through memory of hosts; what is small and the same everywhere stays with the process group.
+    """Through memory of hosts: all of it where all ranks are on one, else the rows of those that are.
 
     Args:
-        group: Carries sums, gathers and the rows of far ranks; of the same ranks.
-        outbox: Whose descriptor the peers have.
+        group: Carries the rows of far ranks, and sums and gathers where there are some; of the same ranks.
+        outboxes: Whose descriptors the peers have: of rows, and of what is gathered and summed.
         links: To every other rank of this host, by rank.
         is_everybody: Whether all ranks are on this host; alike on all of them.
         timeout_s: A peer that stays away longer than this ends an operation with an error.
@@ -131,11 +81,18 @@ class SharedMemoryTransport(Transport):
     can_lend = True
 
     def __init__(
-        self, group: Transport, outbox: Outbox, links: Sequence[PeerLink], *, is_everybody: bool, timeout_s: float
+        self,
+        group: Transport,
+        outboxes: tuple[Outbox, Outbox],
+        links: Sequence[PeerLink],
+        *,
+        is_everybody: bool,
+        timeout_s: float,
     ) -> None:
         self.rank, self.world_size = group.rank, group.world_size
         self.backend = "shared_memory" if is_everybody else "mixed"
-        self._group, self._outbox, self._links = group, outbox, tuple(links)
+        self._group, self._links = group, tuple(links)
+        self._outbox, self._small = outboxes
         self._link_of = {link.rank: link for link in links}
         self._far = FarRows(group, {self.rank, *self._link_of}) if not is_everybody else None
         self._timeout_s = timeout_s
@@ -146,7 +103,11 @@ class SharedMemoryTransport(Transport):
         self._late: list[int] = []
         self._why_left = ""
         self._lock = threading.Lock()
-        weakref.finalize(self, _close, outbox, self._links)
+        weakref.finalize(self, _close, outboxes, self._links)
+
+    def join_again(self) -> Transport | str:
+        """Joins the same ranks by sockets and memory of their own. Collective; see `connect_through_memory`."""
+        return connect_through_memory(self._group, timeout_s=self._timeout_s, everybody=True)
 
     # ---------------------------------------------------------------- operations
 
@@ -196,13 +157,13 @@ class SharedMemoryTransport(Transport):
 
         return finish
 
-    def _copy_from(self, posts: Sequence[_Post], incoming: list[Tensor]) -> None:
+    def _copy_from(self, posts: Sequence[Post], incoming: list[Tensor]) -> None:
         """Copies one round's rows to where they belong, and moves those places on."""
         for link, post in zip(self._links, posts, strict=True):
             place = incoming[link.rank]
             if post.num_bytes > len(place):
                 raise RuntimeError(f"rank {link.rank} was to send {len(place)} bytes, not {post.num_bytes}")
-            place[: post.num_bytes].copy_(link.segment.read(post.offset, post.num_bytes))
+            place[: post.num_bytes].copy_(link.segments[0].read(post.offset, post.num_bytes))
             incoming[link.rank] = place[post.num_bytes :]
 
     def send_buffer(self, num_bytes: int) -> Tensor:
@@ -240,9 +201,7 @@ class SharedMemoryTransport(Transport):
 
         return finish
 
-    def _read_parts(
-        self, own: list[_Post], send: Tensor, recv_counts: list[int], tag: ExchangeTag
-    ) -> dict[int, Tensor]:
+    def _read_parts(self, own: list[Post], send: Tensor, recv_counts: list[int], tag: ExchangeTag) -> dict[int, Tensor]:
         """Returns the rows of every other rank of this host, where they lie."""
         parts: dict[int, Tensor] = {}
         row_bytes = bytes_of_row(send)
@@ -250,7 +209,7 @@ class SharedMemoryTransport(Transport):
             num_rows = recv_counts[link.rank]
             if post.num_bytes != num_rows * row_bytes:
                 raise RuntimeError(f"rank {link.rank} was to send {num_rows * row_bytes} bytes, not {post.num_bytes}")
-            part = link.segment.read(post.offset, post.num_bytes)
+            part = link.segments[0].read(post.offset, post.num_bytes)
             parts[link.rank] = part.view(send.dtype).view(num_rows, *send.shape[1:])
         return parts
 
@@ -259,15 +218,74 @@ class SharedMemoryTransport(Transport):
             # Else peers may still read the message before the last, or the process group send one.
             if not self._is_awaiting and not self._why_left:
                 self._outbox.drop_free()
+                self._small.drop_free()
         if self._far is not None:
             self._far.drop_free()
         self._group.drop_free()
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        self._group.all_reduce(tensor)
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
+        if self._far is not None:
+            self._group.all_reduce(tensor, what)
+            return
+        summed = tensor.detach().contiguous().view(-1)  # the tensor itself, mostly
+        for piece in summed.split(max(1, ROUND_BYTES // summed.element_size())):
+            self._sum_piece(piece, what)
+        if summed.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(summed.view(tensor.shape))
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._group.all_gather(tensor)
+    def _sum_piece(self, piece: Tensor, what: str) -> None:
+        parts = [part.view(piece.dtype) for part in self._share(piece, what, Doing.SUM, len(piece))]
+        if self.world_size == 2 or piece.nbytes <= _SUMMED_WHOLE_BYTES:
+            piece.copy_(sum_in_order(parts))
+            return
+        shares = piece.tensor_split(self.world_size)
+        own = [part.tensor_split(self.world_size)[self.rank] for part in parts]
+        told = self._share(sum_in_order(own), what, Doing.SUM, len(piece))
+        for share, part in zip(shares, told, strict=True):
+            if part.nbytes != share.nbytes:
+                raise RuntimeError(f"a rank was to send {share.nbytes} bytes of a sum, not {part.nbytes}")
+            share.copy_(part.view(piece.dtype))
+
+    def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
+        if self._far is not None:
+            return self._group.all_gather(tensor, what)
+        source = tensor.detach().contiguous()
+        gathered = [torch.empty_like(source) for _ in range(self.world_size)]
+        places = [as_bytes(part).split(ROUND_BYTES) for part in gathered]
+        for number, piece in enumerate(as_bytes(source).split(ROUND_BYTES)):
+            for place, part in zip(places, self._share(piece, what, Doing.GATHER, 1), strict=True):
+                place[number].copy_(part)
+        return gathered
+
+    def _share(self, piece: Tensor, what: str, doing: Doing, num_rows: int) -> list[Tensor]:
+        """Shows all ranks a piece and returns what each shows, (n,) uint8, by rank; to be read before the next one."""
+        with self._taking_part():
+            mine = as_bytes(piece)
+            place = self._small.place(len(mine)).copy_(mine)
+            own = Post(
+                doing=doing,
+                call=self._num_calls,
+                row_bytes=piece.element_size() if doing is Doing.SUM else len(mine),
+                dtype=str(piece.dtype).removeprefix("torch."),
+                num_rows=num_rows,
+                offset=self._small.offset,
+                num_bytes=len(mine),
+                what=what,
+            )
+            deadline = time.monotonic() + self._timeout_s
+            message = own.pack()
+            for link in self._links:
+                self._send(link, message, deadline)
+            self._small.post()
+            posts = self._await_posts(deadline)
+            told = {link.rank: post for link, post in zip(self._links, posts, strict=True)}
+            self._check_alike({self.rank: own} | told)
+            parts = {link.rank: self._shown(link, told[link.rank]) for link in self._links} | {self.rank: place}
+            return [parts[rank] for rank in range(self.world_size)]
+
+    @staticmethod
+    def _shown(link: PeerLink, post: Post) -> Tensor:
+        return link.segments[1].read(post.offset, post.num_bytes)
 
     def find_late_ranks(self, name: str, where: str) -> list[int]:
         """Those from which something was still to come when this one gave up; else whom the process group misses.
@@ -312,10 +330,10 @@ class SharedMemoryTransport(Transport):
         sizes: list[int],
         has_more: bool,
         tag: ExchangeTag,
-    ) -> list[_Post]:
+    ) -> list[Post]:
         """Tells every peer what lies where and returns what this rank would tell each rank, itself included."""
         own = [
-            _Post(
+            Post(
                 call=self._num_calls,
                 layer=tag.layer,
                 is_backward=tag.backward,
@@ -334,18 +352,11 @@ class SharedMemoryTransport(Transport):
         self._outbox.post()
         return own
 
-    def _collect(self, own: list[_Post], recv_counts: list[int], tag: ExchangeTag) -> list[_Post]:
+    def _collect(self, own: list[Post], recv_counts: list[int], tag: ExchangeTag) -> list[Post]:
         """Awaits what every peer tells and returns it, by link, checked."""
         posts = self._await_posts(time.monotonic() + self._timeout_s)
         told = {self.rank: own[self.rank]} | {link.rank: post for link, post in zip(self._links, posts, strict=True)}
-        first = min(told)
-        for rank, post in sorted(told.items()):
-            if post.call != self._num_calls or post.kind != told[first].kind:
-                raise ExchangeError(
-                    f"ranks disagree about exchange {tag.call}: rank {first} of {self.world_size} exchanges "
-                    f"{told[first].describe()}, rank {rank} exchanges {post.describe()}. Every rank must run the same "
-                    f"layers on the same fields, with gradients or without, in the same order."
-                )
+        self._check_alike(told, f"ranks disagree about exchange {tag.call}")
         for rank, post in sorted(told.items()):
             if rank != self.rank and post.num_rows != recv_counts[rank]:
                 raise ExchangeError(
@@ -354,6 +365,18 @@ class SharedMemoryTransport(Transport):
                     f"partition."
                 )
         return posts
+
+    def _check_alike(self, told: Mapping[int, Post], otherwise: str = _ELSEWHERE) -> None:
+        """Raises on every rank of this host, or on none: all see the same posts."""
+        first = min(told)
+        for rank, post in sorted(told.items()):
+            if post.call != self._num_calls or post.kind != told[first].kind:
+                are_exchanges = all(of_rank.doing is Doing.EXCHANGE for of_rank in told.values())
+                rule = _SAME_LAYERS if are_exchanges else SAME_CALLS
+                raise ExchangeError(
+                    f"{otherwise if are_exchanges else _ELSEWHERE}: rank {first} of {self.world_size} "
+                    f"{told[first].describe()}, rank {rank} {post.describe()}. {rule}"
+                )
 
     # ---------------------------------------------------------------- messages
 
@@ -371,8 +394,8 @@ class SharedMemoryTransport(Transport):
             except ConnectionError:
                 return
 
-    def _await_posts(self, deadline: float) -> list[_Post]:
-        waiting, posts = {link.rank: link for link in self._links}, dict[int, _Post]()
+    def _await_posts(self, deadline: float) -> list[Post]:
+        waiting, posts = {link.rank: link for link in self._links}, dict[int, Post]()
         happened: set[int] = set()
         while True:
             for link in list(waiting.values()):
@@ -392,16 +415,15 @@ class SharedMemoryTransport(Transport):
             if not happened:
                 self._give_up(sorted(waiting))
 
-    def _read_post(self, link: PeerLink, message: bytes) -> _Post:
+    def _read_post(self, link: PeerLink, message: bytes) -> Post:
         if not message:
             self._has_ended(link)
-        if message[0] == _LEAVING:
+        if message[0] == LEAVING:
             raise PeerLeftError(message[1:].decode(errors="replace"))
-        if message[0] != _ROWS or len(message) != _POST.size:
-            raise RuntimeError(
-                f"rank {link.rank} sent {len(message)} bytes of no known kind: is it of another version?"
-            )
-        return _Post.unpack(message)
+        try:
+            return Post.unpack(message)
+        except ValueError as error:
+            raise RuntimeError(f"rank {link.rank} is of another version, as it seems: {error}") from error
 
     def _has_ended(self, link: PeerLink) -> NoReturn:
         self._late = [link.rank]
@@ -439,7 +461,7 @@ class SharedMemoryTransport(Transport):
             self._why_left = str(error)
         else:
             self._why_left = f"rank {self.rank} of {self.world_size}: {error or type(error).__name__}"
-        message = bytes([_LEAVING]) + self._why_left.encode()[: _LONGEST_MESSAGE - 1]
+        message = bytes([LEAVING]) + self._why_left.encode()[: LONGEST_MESSAGE - 1]
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.channel.send(message, socket.MSG_NOSIGNAL)
@@ -454,26 +476,33 @@ def connect_through_memory(group: Transport, *, timeout_s: float, everybody: boo
     Returns:
         The transport, for a rank alone on its host the group itself; or, on every rank, why there can be none.
     """
-    outbox = _make_outbox()
+    outboxes = _make_outboxes()
     links: list[PeerLink] | str = ""
     try:
-        links = meet_on_host(group, outbox, everybody=everybody)
+        links = meet_on_host(group, outboxes, everybody=everybody)
     finally:
         is_everybody = len(links) == group.world_size - 1
-        if outbox is not None and (isinstance(links, str) or not (links or is_everybody)):
-            os.close(outbox.descriptor)
+        if isinstance(links, str) or not (links or is_everybody):
+            _close(outboxes, ())
     if isinstance(links, str):
         return links
     if not (links or is_everybody):
         return group
-    assert outbox is not None
-    return SharedMemoryTransport(group, outbox, links, is_everybody=is_everybody, timeout_s=timeout_s)
+    rows, small = outboxes
+    return SharedMemoryTransport(group, (rows, small), links, is_everybody=is_everybody, timeout_s=timeout_s)
 
 
-def _make_outbox() -> Outbox | None:
-    with contextlib.suppress(OSError):  # A sandbox may forbid it.
-        return Outbox() if can_share_memory() else None
-    return None
+def _make_outboxes() -> list[Outbox]:
+    """Returns one for rows and one for what is small; none where this system has no such thing."""
+    made: list[Outbox] = []
+    try:
+        if can_share_memory():
+            made.append(Outbox())
+            made.append(Outbox())
+    except OSError:  # A sandbox may forbid it.
+        _close(made, ())
+        return []
+    return made
 
 
 def _by_peer(rows: Tensor, counts: list[int]) -> list[Tensor]:
@@ -486,14 +515,15 @@ def _receive(channel: socket.socket) -> bytes | None:
     """Returns the next message, b"" after the last one, None if there is none yet."""
     while True:
         try:
-            return channel.recv(_LONGEST_MESSAGE)
+            return channel.recv(LONGEST_MESSAGE)
         except BlockingIOError:
             return None
         except ConnectionResetError:
             continue  # Said once, of messages that the other end had not read; its own come after.
 
 
-def _close(outbox: Outbox, links: Sequence[PeerLink]) -> None:
-    os.close(outbox.descriptor)
+def _close(outboxes: Sequence[Outbox], links: Sequence[PeerLink]) -> None:
+    for outbox in outboxes:
+        os.close(outbox.descriptor)
     for link in links:
         link.close()

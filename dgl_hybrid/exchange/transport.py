@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,10 @@ _LONGEST_WAIT_MS = 2**31 - 1
 _PROGRESS_KEY = "dgl_hybrid/late/{name}/{rank}"
 _STORE_TIMEOUT_S = 10.0
 """For the store to tell which ranks are late."""
+SAME_CALLS = (
+    "Every rank must make the same calls in the same order (an `if rank == 0: evaluate()` breaks this), and an "
+    "exception on one rank ends the job on all."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +116,16 @@ class Transport(ABC):
         raise NotImplementedError(f"{type(self).__name__} lends no memory")
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Replaces `tensor` by its sum over ranks."""
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
+        """Replaces `tensor` by its sum over ranks, the same bits on every rank.
+
+        Args:
+            what: Where this rank is; transports that can tell ranks apart by it do.
+        """
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns every rank's tensor, by rank; shapes are equal."""
+    def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
+        """Returns every rank's tensor, by rank; shapes are equal. `what` as of `all_reduce`."""
 
     def drop_free(self) -> None:  # noqa: B027  most have nothing
         """Gives back memory of the transport's own that no operation needs at present. Not collective."""
@@ -208,12 +216,12 @@ class CollectiveTransport(Transport):
 
         return finish
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
         self._running.num_open += 1
         dist.all_reduce(tensor, group=self._running.group)
         self._running.num_open -= 1
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
         out = [torch.empty_like(tensor) for _ in range(self.world_size)]
         self._running.num_open += 1
         dist.all_gather(out, tensor, group=self._running.group)
@@ -254,3 +262,13 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def bytes_of_row(rows: Tensor) -> int:
     """Of (n, ...) rows, n = 0 included."""
     return rows.element_size() * math.prod(rows.shape[1:])
+
+
+def sum_in_order(summands: Sequence[Tensor]) -> Tensor:
+    """Returns the sum in the order of ranks, so that every rank gets the same bits; of half precision rounded once."""
+    dtype = summands[0].dtype
+    wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    total = summands[0].to(wide, copy=True)
+    for summand in summands[1:]:
+        total += summand
+    return total.to(dtype)

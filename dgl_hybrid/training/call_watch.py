@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from dgl_hybrid.graph.call_template import CallTemplate
+from dgl_hybrid.training.ddp_sums import DdpSums
 from dgl_hybrid.training.partitioned_graph import PartitionedGraph
 from dgl_hybrid.training.prefetch import Prefetch
 from dgl_hybrid.training.seen_calls import SeenCalls
@@ -30,10 +31,12 @@ class CallWatch:
 
     def __init__(self, graph: PartitionedGraph, calls: SeenCalls, prefetch: Prefetch, num_layers: int) -> None:
         self._graph, self._calls, self._prefetch, self._num_layers = graph, calls, prefetch, num_layers
+        self._ddp_sums = DdpSums(graph.communicator)
 
     def outermost(self, step: Step, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Takes an outermost call that has used the step's last block, before it returns."""
         self._graph.note_forward()
+        self._ddp_sums.note(module)
         if len(steps_of((args, kwargs))) > 1:
             self._calls.take_inner(module)
             return  # plans are for calls with blocks of one loader
@@ -44,6 +47,7 @@ class CallWatch:
         self, step: Step, outermost: nn.Module, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Takes a call inside of an outermost one in which all blocks were used, before either returns."""
+        self._ddp_sums.note(module)
         if not self._calls.is_new(outermost) or len(steps_of((args, kwargs))) != 1:
             return
         if len(step.held_blocks()) == self._num_layers:

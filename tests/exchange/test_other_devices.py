@@ -79,7 +79,7 @@ class FarTransport(CollectiveTransport):
 
         return finish_there
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
         assert tensor.device == FAR, "no backend for tensors of the host"
         super().all_reduce(self.memory.numbers[tensor])
 

@@ -23,6 +23,7 @@ from dgl_hybrid.exchange import host_links, shared_memory_transport
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import RankTransport, create_communicator
 from dgl_hybrid.exchange.host_links import PeerLink
+from dgl_hybrid.exchange.posts import LEAVING, Doing, Post
 from dgl_hybrid.exchange.rows import extend_rows
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport
 from dgl_hybrid.exchange.shared_segments import Outbox, PeerSegment
@@ -582,12 +583,12 @@ def hello(send: Callable[[socket.socket], None], expected: range = range(1, 3)) 
     with ours, theirs:
         ours.settimeout(0.2)
         send(theirs)
-        return host_links._receive_hello(ours, b"s" * 16, expected)
+        return host_links._receive_hello(ours, b"s" * 16, expected, 2)
 
 
 def test_strangers_are_turned_away() -> None:
     outbox = Outbox()
-    pack, descriptors = host_links._HELLO.pack, [outbox.descriptor]
+    pack, descriptors = host_links._HELLO.pack, [outbox.descriptor] * 2
     link = hello(lambda peer: socket.send_fds(peer, [pack(b"s" * 16, 2)], descriptors) and None)
     assert link.rank == 2
     link.close()
@@ -596,6 +597,7 @@ def test_strangers_are_turned_away() -> None:
         (lambda peer: socket.send_fds(peer, [pack(b"s" * 16, 0)], descriptors), PermissionError),
         (lambda peer: peer.send(pack(b"s" * 16, 2)), ConnectionError),
         (lambda peer: socket.send_fds(peer, [b"hi"], descriptors), ConnectionError),
+        (lambda peer: socket.send_fds(peer, [pack(b"s" * 16, 2)], descriptors[:1]), ConnectionError),
         (lambda peer: peer.close(), ConnectionError),
         (lambda peer: None, TimeoutError),
     ):
@@ -607,13 +609,19 @@ def test_strangers_are_turned_away() -> None:
 
 
 def test_a_message_is_read_as_it_was_packed() -> None:
-    post = shared_memory_transport._Post(
-        call=2**40, layer=-3, is_backward=True, row_bytes=12, dtype="bfloat16", num_rows=5, offset=2**41, num_bytes=60,
-        has_more=False,
-    )  # fmt: skip
-    assert shared_memory_transport._Post.unpack(post.pack()) == post
-    assert post.describe() == "bfloat16 rows of 12 bytes for layer -3 in backward"
+    post = Post(
+        call=2**40, layer=-3, is_backward=True, row_bytes=12, dtype="bfloat16", num_rows=5, offset=2**41, num_bytes=60
+    )
+    assert Post.unpack(post.pack()) == post
+    assert post.describe() == "exchanges bfloat16 rows of 12 bytes for layer -3 in backward"
     assert ExchangeTag() == ExchangeTag(call=0, layer=0, backward=False)
+    post = replace(post, doing=Doing.SUM, what="a step of many words, more of them than there is room for in a post")
+    assert Post.unpack(post.pack()) == replace(post, what=post.what[:48])
+    assert replace(post, what="").describe() == "sums 5 bfloat16 values"
+    assert replace(post, doing=Doing.GATHER, what="a barrier").describe() == "gathers 12 bytes (a barrier)"
+    for message in (post.pack() + b"x", b"", bytes([17]) + post.pack()[1:], bytes([LEAVING]) + b"why"):
+        with pytest.raises(ValueError, match=r"expected a post of 112 bytes"):
+            Post.unpack(message)
 
 
 def run_descriptors(rank: int, world_size: int) -> int:
@@ -626,10 +634,10 @@ def run_descriptors(rank: int, world_size: int) -> int:
     del communicator
     after = len(os.listdir("/proc/self/fd"))
     del group
-    return (during - after) - 2 * (world_size - 1) - 1 if after >= before else -1
+    return (during - after) - 3 * (world_size - 1) - 2 if after >= before else -1
 
 
 def test_a_communicator_that_nobody_has_any_more_closes_what_it_opened() -> None:
-    """Its outbox, mapped; and for each peer its socket, its process and its memory."""
+    """Its outboxes, mapped; and for each peer its socket, its process and its memory."""
     for difference in run_ranks(3, run_descriptors):
         assert difference >= 2

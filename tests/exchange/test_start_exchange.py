@@ -127,10 +127,10 @@ class Interrupted(Transport):
             self.is_due = False
             raise KeyboardInterrupt
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, what: str = "") -> None:
         self.interrupt()
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
         self.interrupt()
         return [tensor, tensor]
 

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DDP sums its gradients through the memory of the host, and they are those that it sums over its process group."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import dgl.nn as dglnn
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from dgl_hybrid import FullGraphLoader, PartitionedGraph
+from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.connect import create_communicator
+from dgl_hybrid.training import ddp_sums
+from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
+from tests.helpers.hosts import on_hosts
+from tests.helpers.partitions import PartitionStore
+from tests.helpers.world import run_ranks, stay_away, tell_who_stays_away
+
+DDP = nn.parallel.DistributedDataParallel
+NUM_STEPS = 4
+Gradients = list[list[Tensor]]
+
+
+class Model(nn.Module):
+    """Two layers, an embedding, and, if asked for, a layer that nobody uses."""
+
+    def __init__(self, *, is_sparse: bool = False, has_unused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(8)
+        self.first = dglnn.SAGEConv(NUM_FEATURES, 8, "mean", activation=torch.tanh).double()
+        self.second = dglnn.SAGEConv(8, NUM_CLASSES, "mean").double()
+        self.of_class = nn.Embedding(5, NUM_CLASSES, sparse=is_sparse).double()
+        self.unused = nn.Linear(3, 3).double() if has_unused else None
+
+    def forward(self, blocks: Any, x: Tensor, seeds: Tensor) -> Tensor:
+        out: Tensor = self.second(blocks[1], self.first(blocks[0], x)) + self.of_class(seeds % 5)
+        return out
+
+
+def train(
+    g: PartitionedGraph,
+    model: nn.Module,
+    *,
+    num_steps: int = NUM_STEPS,
+    before: Callable[[int], Any] = lambda step: contextlib.nullcontext(),
+) -> Gradients:
+    """Returns the gradients of each step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[g.nodes.owned()[:0]] * 2)
+    found: Gradients = []
+    for step in range(num_steps):
+        for inputs, seeds, blocks in loader:
+            with before(step):
+                loss = F.cross_entropy(model(blocks, g.ndata["feat"][inputs], seeds), g.ndata["label"][seeds])
+                loss.backward()  # type: ignore[no-untyped-call]
+        found.append([x.grad.to_dense().clone() for x in model.parameters() if x.grad is not None])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
+
+
+def flat(gradients: Gradients) -> list[Tensor]:
+    return list(itertools.chain.from_iterable(gradients))
+
+
+def hooks_of(model: DDP) -> list[str]:
+    return [hook.__qualname__ for hook, _ in model._comm_hooks]
+
+
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "plain": ({}, {}),
+    "small buckets": ({}, {"bucket_cap_mb": 1e-4}),
+    "views": ({}, {"gradient_as_bucket_view": True, "bucket_cap_mb": 1e-4}),
+    "unused": ({"has_unused": True}, {"find_unused_parameters": True}),
+    "static graph": ({"has_unused": True}, {"static_graph": True}),
+    "sparse": ({"is_sparse": True}, {}),
+}
+
+
+def run_both(rank: int, world_size: int, part_config: str, way: str) -> tuple[Gradients, Gradients, list[str]]:
+    of_model, of_ddp = WAYS[way]
+    g = PartitionedGraph.open(part_config)
+    model = DDP(Model(**of_model), **of_ddp)
+    found = train(g, model)
+    with mock.patch.object(ddp_sums.DdpSums, "note"):
+        alone = DDP(Model(**of_model), **of_ddp)
+        expected = train(g, alone)
+    assert hooks_of(alone) == []
+    return found, expected, hooks_of(model)
+
+
+@pytest.mark.parametrize("way", sorted(WAYS))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gradients_are_those_of_ddp(world_size: int, way: str, partitions: PartitionStore) -> None:
+    results = run_ranks(world_size, run_both, partitions.get("power_law", power_law(), world_size), way)
+    for found, expected, hooks in results:
+        assert hooks == (["_sum_bucket"] if world_size > 1 else [])
+        assert len(found) == len(expected) == NUM_STEPS
+        for here, there, first in zip(flat(found), flat(expected), flat(results[0][0]), strict=True):
+            assert torch.equal(here, first), "all ranks get the same bits"
+            if world_size <= 2:
+                assert torch.equal(here, there)
+            else:
+                torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
+
+
+def run_accumulating(rank: int, world_size: int, part_config: str) -> list[Gradients]:
+    """Steps without sums, then one that sums what has come together."""
+    g, found = PartitionedGraph.open(part_config), []
+    for is_ours in (True, False):
+        with contextlib.nullcontext() if is_ours else mock.patch.object(ddp_sums.DdpSums, "note"):
+            model = DDP(Model())
+            kept = mock.patch.object(torch.optim.SGD, "zero_grad")
+            with kept:
+                found.append(
+                    train(g, model, before=lambda step: model.no_sync() if step % 2 == 0 else contextlib.nullcontext())  # noqa: B023
+                )
+    return found
+
+
+def test_steps_without_sums(partitions: PartitionStore) -> None:
+    for found, expected in run_ranks(2, run_accumulating, partitions.get("power_law", power_law(), 2)):
+        for here, there in zip(flat(found), flat(expected), strict=True):
+            assert torch.equal(here, there)
+
+
+def run_left_alone(rank: int, world_size: int, part_config: str, why: str) -> list[str]:
+    hosts: Sequence[int] | None = [0, 1] if why == "hosts" else None
+    with on_hosts(rank, hosts):
+        communicator = create_communicator(transport="collective" if why == "transport" else "auto")
+    g = PartitionedGraph.open(part_config, communicator=communicator)
+    group = [dist.new_group([one]) for one in range(world_size)][rank] if why == "a group of its own" else None
+    model = DDP(Model(), process_group=group)
+    if why == "a hook":
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if why == "a hook of one rank" and rank == 1:
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if why == "evaluation":
+        with torch.no_grad():
+            for inputs, seeds, blocks in FullGraphLoader(g, g.owned_nodes("train_mask"), 2):
+                model(blocks, g.ndata["feat"][inputs], seeds)
+    else:
+        train(g, model)
+    return hooks_of(model)
+
+
+@pytest.mark.parametrize(
+    ("why", "hooks"),
+    [
+        *(("transport", []), ("hosts", []), ("evaluation", []), ("a group of its own", [])),
+        ("a hook", ["allreduce_hook"]),
+    ],
+)
+def test_what_is_left_as_it_is(why: str, hooks: list[str], partitions: PartitionStore) -> None:
+    results = run_ranks(2, run_left_alone, partitions.get("power_law", power_law(), 2), why)
+    assert results == [hooks, hooks]
+
+
+def test_a_hook_on_one_rank_alone_is_agreed_on(partitions: PartitionStore) -> None:
+    results = run_ranks(2, run_left_alone, partitions.get("power_law", power_law(), 2), "a hook of one rank")
+    assert results == [[], ["allreduce_hook"]]
+
+
+def run_beyond(rank: int, world_size: int, part_config: str) -> dict[str, Any]:
+    """What scripts do with a model besides: two of them, copies, files, other batches, after the loader is gone."""
+    g = PartitionedGraph.open(part_config)
+    model, other = DDP(Model()), DDP(Model())
+    train(g, model, num_steps=2)
+    train(g, other, num_steps=2)
+    train(g, model, num_steps=1)  # another loader
+    found: dict[str, Any] = {"hooks": [hooks_of(model), hooks_of(other)]}
+    del g
+    for one in (model, other):  # without blocks
+        one.zero_grad()
+        one.module.of_class(torch.tensor([rank])).sum().backward()
+    plain = DDP(nn.Linear(2, 1).double())
+    plain(torch.full((1, 2), float(rank)).double()).sum().backward()
+    found["without us"] = hooks_of(plain)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    read: Any = torch.load(file, weights_only=False)
+    copied = copy.deepcopy(other)
+    found["alike"] = all(
+        torch.equal(a, b)
+        for one, again in ((model, read), (other, copied))
+        for a, b in zip(one.parameters(), again.parameters(), strict=True)
+    )
+    return found
+
+
+def test_models_are_saved_and_copied_as_ever(partitions: PartitionStore) -> None:
+    for found in run_ranks(3, run_beyond, partitions.get("power_law", power_law(), 3)):
+        assert found == {"hooks": [["_sum_bucket"]] * 2, "without us": [], "alike": True}
+
+
+def run_lost(rank: int, world_size: int, part_config: str) -> str:
+    g = PartitionedGraph.open(part_config, communicator=create_communicator(timeout_s=2.0))
+    model = DDP(Model())
+    train(g, model, num_steps=2)
+    loader = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, plan=[g.nodes.owned()[:0]] * 2)
+    inputs, seeds, blocks = next(iter(loader))
+    loss = F.cross_entropy(model(blocks, g.ndata["feat"][inputs], seeds), g.ndata["label"][seeds])
+    try:
+        if rank == 1:
+            loss = (loss.detach().requires_grad_() * 2).sum()  # it takes part in the exchanges of no backward pass
+            stay_away(rank, world_size)
+        loss.backward()  # type: ignore[no-untyped-call]
+    except ExchangeError as error:
+        tell_who_stays_away(rank)
+        return str(error)
+    return "no error"
+
+
+def test_who_does_not_come_to_the_sum_is_named(partitions: PartitionStore) -> None:
+    messages = run_ranks(3, run_lost, partitions.get("power_law", power_law(), 3))
+    for rank in (0, 2):
+        assert f"did not complete on rank {rank} of 3: rank 1 did not take part" in messages[rank]

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
+from dgl_hybrid.exchange.gloo_threads import let_others_finish
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport, connect_through_memory
 from dgl_hybrid.exchange.transport import CollectiveTransport, bound_gpu
 
@@ -27,6 +28,8 @@ def create_communicator(
     *, timeout_s: float | None = None, backend: str | None = None, transport: RankTransport = "auto"
 ) -> Communicator:
     """Creates a communicator over all ranks with a process group of its own. Collective over the default group.
+
+    Threads of gloo, the default group's among them, wait for their turn from then on (`gloo_threads.py`).
 
     Args:
         timeout_s: A peer that stays away longer than this ends the exchange with an error on the others. The same on
@@ -68,6 +71,7 @@ def create_communicator(
             # Its ranks connect one after the other: one that is done, and lets go of the group at once, would close
             # what a peer is about to look at ("Connection closed by peer"). NCCL connects with the first operation.
             dist.barrier(group)
+            let_others_finish()
         if transport == "collective" or chosen == "nccl" or (transport == "auto" and communicator.world_size == 1):
             return communicator
         assert communicator.transport is not None

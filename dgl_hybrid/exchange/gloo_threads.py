@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Threads of gloo that let others finish what they wait for.
+
+A group of gloo has a thread that waits for its sockets and some that run its operations. Both take a lock of the
+connection. Where the first finds it taken it does not sleep: it asks its sockets again, which are still ready, until
+its time slice is over, 3 to 4 ms. That the other one cannot go on meanwhile is the rule where ranks have no cores to
+spare: Linux lets a thread that has slept, and is woken by what arrives, run at once, in the place of the very thread on
+that core that is in the middle of sending, with the lock.
+
+Threads of `SCHED_BATCH` are woken without that: they begin on a core that is free, or at the next tick. Two ranks on
+two cores took 2.3 ms for a sum of 150 KB between pieces of work, and 0.6 so; epochs over a network were 0.88 to 0.98
+times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+_NAMES = ("gloo_tcp", "pt_gloo")
+"""What names of threads begin with: those of gloo's sockets, and those of PyTorch that run its operations."""
+
+
+def let_others_finish() -> int:
+    """Has all threads of gloo in this process wait for their turn; returns how many have not done so before.
+
+    Those of groups that are made later are not among them. On systems other than Linux, or where this is not allowed,
+    they stay as they are.
+    """
+    batch, num_changed = getattr(os, "SCHED_BATCH", None), 0
+    if batch is None:
+        return 0
+    with contextlib.suppress(OSError):  # no /proc here
+        for task in Path("/proc/self/task").iterdir():
+            with contextlib.suppress(OSError):  # it has ended, or this is not allowed
+                thread = int(task.name)
+                if (task / "comm").read_text().startswith(_NAMES) and os.sched_getscheduler(thread) == os.SCHED_OTHER:
+                    os.sched_setscheduler(thread, batch, os.sched_param(0))
+                    num_changed += 1
+    return num_changed

@@ -36,7 +36,7 @@ def test_options_that_would_change_nothing_are_refused(arguments: str, capsys: p
 
 
 def test_a_few_minutes_are_for_one_start_of_each_system() -> None:
-    assert settings_of(parse(["--quick"])) == Settings(starts=1, more_rounds=0, timeout_s=300.0)
+    assert settings_of(parse(["--quick"])) == Settings(starts=1, more_rounds=8, timeout_s=300.0)
     words = ["--quick", "--starts", "2", "--rounds", "7", "--more-rounds", "3"]
     assert settings_of(parse(words)) == Settings(starts=2, rounds=7, more_rounds=3, timeout_s=300.0)
     assert settings_of(parse([])) == Settings()

@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.training import ddp_sums
 from tests.helpers.graphs import NUM_CLASSES, NUM_FEATURES, power_law
@@ -114,6 +115,47 @@ def test_gradients_are_those_of_ddp(world_size: int, way: str, partitions: Parti
                 assert torch.equal(here, there)
             else:
                 torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
+
+
+class Otherwise(nn.Module):
+    """A parameter of a bucket of its own, whose gradient comes before those of the layers on odd ranks only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.model, self.rank = Model(), rank
+        self.scale = nn.Parameter(torch.ones(NUM_CLASSES, dtype=torch.float64))
+
+    def forward(self, blocks: Any, x: Tensor, seeds: Tensor) -> Tensor:
+        # Of nodes that wait for nothing more, a backward pass runs the one first that was made last.
+        scale = self.scale * 2 if self.rank % 2 == 0 else None
+        out: Tensor = self.model(blocks, x, seeds)
+        scale = self.scale * 2 if scale is None else scale
+        return out * scale
+
+
+def run_otherwise(rank: int, world_size: int, part_config: str) -> tuple[Gradients, list[str], list[str]]:
+    g = PartitionedGraph.open(part_config, communicator=create_communicator(timeout_s=60.0))
+    order: list[str] = []
+    model = DDP(Otherwise(rank), bucket_cap_mb=1e-5)
+    model.module.scale.register_post_accumulate_grad_hook(lambda _: order.append("scale"))
+    start = Communicator.start_exchange
+
+    def noting(communicator: Communicator, *args: Any, **options: Any) -> Any:
+        if options.get("backward"):
+            order.append("exchange")
+        return start(communicator, *args, **options)
+
+    with mock.patch.object(Communicator, "start_exchange", noting):
+        found = train(g, model, num_steps=2)
+    return found, order, hooks_of(model)
+
+
+def test_ranks_may_come_to_sums_and_exchanges_in_another_order(partitions: PartitionStore) -> None:
+    results = run_ranks(3, run_otherwise, partitions.get("power_law", power_law(), 3))
+    for rank, (found, order, hooks) in enumerate(results):
+        assert hooks == ["_sum_bucket"]
+        assert order == (["exchange", "scale"] if rank % 2 == 0 else ["scale", "exchange"]) * 2
+        assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(results[0][0]), strict=True))
 
 
 def run_accumulating(rank: int, world_size: int, part_config: str) -> list[Gradients]:

@@ -118,7 +118,10 @@ def test_gradients_are_those_of_ddp(world_size: int, way: str, partitions: Parti
 
 
 class Otherwise(nn.Module):
-    """A parameter of a bucket of its own, whose gradient comes before those of the layers on odd ranks only."""
+    """A parameter of a bucket of its own, whose gradient comes before those of the layers on even ranks only.
+
+    By what rank 0 has seen in the first step, DDP sums it first in the second one.
+    """
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -127,7 +130,7 @@ class Otherwise(nn.Module):
 
     def forward(self, blocks: Any, x: Tensor, seeds: Tensor) -> Tensor:
         # Of nodes that wait for nothing more, a backward pass runs the one first that was made last.
-        scale = self.scale * 2 if self.rank % 2 == 0 else None
+        scale = self.scale * 2 if self.rank % 2 == 1 else None
         out: Tensor = self.model(blocks, x, seeds)
         scale = self.scale * 2 if scale is None else scale
         return out * scale
@@ -154,7 +157,7 @@ def test_ranks_may_come_to_sums_and_exchanges_in_another_order(partitions: Parti
     results = run_ranks(3, run_otherwise, partitions.get("power_law", power_law(), 3))
     for rank, (found, order, hooks) in enumerate(results):
         assert hooks == ["_sum_bucket"]
-        assert order == (["exchange", "scale"] if rank % 2 == 0 else ["scale", "exchange"]) * 2
+        assert order == (["scale", "exchange"] if rank % 2 == 0 else ["exchange", "scale"]) * 2
         assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(results[0][0]), strict=True))
 
 

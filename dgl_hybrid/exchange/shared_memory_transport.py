@@ -13,7 +13,7 @@ keeps the messages of two rounds apart (`Outbox`).
 
 What ranks gather and sum goes the same way, by an outbox of its own: rows that were lent out stay where they are until
 the next exchange. Through a process group of gloo, whose threads spin where another one holds a lock, a sum of 150 KB
-takes two ranks on two cores 2 ms, and now and then a time slice of 4 ms; this way 0.1.
+takes two busy ranks on two cores 2.9 ms, and this way 0.25 (`benchmarks/exchange`).
 
 A rank that waits sleeps in `poll`; it is woken by a message, by the end of a peer's process and by its deadline. What
 was written to memory before a message was sent is seen by who received it, on any processor: the kernel orders both.

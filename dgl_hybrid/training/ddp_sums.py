@@ -2,8 +2,8 @@
 """Gradients that `DistributedDataParallel` sums go through the memory of the host, where all ranks are on one.
 
 By itself DDP sums them over its process group. On CPUs that is gloo, over sockets: two busy ranks on two cores wait 2.9
-ms for 150 KB (`benchmarks/exchange`), of steps that may take twenty. What comes out is the same: each rank's gradients divided by the number of ranks,
-then summed; with two ranks bit by bit, with more but for the order of the summands.
+ms for 150 KB (`benchmarks/exchange`), of steps that may take twenty. What comes out is the same: each rank's gradients
+divided by the number of ranks, then summed; with two ranks bit by bit, with more but for the order of the summands.
 """
 
 from __future__ import annotations

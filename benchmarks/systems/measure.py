@@ -39,8 +39,8 @@ from benchmarks.systems.results import EPOCH_TIME, FAILED, OK, UNAVAILABLE, USUA
 from benchmarks.systems.team import ALLOCATORS, SystemFailure, Team
 from benchmarks.systems.turns import are_known, balanced_orders
 
-WARMUP_LIMIT = 300
-"""Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 216."""
+WARMUP_LIMIT = 500
+"""Epochs after which a system is timed whatever it says, and its line says so: trials of plans take 24 to 360."""
 TURN_S, TURN_LIMIT = 0.5, 10
 """A turn takes so long, in whole epochs and not more than so many. One more goes before them that is not counted: its
 rows have left the caches while others trained."""

@@ -14,6 +14,7 @@ from dgl_hybrid.training.plan_trials import (
     FINAL_EPOCHS,
     MAX_TIMED_EPOCHS,
     TIMED_EPOCHS,
+    TIMED_S,
     TIMED_SHARE,
     WARM_UP_EPOCHS,
     PlanTrials,
@@ -48,6 +49,13 @@ def test_short_epochs_are_timed_for_a_share_of_what_the_change_took(change_s: fl
     assert ran[3 * turn :] == [2] * FINAL + [0] * (final + FINAL) + [2] * final
 
 
+def test_short_epochs_are_timed_for_some_time_at_least() -> None:
+    trials = PlanTrials(3)
+    turns = [WARM_UP_EPOCHS + timed for timed in (4, TIMED_EPOCHS, MAX_TIMED_EPOCHS)]
+    ran = run_trials(trials, [0.24 * TIMED_S, TIMED_S, 0.01 * TIMED_S])
+    assert ran == [0] * turns[0] + [1] * turns[1] + [2] * turns[2]
+
+
 def test_every_candidate_has_its_turn_and_the_fastest_stays() -> None:
     trials = PlanTrials(3)
     assert run_trials(trials, [3.0, 1.0, 2.0]) == [0] * 4 + [1] * 4 + [2] * 4
@@ -66,10 +74,15 @@ def test_a_candidate_that_had_a_slow_time_of_the_machine_gets_another() -> None:
     trials = PlanTrials(2)
     for epoch_s in (9.0, 9.0, 1.1, 1.1, 9.0, 9.0, 1.0, 1.0):  # the first is the faster one, but everything was slow
         trials.record(epoch_s)
-    for epoch_s in (9.0, 9.0, 1.0, 1.0, 1.0, *(9.0, 9.0, 0.9, 0.9, 0.9) * 2, 9.0, 9.0, 1.0, 1.0, 1.0):
+    again, back = (9.0, 9.0, 1.0, 1.0, 1.0), (9.0, 9.0, 0.9, 0.9, 0.9)
+    for epoch_s in (*again, *back, *back, *again):
         assert not trials.is_settled
         trials.record(epoch_s)
-    assert trials.is_settled
+    assert not trials.is_settled, "a turn that was slower by a fifth: others may have been, too"
+    for epoch_s in (*again, *back):
+        assert not trials.is_settled
+        trials.record(epoch_s)
+    assert trials.is_settled, "five turns of six tell them apart"
     assert trials.current == 0
     assert trials.measured_s == [0.9, 1.0]
 
@@ -101,6 +114,8 @@ def test_who_is_far_slower_than_predicted_gets_another_turn(predicted_s: tuple[f
     again = [] if expected == 0 else [1] * FINAL + [0] * FINAL
     if expected:
         again += [0] * FINAL + [1] * FINAL  # found to be close
+        again += [1] * FINAL + [0] * FINAL  # its first turn tells that turns may differ by far more
+        again += [0] * FINAL + [1] * FINAL
     assert run_trials(trials, [1.0, 0.9, 3.0]) == again
     assert trials.current == expected
 
@@ -160,8 +175,12 @@ def test_a_lead_within_the_noise_counts_for_nothing(
     assert trials.current == expected
 
 
-def run_turns(trials: PlanTrials, seconds: list[list[float]]) -> None:
-    """Runs trials where epochs of a candidate take what is given for its first, second, … turn; the last for more."""
+def run_turns(trials: PlanTrials, seconds: list[list[float]]) -> list[int]:
+    """Runs trials where epochs of a candidate take what is given for its first, second, … turn; the last for more.
+
+    Returns:
+        How many turns each had.
+    """
     num_turns = [0] * len(seconds)
     while not trials.is_settled:
         current = trials.current
@@ -169,15 +188,16 @@ def run_turns(trials: PlanTrials, seconds: list[list[float]]) -> None:
         for _ in range(FINAL if num_turns[current] else FIRST):
             trials.record(turn_s)
         num_turns[current] += 1
+    return num_turns
 
 
 @pytest.mark.parametrize(
     ("hybrid", "pure", "expected"),
     [
         ([1.0, 1.0, 1.0], [1.03, 1.03, 1.03], 0),  # turns of a plan are alike: so much is clearly faster
-        ([0.970, 1.03, 1.03], [0.992, 1.05, 1.05], 1),  # they differ by as much
-        ([0.90, 1.10, 1.10], [0.96, 1.10, 1.10], 0),  # by far more, but so much slower is no tie
-        ([0.90, 1.10, 1.10], [0.94, 1.10, 1.10], 1),
+        ([1.00, 1.10] * 3, [1.03, 1.13] * 3, 1),  # they differ by more, and so may what is known of them by then
+        ([0.90, 1.20] * 3, [0.96, 1.28] * 3, 0),  # by far more, but so much slower is no tie
+        ([0.90, 1.20] * 3, [0.94, 1.25] * 3, 1),
     ],
 )
 def test_ties_are_as_wide_as_turns_of_one_plan_differ(hybrid: list[float], pure: list[float], expected: int) -> None:
@@ -187,14 +207,35 @@ def test_ties_are_as_wide_as_turns_of_one_plan_differ(hybrid: list[float], pure:
     assert trials.current == expected
 
 
-def test_who_ties_by_what_other_plans_turns_tell() -> None:
-    """Two turns of the third, which is out, say that turns differ; those of the first two happen not to."""
+def test_what_other_plans_turns_tell_of_how_far_turns_differ() -> None:
+    """Two turns of the third, which is out, say that turns differ; those of the first two happen not to, but none of
+    them knows before its fifth.
+    """
     trials = PlanTrials(3, favourites=(1,))
-    run_turns(trials, [[1.0], [1.025], [1.39, 1.25]])
+    run_turns(trials, [[1.0], [1.025], [1.39, 1.1]])
     assert trials.current == 1
     trials = PlanTrials(3, favourites=(1,))
     run_turns(trials, [[1.0], [1.025], [1.39]])
     assert trials.current == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "turns", "expected"),
+    [
+        ([1.0], [1.06], 3, 0),  # turns are alike
+        ([1.0, 1.0, 1.03], [1.06, 1.09, 1.06], 3, 0),  # they differ by less than plans do
+        ([1.0, 1.06, 1.06, 1.0, 1.0], [1.06, 1.0, 1.06, 1.06, 1.06], 5, 0),  # more turns tell what three could not
+        ([1.04, 1.0, 1.06, 1.06, 1.06], [1.06, 1.01, 1.0, 1.0, 1.0], 5, 1),
+        ([1.0, 1.12, 1.0], [1.16], 2, 0),  # not near the fastest, whatever turns differ by
+        ([1.0], [1.004, 1.02, 1.0], 3, 0),  # the error of what is known is below a hundredth: as fast is all one asks
+    ],
+)
+def test_plans_that_cannot_be_told_apart_get_further_turns(
+    first: list[float], second: list[float], turns: int, expected: int
+) -> None:
+    trials = PlanTrials(2)
+    assert run_turns(trials, [first, second]) == [turns] * 2
+    assert trials.current == expected
 
 
 def test_hybrids_that_are_tried_are_best_at_different_speeds_of_rows() -> None:

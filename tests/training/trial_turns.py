@@ -5,11 +5,18 @@ from __future__ import annotations
 
 import math
 
-from dgl_hybrid.training.plan_trials import CLOSE, FINAL_EPOCHS, MAX_TIMED_EPOCHS, TIMED_EPOCHS, WARM_UP_EPOCHS
+from dgl_hybrid.training.plan_trials import (
+    CLOSE,
+    FINAL_EPOCHS,
+    FURTHER_ROUNDS,
+    MAX_TIMED_EPOCHS,
+    TIMED_EPOCHS,
+    WARM_UP_EPOCHS,
+)
 
 AT_ONCE = math.inf
 FIRST, FINAL = WARM_UP_EPOCHS + TIMED_EPOCHS, WARM_UP_EPOCHS + FINAL_EPOCHS
-MOST_EPOCHS = 6 * (1 + len(CLOSE)) * (WARM_UP_EPOCHS + MAX_TIMED_EPOCHS) + 1
+MOST_EPOCHS = 6 * (1 + len(CLOSE) + FURTHER_ROUNDS) * (WARM_UP_EPOCHS + MAX_TIMED_EPOCHS) + 1
 """Enough for trials to end, whatever they measure."""
 
 

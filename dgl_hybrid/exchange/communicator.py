@@ -23,7 +23,7 @@ from dgl_hybrid.errors import ExchangeError, HybridError
 from dgl_hybrid.exchange.buffers import BufferPool
 from dgl_hybrid.exchange.clock import ExchangeClock, ExchangeEvent
 from dgl_hybrid.exchange.small_messages import MOST_BYTES, Kind, Words, data_of, find_difference, pack, sizes_of
-from dgl_hybrid.exchange.transport import SAME_CALLS, ExchangeTag, PeerLeftError, Transport
+from dgl_hybrid.exchange.transport import SAME_CALLS, ExchangeTag, PeerLeftError, Transport, as_stored
 
 _MOVED_AS_BYTES = frozenset(
     {torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2}
@@ -155,7 +155,7 @@ class Communicator:
             torch.cuda.current_stream(send.device).synchronize()
         start_s = time.perf_counter()
         tag = ExchangeTag(call=self.num_calls, layer=layer, backward=backward)
-        moved, transport = _as_moved(send.detach().contiguous()), self.transport
+        moved, transport = _as_moved(as_stored(send)), self.transport
         finish: Callable[[], list[Tensor]]
         if transport is None:
             received = send if out is None else out.copy_(send)
@@ -322,7 +322,9 @@ class Communicator:
         return torch.tensor(values, dtype=dtype, device=None if self.transport is None else self.transport.device)
 
     def sum_(self, tensor: Tensor, *, what: str = "sum over ranks") -> Tensor:
-        """All-reduces `tensor` by sum, in place; all ranks get the same bits. Collective; `what`: see `gather_ints`."""
+        """All-reduces `tensor` by sum, in place; all ranks get the same bits. Collective; `what`: see `gather_ints`,
+        where ranks share memory.
+        """
         if self.transport is not None:
             self._begin()
             with self.naming(what):

@@ -28,6 +28,7 @@ from dgl_hybrid.exchange.transport import (
     ExchangeTag,
     Transport,
     as_bytes,
+    as_stored,
     bytes_of_row,
     milliseconds,
     sum_in_order,
@@ -88,7 +89,7 @@ class KVStoreTransport(Transport):
         return lambda: None
 
     def all_reduce(self, tensor: Tensor, what: str = "") -> None:
-        summands = tensor.detach().reshape(-1)
+        summands = as_stored(tensor).view(-1)
         if summands.nbytes <= _GATHERED_BYTES:
             total = sum_in_order(self.all_gather(summands))
         else:
@@ -101,7 +102,7 @@ class KVStoreTransport(Transport):
         tensor.copy_(total.view(tensor.shape))
 
     def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
-        source = tensor.detach().contiguous()
+        source = as_stored(tensor)
         gathered = [torch.empty_like(source) for _ in range(self.world_size)]
         self._swap([as_bytes(source)] * self.world_size, [as_bytes(part) for part in gathered])
         return gathered

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 LONGEST_MESSAGE = 4096
+_LONGEST_WHAT = 48
 LEAVING = 255
 """The first byte of a message that says why its sender takes part in nothing any more; the others are posts."""
 
-_POST = struct.Struct("<BBBxiQQQQQ16s48s")
+_POST = struct.Struct(f"<BBBxiQQQQQ16s{_LONGEST_WHAT}s")
 
 
 class Doing(IntEnum):
@@ -89,10 +90,11 @@ class Post:
         )
 
     @property
-    def kind(self) -> tuple[int, int, bool, int, str, int]:
+    def kind(self) -> tuple[int, int, bool, int, str, int, str]:
         """What is alike on all ranks that are in the same place."""
-        num_summed = self.num_rows if self.doing is Doing.SUM else 0
-        return self.doing, self.layer, self.is_backward, self.row_bytes, self.dtype, num_summed
+        num_summed, what = (self.num_rows, self.what) if self.doing is Doing.SUM else (0, "")
+        as_sent = what.encode()[:_LONGEST_WHAT].decode(errors="ignore")
+        return self.doing, self.layer, self.is_backward, self.row_bytes, self.dtype, num_summed, as_sent
 
     def describe(self) -> str:
         """Returns what its sender does, after "rank 1"."""

@@ -49,6 +49,7 @@ from dgl_hybrid.exchange.transport import (
     PeerLeftError,
     Transport,
     as_bytes,
+    as_stored,
     bytes_of_row,
     milliseconds,
     sum_in_order,
@@ -227,7 +228,7 @@ class SharedMemoryTransport(Transport):
         if self._far is not None:
             self._group.all_reduce(tensor, what)
             return
-        summed = tensor.detach().contiguous().view(-1)  # the tensor itself, mostly
+        summed = as_stored(tensor).view(-1)  # the tensor itself, mostly
         for piece in summed.split(max(1, ROUND_BYTES // summed.element_size())):
             self._sum_piece(piece, what)
         if summed.data_ptr() != tensor.data_ptr():
@@ -249,7 +250,7 @@ class SharedMemoryTransport(Transport):
     def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
         if self._far is not None:
             return self._group.all_gather(tensor, what)
-        source = tensor.detach().contiguous()
+        source = as_stored(tensor)
         gathered = [torch.empty_like(source) for _ in range(self.world_size)]
         places = [as_bytes(part).split(ROUND_BYTES) for part in gathered]
         for number, piece in enumerate(as_bytes(source).split(ROUND_BYTES)):

@@ -217,14 +217,18 @@ class CollectiveTransport(Transport):
         return finish
 
     def all_reduce(self, tensor: Tensor, what: str = "") -> None:
+        summed = as_stored(tensor)  # gloo takes no notice of strides
         self._running.num_open += 1
-        dist.all_reduce(tensor, group=self._running.group)
+        dist.all_reduce(summed, group=self._running.group)
         self._running.num_open -= 1
+        if summed.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(summed)
 
     def all_gather(self, tensor: Tensor, what: str = "") -> list[Tensor]:
-        out = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        source = as_stored(tensor)
+        out = [torch.empty_like(source) for _ in range(self.world_size)]
         self._running.num_open += 1
-        dist.all_gather(out, tensor, group=self._running.group)
+        dist.all_gather(out, source, group=self._running.group)
         self._running.num_open -= 1
         return out
 
@@ -257,6 +261,13 @@ class CollectiveTransport(Transport):
 def as_bytes(tensor: Tensor) -> Tensor:
     """A view of contiguous memory as (n,) uint8."""
     return tensor.view(-1).view(torch.uint8)
+
+
+def as_stored(tensor: Tensor) -> Tensor:
+    """Returns what can be moved as bytes: detached, contiguous, the tensor's own memory if its values lie there so."""
+    stored = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    # Strides of a dimension of one entry, or of no entries, are anything: PyTorch asks for 1 of what it shows as bytes.
+    return stored.as_strided((stored.numel(),), (1,)).view(stored.shape)
 
 
 def bytes_of_row(rows: Tensor) -> int:

@@ -9,7 +9,6 @@ divided by the number of ranks, then summed; with two ranks bit by bit, with mor
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import connect_again
 
 _DDP = nn.parallel.DistributedDataParallel
+_Buckets = list[tuple[int, Tensor, torch.futures.Future[Tensor]]]
 
 
 class DdpSums:
@@ -32,7 +32,8 @@ class DdpSums:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._known: weakref.WeakSet[_DDP] = weakref.WeakSet()
-        self._own: Communicator | None = None
+        self._sums: _Sums | None = None
+        self._num_models = 0
 
     def note(self, module: nn.Module) -> None:
         """Takes a module whose call ends, before its backward. Collective the first time that it is a DDP model.
@@ -50,14 +51,25 @@ class DdpSums:
         if not all(row[0] for row in told):
             return
         # Its calls come between those of others: where a layer's exchange is under way gradients may be ready.
-        self._own = self._own or connect_again(communicator)
-        if self._own is not None:
-            module.register_comm_hook(_Sums(self._own, module.process_group), _sum_bucket)
+        if self._sums is None:
+            own = connect_again(communicator)
+            self._sums = None if own is None else _Sums(own)
+        if self._sums is not None:
+            module.register_comm_hook(_Hook(self._sums, self._num_models, module.process_group), _sum_bucket)
+            self._num_models += 1
+
+
+def _hook_of(module: _DDP) -> str:
+    """The name of the hook that a model has; of one that was copied or read from a file, none: its list names some
+    that it has no more. Built-in ones are not in that list.
+    """
+    logged = getattr(module, "_get_ddp_logging_data", lambda: {"comm_hook": "nobody knows"})()
+    return str(logged.get("comm_hook") or "")
 
 
 def _may_have_hook(module: _DDP, communicator: Communicator) -> bool:
     return (
-        getattr(module, "_comm_hooks", None) == []  # PyTorch takes one
+        not _hook_of(module)  # PyTorch takes one
         and not getattr(module, "_use_python_reducer", True)
         and getattr(module, "mixed_precision", True) is None
         and module.device_type == "cpu"
@@ -67,50 +79,78 @@ def _may_have_hook(module: _DDP, communicator: Communicator) -> bool:
 
 
 class _Sums:
-    """What a DDP model hands to `_sum_bucket`: buckets that are ready, until the backward pass is over.
+    """Buckets of DDP models that are ready, until the backward pass is over.
 
     [Note: when buckets are summed]
     Ranks wait for each other in a sum, as they do in an exchange of a layer, and what comes first in a backward pass
-    may differ by rank: each would wait for the other. So sums are made when the pass is over, where DDP waits for them
-    anyway. It does so in a callback of the pass that it asks for once the last bucket is ready, after we have asked for
-    ours. Where no node of a pass is running, all of them are over: in the first step with a static graph, which waits
-    for the results as soon as it has called for all, and in `join`.
+    may differ by rank: each would wait for the other. So sums are made when the pass is over, of one model after the
+    other. DDP waits for them there anyway, in a callback that it asks for once a model's last bucket is ready, and we
+    ask for ours just before. That is the pass that counts, whichever earlier buckets belong to: a reentrant checkpoint
+    has one inside of another. Where no node of a pass is running, all of them are over: in the first step with a static
+    graph, which waits for the results as soon as it has called for all, and in `join`.
     """
 
-    def __init__(self, communicator: Communicator, group: dist.ProcessGroup) -> None:
-        self.communicator, self.group = communicator, group
-        self._ready: dict[int, list[tuple[Tensor, torch.futures.Future[Tensor]]]] = {}
-        """By the pass: there may be one inside of another (reentrant checkpoints)."""
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._begun: dict[int, _Buckets] = {}
+        """By model. Of a pass that an exception ends they stay; DDP refuses another one then."""
+        self._ended: dict[int, dict[int, _Buckets]] = {}
+        """By pass and model."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved whole, or copied, has these in it, and has no use for them: it gets no hook back."""
-        return {}
+    def sum(self, model: int, number: int, buffer: Tensor) -> torch.futures.Future[Tensor]:
+        """Returns what will be the buffer, then its sum over ranks. Collective, when the pass is over.
 
-    def sum(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
-        """Returns what will be the buffer, then its sum over ranks. Collective, when the pass is over."""
+        Args:
+            number: Of the bucket.
+        """
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         if torch._C._current_autograd_node() is None:
-            self._finish([(buffer, future)])
-            return future
-        number = torch._C._current_graph_task_id()
-        ready = self._ready.setdefault(number, [])
-        if not ready:
-            engine = torch.autograd.Variable._execution_engine
-            engine.queue_callback(lambda: self._finish(self._ready.pop(number)))
-        ready.append((buffer, future))
+            self._sum_now(model, number, buffer, future)
+        else:
+            self._begun.setdefault(model, []).append((number, buffer, future))
         return future
 
-    def _finish(self, ready: Sequence[tuple[Tensor, torch.futures.Future[Tensor]]]) -> None:
-        for buffer, future in ready:
-            future.set_result(self.communicator.sum_(buffer, what="DDP's sum of gradients"))
+    def end(self, model: int) -> None:
+        """Has a model's buckets summed when the pass is over that is running. After the last one."""
+        buckets = self._begun.pop(model, [])
+        if not buckets:
+            return
+        current = torch._C._current_graph_task_id()
+        if not self._ended.get(current):
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(current))
+        self._ended.setdefault(current, {})[model] = buckets
+
+    def _finish(self, current: int) -> None:
+        for model, buckets in sorted(self._ended.pop(current, {}).items()):
+            for number, buffer, future in buckets:
+                self._sum_now(model, number, buffer, future)
+
+    def _sum_now(self, model: int, number: int, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+        what = f"DDP's gradients: model {model}, bucket {number}"
+        future.set_result(self._communicator.sum_(buffer, what=what))
 
 
-def _sum_bucket(sums, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and refuses strings
-    """DDP's hook: see `DistributedDataParallel.register_comm_hook`."""
+class _Hook:
+    """What a DDP model hands to `_sum_bucket`."""
+
+    def __init__(self, sums: _Sums, model: int, group: dist.ProcessGroup) -> None:
+        self.sums, self.model, self.group = sums, model, group
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A model that is saved whole, or copied, has this in it, and has no use for it: it gets no hook back."""
+        return {}
+
+
+def _sum_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares annotations, and refuses strings
+    """DDP's hook: see `DistributedDataParallel.register_comm_hook`. Buckets come in order."""
     buffer: Tensor = bucket.buffer()
     if buffer.is_sparse:
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # some PyTorch has none
 
-        return default_hooks.allreduce_hook(sums.group, bucket)
-    # Divided first, as DDP does: sums of scaled gradients may be more than fits where their mean is not.
-    return sums.sum(buffer.div_(sums.communicator.world_size))
+        future = default_hooks.allreduce_hook(hook.group, bucket)
+    else:
+        # Divided first, as DDP does: sums of scaled gradients may be more than fits where their mean is not.
+        future = hook.sums.sum(hook.model, bucket.index(), buffer.div_(hook.group.size()))
+    if bucket.is_last():
+        hook.sums.end(hook.model)
+    return future

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from dgl_hybrid.errors import ExchangeError
+from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.rows import extend_rows
 from tests.exchange.test_rows import NUM_ROWS, make_plans
 from tests.exchange.test_shared_memory import DTYPES, small_rounds, through_memory
@@ -99,6 +100,46 @@ def test_sums_of_ranks_that_dawdle(world_size: int) -> None:
     assert run_ranks(world_size, run_sums_at_uneven_pace) == [[]] * world_size
 
 
+def run_odd_layouts(rank: int, world_size: int, way: str) -> list[str]:
+    """Strides of one entry, or of none, may be anything; values may lie in memory negated, to be read otherwise."""
+    communicator, wrong = create_communicator(transport=way, timeout_s=30.0), []
+    assert communicator.transport is not None
+    layouts: dict[str, Callable[[Tensor], Tensor]] = {
+        "one row's column": lambda table: table[:1, 0],
+        "nothing, by twos": lambda table: table.flatten()[:0:2],
+        "expanded": lambda table: table[0, 0].expand(1, 1),
+        "one entry of a transposed": lambda table: table.t()[:1, :1],
+        "one row of a transposed": lambda table: table[:, :1].t()[:1],
+        "no rows, by twos": lambda table: table[:0, ::2],
+        "negated": lambda table: torch.complex(table, table).conj().imag,
+        "conjugated": lambda table: torch.complex(table, table + 1).conj(),
+    }
+    for name, layout in layouts.items():
+        tensor = layout(torch.arange(10.0, dtype=torch.float64).view(2, 5) + rank)
+        gathered = communicator.transport.all_gather(tensor)
+        if not torch.equal(gathered[rank], tensor) or len(gathered) != world_size:
+            wrong.append(f"gather: {name}")
+        if tensor.dim() == 2:
+            to, of = (rank + 1) % world_size, (rank - 1) % world_size
+            sent, received = [0] * world_size, [0] * world_size
+            sent[to] = received[of] = len(tensor)
+            if not torch.equal(communicator.exchange(tensor, sent, received), gathered[of]):
+                wrong.append(f"exchange: {name}")
+            if not torch.equal(communicator.borrow(tensor, sent, received)[of], gathered[of]):
+                wrong.append(f"borrow: {name}")
+        if name != "expanded":
+            expected = sum(gathered[1:], start=gathered[0])
+            if not torch.equal(communicator.sum_(tensor), expected):
+                wrong.append(f"sum: {name}")
+    return wrong
+
+
+@pytest.mark.parametrize("way", ["collective", "shared_memory"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_tensors_of_any_layout(world_size: int, way: str) -> None:
+    assert run_ranks(world_size, run_odd_layouts, way) == [[]] * world_size
+
+
 def run_elsewhere(rank: int, world_size: int, way: str) -> str:
     """Rank 1 is somewhere else than the others are."""
     communicator, plan = through_memory(timeout_s=600.0), make_plans(world_size)[rank]
@@ -106,6 +147,9 @@ def run_elsewhere(rank: int, world_size: int, way: str) -> str:
     try:
         if way == "sum of other size":
             communicator.sum_(torch.ones(3 + rank % 2))
+        elif way == "sum of something else":
+            communicator.sum_(torch.ones(3), what="x" + "é" * 30 + "." * rank)  # 48 bytes of it are told
+            communicator.sum_(torch.ones(3), what="more gradients" if rank == 1 else "gradients")
         elif way == "sum of other dtype":
             communicator.sum_(torch.ones(3, dtype=torch.float64 if rank == 1 else torch.float32))
         elif rank != 1:
@@ -130,6 +174,7 @@ def run_elsewhere(rank: int, world_size: int, way: str) -> str:
         ),
         ("sum of other size", "sums 3 float32 values (sum over ranks)", "sums 4 float32 values (sum over ranks)"),
         ("sum of other dtype", "sums 3 float32 values (sum over ranks)", "sums 3 float64 values (sum over ranks)"),
+        ("sum of something else", "sums 3 float32 values (gradients)", "sums 3 float32 values (more gradients)"),
     ],
 )
 def test_ranks_that_do_different_things_say_so_at_once(way: str, first: str, second: str) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.utils.checkpoint import checkpoint
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph
 from dgl_hybrid.errors import ExchangeError
@@ -37,12 +38,15 @@ Gradients = list[list[Tensor]]
 class Model(nn.Module):
     """Two layers, an embedding, and, if asked for, a layer that nobody uses."""
 
-    def __init__(self, *, is_sparse: bool = False, has_unused: bool = False) -> None:
+    def __init__(self, *, is_sparse: bool = False, has_unused: bool = False, embeds_first: bool = False) -> None:
         super().__init__()
         torch.manual_seed(8)
+        if embeds_first:  # the last bucket: they are ready from the last parameter to the first
+            self.of_class = nn.Embedding(5, NUM_CLASSES, sparse=is_sparse).double()
         self.first = dglnn.SAGEConv(NUM_FEATURES, 8, "mean", activation=torch.tanh).double()
         self.second = dglnn.SAGEConv(8, NUM_CLASSES, "mean").double()
-        self.of_class = nn.Embedding(5, NUM_CLASSES, sparse=is_sparse).double()
+        if not embeds_first:
+            self.of_class = nn.Embedding(5, NUM_CLASSES, sparse=is_sparse).double()
         self.unused = nn.Linear(3, 3).double() if has_unused else None
 
     def forward(self, blocks: Any, x: Tensor, seeds: Tensor) -> Tensor:
@@ -87,6 +91,7 @@ WAYS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "unused": ({"has_unused": True}, {"find_unused_parameters": True}),
     "static graph": ({"has_unused": True}, {"static_graph": True}),
     "sparse": ({"is_sparse": True}, {}),
+    "sparse at last": ({"is_sparse": True, "embeds_first": True}, {}),
 }
 
 
@@ -97,8 +102,10 @@ def run_both(rank: int, world_size: int, part_config: str, way: str) -> tuple[Gr
     found = train(g, model)
     with mock.patch.object(ddp_sums.DdpSums, "note"):
         alone = DDP(Model(**of_model), **of_ddp)
+        if way == "sparse at last":
+            # PyTorch's own way divides dense gradients of models with sparse ones twice in the first step already.
+            alone.register_comm_hook(None, default_hooks.allreduce_hook)
         expected = train(g, alone)
-    assert hooks_of(alone) == []
     return found, expected, hooks_of(model)
 
 
@@ -161,6 +168,82 @@ def test_ranks_may_come_to_sums_and_exchanges_in_another_order(partitions: Parti
         assert all(torch.equal(a, b) for a, b in zip(flat(found), flat(results[0][0]), strict=True))
 
 
+class Checkpointed(nn.Module):
+    """Has a backward pass inside of another: the last bucket is ready in the inner one, others are in the outer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.first = Model(), nn.Linear(NUM_FEATURES, NUM_FEATURES).double()
+
+    def forward(self, blocks: Any, x: Tensor, seeds: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        x = checkpoint(lambda x: torch.tanh(self.first(x)), x, use_reentrant=True)  # type: ignore[no-untyped-call]
+        out: Tensor = self.model(blocks, x, seeds)
+        return out
+
+
+def run_checkpointed(rank: int, world_size: int, part_config: str, is_static: bool) -> tuple[Gradients, Gradients]:
+    g = PartitionedGraph.open(part_config)
+    found = train(g, model := DDP(Checkpointed(), bucket_cap_mb=1e-4, static_graph=is_static))
+    assert hooks_of(model) == ["_sum_bucket"]
+    with mock.patch.object(ddp_sums.DdpSums, "note"):
+        return found, train(g, DDP(Checkpointed(), bucket_cap_mb=1e-4, static_graph=is_static))
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buckets_of_passes_inside_of_others(world_size: int, is_static: bool, partitions: PartitionStore) -> None:
+    """DDP waits in the inner one for all of them, for ever if those of the outer one were summed at its end."""
+    part_config = partitions.get("power_law", power_law(), world_size)
+    for found, expected in run_ranks(world_size, run_checkpointed, part_config, is_static):
+        for here, there in zip(flat(found), flat(expected), strict=True):
+            torch.testing.assert_close(here, there, rtol=1e-12, atol=1e-15)
+
+
+def run_two_models(rank: int, world_size: int, part_config: str, is_together: bool) -> Gradients | str:
+    """Two models of one shape; the last rank comes to them in another order."""
+    g = PartitionedGraph.open(part_config, communicator=create_communicator(timeout_s=60.0))
+    models = [DDP(Otherwise(0), process_group=dist.new_group(), bucket_cap_mb=1e-4) for _ in range(2)]
+    models[1].module.load_state_dict({name: 2 * value for name, value in models[0].module.state_dict().items()})
+    # Everything is cached: exchanges of layers would tell that ranks are not in the same place.
+    loader, found = FullGraphLoader(g, g.owned_nodes("train_mask"), 2, strategy="depcache"), []
+    for step in range(3):
+        for inputs, seeds, blocks in loader:
+            losses = {}
+            is_other = step == 2 and rank == world_size - 1
+            for number in (1, 0) if is_other else (0, 1):
+                models[number].zero_grad()
+                out = models[number](blocks, g.ndata["feat"][inputs], seeds)
+                losses[number] = F.cross_entropy(out, g.ndata["label"][seeds])
+            try:
+                if is_together:
+                    (losses[0] + losses[1]).backward()
+                else:
+                    for loss in losses.values():
+                        loss.backward()
+            except ExchangeError as error:
+                return str(error)
+        found.append([x.grad.clone() for model in models for x in model.parameters() if x.grad is not None])
+    return found
+
+
+def test_ranks_may_come_to_models_of_one_pass_in_another_order(partitions: PartitionStore) -> None:
+    results = run_ranks(3, run_two_models, partitions.get("power_law", power_law(), 3), True)
+    for found in results:
+        assert len(found) == 3
+        for here, there in zip(flat(found), flat(results[0]), strict=True):
+            assert torch.equal(here, there)
+        torch.testing.assert_close(found[2], found[0], rtol=1e-12, atol=1e-15)  # no step was taken
+
+
+def test_passes_of_models_in_another_order_are_not_mixed(partitions: PartitionStore) -> None:
+    """DDP itself would wait for ever: each has a process group of its own."""
+    for message in run_ranks(3, run_two_models, partitions.get("power_law", power_law(), 3), False):
+        assert "ranks are not in the same place: rank 0 of 3 sums" in message
+        assert "(DDP's gradients: model 0, bucket 0), rank 2 sums" in message
+        assert "(DDP's gradients: model 1, bucket 0)" in message
+
+
 def run_accumulating(rank: int, world_size: int, part_config: str) -> list[Gradients]:
     """Steps without sums, then one that sums what has come together."""
     g, found = PartitionedGraph.open(part_config), []
@@ -190,6 +273,8 @@ def run_left_alone(rank: int, world_size: int, part_config: str, why: str) -> li
     model = DDP(Model(), process_group=group)
     if why == "a hook":
         model.register_comm_hook(None, default_hooks.allreduce_hook)
+    if why == "a built-in hook":
+        model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
     if why == "a hook of one rank" and rank == 1:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     if why == "evaluation":
@@ -206,6 +291,7 @@ def run_left_alone(rank: int, world_size: int, part_config: str, why: str) -> li
     [
         *(("transport", []), ("hosts", []), ("evaluation", []), ("a group of its own", [])),
         ("a hook", ["allreduce_hook"]),
+        ("a built-in hook", []),
     ],
 )
 def test_what_is_left_as_it_is(why: str, hooks: list[str], partitions: PartitionStore) -> None:
@@ -236,6 +322,7 @@ def run_beyond(rank: int, world_size: int, part_config: str) -> dict[str, Any]:
         for one, again in ((model, read), (other, copied))
         for a, b in zip(flat(train(g, one, num_steps=2)), flat(train(g, again, num_steps=2)), strict=True)
     )
+    found["of copies"] = [one._get_ddp_logging_data()["comm_hook"] for one in (read, copied)]
     del g
     for one in (model, other):  # without blocks
         one.zero_grad()
@@ -248,7 +335,12 @@ def run_beyond(rank: int, world_size: int, part_config: str) -> dict[str, Any]:
 
 def test_models_are_saved_and_copied_as_ever(partitions: PartitionStore) -> None:
     for found in run_ranks(3, run_beyond, partitions.get("power_law", power_law(), 3)):
-        assert found == {"hooks": [["_sum_bucket"]] * 2, "without us": [], "alike": True}
+        assert found == {
+            "hooks": [["_sum_bucket"]] * 2,
+            "without us": [],
+            "alike": True,
+            "of copies": ["_sum_bucket"] * 2,
+        }
 
 
 def run_lost(rank: int, world_size: int, part_config: str) -> str:

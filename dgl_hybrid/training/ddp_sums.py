@@ -4,6 +4,7 @@
 By itself DDP sums them over its process group. On CPUs that is gloo, over sockets: two busy ranks on two cores wait 2.9
 ms for 150 KB (`benchmarks/exchange`), of steps that may take twenty. What comes out is the same: each rank's gradients
 divided by the number of ranks, then summed; with two ranks bit by bit, with more but for the order of the summands.
+Sparse gradients are another matter: see `_sum_bucket`.
 """
 
 from __future__ import annotations
@@ -145,9 +146,11 @@ def _sum_bucket(hook, bucket):  # type: ignore[no-untyped-def]  # DDP compares a
     """DDP's hook: see `DistributedDataParallel.register_comm_hook`. Buckets come in order."""
     buffer: Tensor = bucket.buffer()
     if buffer.is_sparse:
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks  # some PyTorch has none
-
-        future = default_hooks.allreduce_hook(hook.group, bucket)
+        # Not in place, as DDP does: its values may be memory of a gradient that goes on to other parameters (what an
+        # embedding's rows were added to), and those would be divided once more.
+        mean = buffer / hook.group.size()
+        work = dist.all_reduce(mean, group=hook.group, async_op=True)
+        future = work.get_future().then(lambda done: done.value()[0])
     else:
         # Divided first, as DDP does: sums of scaled gradients may be more than fits where their mean is not.
         future = hook.sums.sum(hook.model, bucket.index(), buffer.div_(hook.group.size()))

@@ -64,8 +64,9 @@ def _hook_of(module: _DDP) -> str:
     """The name of the hook that a model has; of one that was copied or read from a file, none: its list names some
     that it has no more. Built-in ones are not in that list.
     """
-    logged = getattr(module, "_get_ddp_logging_data", lambda: {"comm_hook": "nobody knows"})()
-    return str(logged.get("comm_hook") or "")
+    if getattr(module, "logger", None) is None or not hasattr(module, "_get_ddp_logging_data"):
+        return "nobody knows"
+    return str(module._get_ddp_logging_data().get("comm_hook") or "")
 
 
 def _may_have_hook(module: _DDP, communicator: Communicator) -> bool:

@@ -139,7 +139,9 @@ class _Hook:
         self.sums, self.model, self.group = sums, model, group
 
     def __getstate__(self) -> dict[str, Any]:
-        """A model that is saved whole, or copied, has this in it, and has no use for it: it gets no hook back."""
+        """A model that is saved whole, or copied, has this in it, and has no use for it: it gets another one when it is
+        trained.
+        """
         return {}
 
 

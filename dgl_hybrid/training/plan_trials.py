@@ -254,8 +254,8 @@ class PlanTrials:
     def _errors(self) -> list[float]:
         """Returns the standard error of the ratio of each candidate's time to the fastest's.
 
-        How far turns of one candidate are from each other tells by what a time may be off, after one, two or three of
-        them; all candidates that had several turns tell it together. 0 while none had.
+        How far turns of one candidate are from each other tells by what a time may be off, after one of them
+        or several; all candidates that had several turns tell it together. 0 while none had.
         """
         quartiles = [[_lower_quartile(turn) for turn in turns] for turns in self._turns]
         off = [q / (math.fsum(of_one) / len(of_one)) - 1.0 for of_one in quartiles if len(of_one) > 1 for q in of_one]

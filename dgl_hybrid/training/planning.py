@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from dgl_hybrid.errors import HybridError, PlanError
+from dgl_hybrid.errors import ExchangeError, HybridError, PlanError
 from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.exchange.closure import LevelSets, close_levels
 from dgl_hybrid.exchange.locality import RowOrder
@@ -399,6 +399,8 @@ class PlanMaker:
                     own_rows=own_rows,
                     any_wants_more=together.any_wants_more,
                 )
+            except ExchangeError:
+                raise  # a rank has ended: there is nobody left to plan with
             except Exception as error:  # it could be traced, so there are prices, only less good ones
                 _logger.warning("%s could not be timed (%s: %s)", type(model).__name__, type(error).__name__, error)
         together.sit_out()

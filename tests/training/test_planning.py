@@ -22,6 +22,7 @@ import torch.distributed.nn.functional as functional
 from torch import Tensor, nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, infer
+from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.approximate import Approximation
 from dgl_hybrid.exchange.closure import LevelSets
 from dgl_hybrid.graph.optimize import optimize
@@ -235,6 +236,33 @@ def test_a_rank_that_cannot_time_its_model_does_not_stop_the_others(num_calls: i
 def test_ranks_that_can_time_their_models_plan_by_that(partitions: PartitionStore) -> None:
     folder = partitions.get("power_law", power_law(), 3)
     assert run_ranks(3, plan_with_one_that_fails, folder, -1, 0) == [[True]] * 3
+
+
+def plan_as_a_peer_ends(rank: int, world_size: int, part_config: str) -> tuple[str, list[str]]:
+    """Returns the error, and what was said before it."""
+    g = PartitionedGraph.open(part_config)
+    inner, messages, handler = TimedEpochs.any_wants_more, list[str](), logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+
+    def any_wants_more(self: TimedEpochs, wants_more: bool, last_s: float) -> bool:
+        inner(self, wants_more, last_s)
+        raise ExchangeError("a peer has ended")
+
+    logging.getLogger("dgl_hybrid").addHandler(handler)
+    try:
+        with mock.patch.object(TimedEpochs, "any_wants_more", any_wants_more):
+            FullGraphLoader(g, g.owned_nodes("train_mask"), 2, model=FailsAt(None), seed=3)
+    except ExchangeError as error:
+        return str(error), messages
+    finally:
+        logging.getLogger("dgl_hybrid").removeHandler(handler)
+    return "no error", messages
+
+
+def test_a_peer_that_ends_as_models_are_timed_is_no_fault_of_the_model(partitions: PartitionStore) -> None:
+    """Ranks said that the model could not be timed, with the error of the exchange, beside what ended the job."""
+    folder = partitions.get("power_law", power_law(), 3)
+    assert run_ranks(3, plan_as_a_peer_ends, folder) == [("a peer has ended", [])] * 3
 
 
 class Talking(nn.Module):

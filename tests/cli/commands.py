@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -42,9 +43,10 @@ def wait_for(condition: Callable[[], bool], what: str, *, timeout_s: float = TIM
 
 def rank_processes(launcher: int) -> list[psutil.Process]:
     """The ranks that a launcher has started, in the order of their start."""
-    try:
-        children = psutil.Process(launcher).children(recursive=True)
-        found = [child for child in children if "dgl_hybrid.launch.rank" in child.cmdline()]
-        return sorted(found, key=lambda process: process.pid)
-    except psutil.Error:
-        return []
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(launcher).children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # ranks start helpers that soon end
+                if "dgl_hybrid.launch.rank" in child.cmdline():
+                    found.append(child)
+    return sorted(found, key=lambda process: process.pid)

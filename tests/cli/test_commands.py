@@ -199,12 +199,12 @@ def start_endless(partition: Path) -> subprocess.Popen[str]:
     )
     wait_for(lambda: len(rank_processes(process.pid)) == 2 or process.poll() is not None, "two ranks")
     # Until both have used the time of a start they may not even have met; later is the more telling moment.
-    wait_for(
-        lambda: (
-            all(sum(rank.cpu_times()[:2]) > 4 for rank in rank_processes(process.pid)) or process.poll() is not None
-        ),
-        "training",
-    )
+
+    def have_worked() -> bool:
+        ranks = rank_processes(process.pid)
+        return len(ranks) == 2 and all(sum(rank.cpu_times()[:2]) > 4 for rank in ranks)
+
+    wait_for(lambda: have_worked() or process.poll() is not None, "training")
     assert process.poll() is None, process.communicate()[1]
     return process
 

@@ -197,10 +197,9 @@ def start_endless(partition: Path) -> subprocess.Popen[str]:
     process = subprocess.Popen(
         command(*words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
     )
-    wait_for(lambda: len(rank_processes(process.pid)) == 2 or process.poll() is not None, "two ranks")
-    # Until both have used the time of a start they may not even have met; later is the more telling moment.
 
     def have_worked() -> bool:
+        # Until both have used the time of a start they may not even have met; later is the more telling moment.
         ranks = rank_processes(process.pid)
         return len(ranks) == 2 and all(sum(rank.cpu_times()[:2]) > 4 for rank in ranks)
 

@@ -57,5 +57,5 @@ class IdIndex:
             return self._table[ids].to(torch.int64)
         if len(self.ids) == 0:
             return torch.full_like(ids, -1)
-        position = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
+        position = torch.searchsorted(self.ids, ids.contiguous()).clamp_(max=len(self.ids) - 1)
         return torch.where(self.ids[position] == ids, position, -1)

@@ -147,9 +147,9 @@ class HaloPlugin:
         self, original: Callable[..., Any], g: Any, nodes: Tensor, issue_remote_req: Any, local_access: Any
     ) -> Any:
         store = self._store_of(g, share=_has_samplers())
-        if store is None:
-            return original(g, nodes, issue_remote_req, local_access)
         ids = nodes.to(torch.int64)  # DGL takes smaller types, too, and gets what the script gave
+        if store is None or not _are_vertices(ids, g):
+            return original(g, nodes, issue_remote_req, local_access)
         asked: list[Tensor] = []
         answerable: list[Tensor] = []  # would be, if their lists were held
 
@@ -262,6 +262,11 @@ class HaloPlugin:
 def _pull(store: HaloStore, name: str, ids: Tensor) -> Tensor | None:
     with _on_cpu():
         return store.pull(name, ids)
+
+
+def _are_vertices(ids: Tensor, g: Any) -> bool:
+    """Whether all of these homogeneous ids are. If not, DGL says what comes of it: -1 is not the last vertex."""
+    return len(ids) == 0 or (int(ids.min()) >= 0 and int(ids.max()) < int(g.get_partition_book()._num_nodes()))
 
 
 def _on_cpu() -> AbstractContextManager[Any]:

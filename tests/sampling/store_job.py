@@ -336,6 +336,25 @@ def seeds_of_32_bits(job: Job) -> Any:
     return {"drawn": drawn, "held_seeds": dgl_hybrid.read_counts()["held_seeds"], "num_seeds": len(seeds)}
 
 
+def seeds_that_are_none(job: Job) -> Any:
+    """Ids that are no vertices, among others; what comes of them is DGL's to say, whatever is held."""
+    own = job.g.get_partition_book().partid2nids(job.rank)[:1]
+    no_vertices = [job.g.num_nodes(), job.g.num_nodes() + 5]
+    if job.rank == 0:
+        no_vertices += [-1, -60]  # of its own part; elsewhere a server is asked, which they may end
+    drawn = {}
+    for strategy in ("depcomm", "depcache"):
+        switch_on(strategy=strategy)
+        for _ in node_loader(job, [-1], seeds=torch.arange(job.g.num_nodes())):
+            pass
+        for none in no_vertices:
+            seeds = torch.cat([own, torch.tensor([none])])
+            edges = dgl.distributed.sample_neighbors(job.g, seeds, -1).edata[dgl.EID]
+            drawn[f"{strategy}, {none}"] = sorted(edges.tolist())
+    own_edges = dgl.distributed.sample_neighbors(job.g, own, -1).edata[dgl.EID]
+    return {"drawn": drawn, "of_own": sorted(own_edges.tolist()), "held_bytes": dgl_hybrid.held_bytes()}
+
+
 class CountingSampler(OldStyleSampler):
     """Says what the process that samples has counted."""
 
@@ -453,6 +472,7 @@ PHASES: dict[str, Callable[[Job], Any]] = {
         sampler_processes_of_two_loaders,
         sampler_processes_say_nothing,
         seeds_of_32_bits,
+        seeds_that_are_none,
         switched_off,
         unserved,
         partly_served,

@@ -59,6 +59,7 @@ def trainers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         "says_nothing",
         "inference",
         "seeds_of_32_bits",
+        "seeds_that_are_none",
         "switched_off",
         "writes",
     )
@@ -147,6 +148,16 @@ def test_seeds_of_32_bits_are_drawn_for(trainers: list[dict[str, Any]]) -> None:
         assert len(first) > 0
         assert all(drawn == first for drawn in others)
         assert results["seeds_of_32_bits"]["held_seeds"] >= 20
+
+
+def test_ids_that_are_no_vertices_are_left_to_dgl(trainers: list[dict[str, Any]]) -> None:
+    """Not taken for vertices from the end, as an index of a tensor would be, and no error of ours."""
+    for results in trainers:
+        told = results["seeds_that_are_none"]
+        assert told["held_bytes"] > 0
+        assert len(told["of_own"]) > 0
+        assert len(told["drawn"]) >= 4
+        assert all(drawn == told["of_own"] for drawn in told["drawn"].values())
 
 
 def test_a_field_that_takes_the_name_of_a_deleted_one_is_read_from_its_owners(trainers: list[dict[str, Any]]) -> None:

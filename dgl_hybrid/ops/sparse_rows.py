@@ -41,8 +41,11 @@ class SparseRows:
             x: (N, F) floating.
             max_density: In [0, 1].
         Raises:
+            TypeError: Not floating.
             ValueError: Not two dimensions.
         """
+        if not x.is_floating_point():
+            raise TypeError(f"rows must be floating (got a tensor of {x.dtype})")
         if x.dim() != 2:
             raise ValueError(f"rows must have two dimensions (got a tensor of shape {tuple(x.shape)})")
         x = x.detach()
@@ -96,15 +99,25 @@ class SparseRows:
 
         Args:
             weight: (F, H), of the rows' dtype and device.
-            addend: (N, H).
-            bias: (H,).
+            addend: (N, H), likewise.
+            bias: (H,), likewise.
             relu: Take the ReLU of it all.
         Returns:
             (N, H).
         Raises:
-            ValueError: Another number of rows than these have columns.
+            ValueError: Operands of another shape or dtype.
         """
         self._check("weight", weight, self.num_columns)
+        num_columns = weight.shape[1]
+        for name, operand, shape in (
+            ("addend", addend, (self.rows.num_rows, num_columns)),
+            ("bias", bias, (num_columns,)),
+        ):
+            if operand is not None and (operand.shape != shape or operand.dtype != self.values.dtype):
+                raise ValueError(
+                    f"{name} must be {shape} of {self.values.dtype} for rows of shape {self.shape} and a weight of "
+                    f"{num_columns} columns (got {tuple(operand.shape)} of {operand.dtype})"
+                )
         product: Tensor = torch.ops.dgl_hybrid.sparse_product(
             *self._operands, weight, self.num_blocks, addend, bias, relu
         )

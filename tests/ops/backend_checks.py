@@ -297,7 +297,8 @@ def _check_gat_once(
     expected = reference_attention(graph, x64, logits, factors, grad.double())
     expected_grads = torch.autograd.grad(expected.out, (x64, el64, er64), grad.double())
 
-    rows, out_rows, x, el, er, grad_, kept = _on(device, graph.in_edges, graph.out_edges, *operands, grad, dropout)
+    given = [_unless_at_an_edge(x, ends[where]) for x, where in zip(operands, "uuv", strict=True)]
+    rows, out_rows, x, el, er, grad_, kept = _on(device, graph.in_edges, graph.out_edges, *given, grad, dropout)
     out, lse, *sums = _twice(lambda: _attended(backend, rows, x, el, er, kept))
     positive = PositiveSums(*sums) if sums else None
     alone, _, nothing = backend.gat(rows, x, el, er, SLOPE, kept)
@@ -356,7 +357,8 @@ def _check_gatv2_once(
     expected = reference_attention(graph, src64, (activated * attention64).sum(-1), factors, grad.double())
     expected_grads = torch.autograd.grad(expected.out, (src64, dst64, attention64), grad.double())
 
-    moved = _on(device, graph.in_edges, graph.out_edges, *operands, grad, dropout)
+    given = [_unless_at_an_edge(x, ends[where]) for x, where in zip(operands[:2], "uv", strict=True)]
+    moved = _on(device, graph.in_edges, graph.out_edges, *given, operands[2], grad, dropout)
     rows, out_rows, x_src, x_dst, attention, grad_, kept = moved
     out, lse = _twice(lambda: backend.gatv2(rows, x_src, x_dst, attention, SLOPE, kept))
     assert lse.dtype == sum_dtype
@@ -608,6 +610,11 @@ def _twice(call: Callable):  # type: ignore[type-arg,no-untyped-def]
             same = torch.equal(a.nan_to_num(nan=77.0), b.nan_to_num(nan=77.0)) and torch.equal(a.isnan(), b.isnan())
             assert same, "two calls with the same operands differ"
     return first
+
+
+def _unless_at_an_edge(x: Tensor, ends: Tensor) -> Tensor:
+    """NaN in rows that no edge has: nothing may come of them, and no gradient but zero go to them."""
+    return torch.full_like(x, math.nan).index_copy(0, ends, x[ends])
 
 
 def _added(by_edge: Tensor, rows: Tensor, num_rows: int) -> Tensor:

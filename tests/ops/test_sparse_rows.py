@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
@@ -104,6 +105,31 @@ def test_operands_that_do_not_fit() -> None:
             rows.times(wrong)
         with pytest.raises(ValueError, match=r"x must be \(3, H\) of torch.float32"):
             rows.transposed_times(wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "operand", "words"),
+    [
+        ("addend", torch.ones(6, 2), "addend must be (3, 2) of torch.float32 for rows of shape (3, 3)"),
+        ("addend", torch.ones(1, 2), "and a weight of 2 columns (got (1, 2) of torch.float32)"),
+        ("addend", torch.ones(3, 2, dtype=torch.float64), "(got (3, 2) of torch.float64)"),
+        ("bias", torch.ones(1), "bias must be (2,) of torch.float32 for rows of shape (3, 3)"),
+        ("bias", torch.ones(2, dtype=torch.float64), "(got (2,) of torch.float64)"),
+    ],
+)
+def test_what_is_added_must_fit(name: str, operand: Tensor, words: str) -> None:
+    """More rows were left out, one row was added to a thousand, and a backward said what nobody could place."""
+    rows = SparseRows.from_dense(torch.eye(3))
+    assert rows is not None
+    with pytest.raises(ValueError, match=re.escape(words)):
+        rows.times(torch.ones(3, 2), **{name: operand})
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool])
+def test_rows_that_are_not_floating_are_refused(dtype: torch.dtype) -> None:
+    """Products of complex rows lost the imaginary part."""
+    with pytest.raises(TypeError, match=rf"rows must be floating \(got a tensor of {dtype}\)"):
+        SparseRows.from_dense(torch.ones(2, 2).to(dtype))
 
 
 def test_flops_are_those_of_the_entries() -> None:

@@ -239,9 +239,10 @@ def emit_backward_by_source(spec: AttentionSpec) -> str:
         def product(piece: Piece) -> Value:
             return own.load(piece.begin, piece.lanes) * summed.load(piece.begin, piece.lanes)
 
-        for heads, dot in grouped_head_sums(k, block, kind, product):
-            at = row * head_stride + heads[0]
-            d_el.store(at, d_el.load(at, len(heads)) + dot)
+        with k.when((end - begin).compare("sgt", 0)):  # else what is not finite in x, times nothing, would be NaN
+            for heads, dot in grouped_head_sums(k, block, kind, product):
+                at = row * head_stride + heads[0]
+                d_el.store(at, d_el.load(at, len(heads)) + dot)
 
     def add_up(row: Value, begin: Value, end: Value) -> None:
         """Sums the row's neighbours by the weights that are in the buffers, and adds to d_el."""

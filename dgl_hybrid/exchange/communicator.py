@@ -447,7 +447,10 @@ class Communicator:
         except Exception as caught:
             error = caught
         report = None if error is None else [type(error).__name__, str(error)]
-        self.raise_agreed(error, self.gather_json(report, what=what))
+        try:
+            self.raise_agreed(error, self.gather_json(report, what=what))
+        finally:
+            error = None  # which has this frame: else it, and all that frames below hold, would stay until Python looks
 
     def raise_agreed(self, error: Exception | None, reports: Sequence[Any]) -> None:
         """Raises what `agreed` would raise for these reports of all ranks; returns if there are none."""
@@ -460,7 +463,10 @@ class Communicator:
                 error = error_type(f"rank {rank} of {self.world_size}: {words}")
         if error is not None:
             setattr(error, _ON_ALL_RANKS, True)
-            raise error
+            try:
+                raise error
+            finally:
+                error = None  # as in `agreed`
 
     # ---------------------------------------------------------------- peers that do not come
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import socket
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.exchange.communicator import Communicator
-from dgl_hybrid.exchange.gloo_threads import let_others_finish
+from dgl_hybrid.exchange.gloo_threads import let_others_finish, new_threads_let_others_finish
 from dgl_hybrid.exchange.shared_memory_transport import SharedMemoryTransport, connect_through_memory
 from dgl_hybrid.exchange.transport import CollectiveTransport, bound_gpu
 
@@ -61,7 +62,8 @@ def create_communicator(
         raise ValueError(f"backend must be 'gloo' or 'nccl' (got {chosen!r})")
     if chosen == "nccl" and transport == "shared_memory":
         raise ValueError("transport='shared_memory' is for backend='gloo': NCCL shares memory between GPUs by itself")
-    group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
+    with new_threads_let_others_finish() if chosen == "gloo" else contextlib.nullcontext():
+        group = dist.new_group(backend=chosen, timeout=timedelta(seconds=timeout_s))
     if not isinstance(group, dist.ProcessGroup):
         raise ExchangeError("this process is not a member of the default process group")
     name = f"exchange {group.group_name}"  # alike on all ranks, and of this group alone
@@ -71,7 +73,7 @@ def create_communicator(
             # Its ranks connect one after the other: one that is done, and lets go of the group at once, would close
             # what a peer is about to look at ("Connection closed by peer"). NCCL connects with the first operation.
             dist.barrier(group)
-            let_others_finish()
+            let_others_finish()  # of groups that were here before
         if transport == "collective" or chosen == "nccl" or (transport == "auto" and communicator.world_size == 1):
             return communicator
         assert communicator.transport is not None

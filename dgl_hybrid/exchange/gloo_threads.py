@@ -16,17 +16,39 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 _NAMES = ("gloo_tcp", "pt_gloo")
 """What names of threads begin with: those of gloo's sockets, and those of PyTorch that run its operations."""
 
 
+@contextlib.contextmanager
+def new_threads_let_others_finish() -> Iterator[None]:
+    """Has all threads that the caller starts meanwhile, as by making a group, wait for their turn from the beginning.
+
+    They inherit it. Looking for them by their names could miss some: a thread names itself as soon as it runs, which on
+    a busy machine may be later than the first operation of its group, of which one thread alone is needed.
+    """
+    batch, changed = getattr(os, "SCHED_BATCH", None), False
+    if batch is not None:
+        with contextlib.suppress(OSError):  # this is not allowed
+            if os.sched_getscheduler(0) == os.SCHED_OTHER:
+                os.sched_setscheduler(0, batch, os.sched_param(0))
+                changed = True
+    try:
+        yield
+    finally:
+        if changed:
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 def let_others_finish() -> int:
     """Has all threads of gloo in this process wait for their turn; returns how many have not done so before.
 
-    Those of groups that are made later are not among them. On systems other than Linux, or where this is not allowed,
-    they stay as they are.
+    Those of groups that are made later are not among them (`new_threads_let_others_finish`), nor are threads that have
+    not run yet. On systems other than Linux, or where this is not allowed, they stay as they are.
     """
     batch, num_changed = getattr(os, "SCHED_BATCH", None), 0
     if batch is None:

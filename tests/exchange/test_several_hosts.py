@@ -107,7 +107,7 @@ def test_ranks_of_any_hosts_probe_together(hosts: Sequence[int]) -> None:
 
 
 def run_absent(rank: int, world_size: int, hosts: Sequence[int], absent: int) -> str:
-    communicator = communicator_on(rank, hosts, timeout_s=2.0)
+    communicator = communicator_on(rank, hosts, timeout_s=4.0)
     plan = make_plans(world_size)[rank]
     rows = torch.ones(plan.num_sent, 2)
     communicator.exchange(rows, plan.send_counts, plan.recv_counts)
@@ -133,7 +133,7 @@ def test_who_does_not_come_is_missed_on_both_hosts(absent: int) -> None:
 
 
 def run_disagreeing(rank: int, world_size: int, hosts: Sequence[int]) -> str:
-    communicator = communicator_on(rank, hosts, timeout_s=2.0)
+    communicator = communicator_on(rank, hosts, timeout_s=4.0)
     ones = [1] * world_size
     try:
         dtype = torch.int32 if rank == 3 else torch.float32

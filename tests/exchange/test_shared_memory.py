@@ -303,7 +303,7 @@ def test_counts_that_do_not_match_are_seen_by_all_ranks_that_compare_them() -> N
 
 
 def run_absent(rank: int, world_size: int) -> tuple[str, float]:
-    communicator, plan = through_memory(timeout_s=1.5), make_plans(world_size)[rank]
+    communicator, plan = through_memory(timeout_s=3.0), make_plans(world_size)[rank]
     extend_rows([torch.ones(NUM_ROWS, 2)], plan, communicator)
     start_s = time.monotonic()
     try:
@@ -324,11 +324,11 @@ def test_the_missing_rank_is_named_with_layer_and_call() -> None:
         assert (
             f"exchange 2 (layer 2, forward) did not complete on rank {rank} of 3: rank 1 did not take part" in message
         )
-        assert "nothing came for 1.5 s" in message
+        assert "nothing came for 3 s" in message
         assert elapsed_s < 100.0
     message, elapsed_s = results[1]
     assert "exchange 3 (layer 2, forward) did not complete on rank 1 of 3" in message
-    assert "of 3: nothing came for 1.5 s" in message
+    assert "of 3: nothing came for 3 s" in message
     assert elapsed_s < 100.0
 
 
@@ -360,7 +360,8 @@ def run_in_two_threads(rank: int, world_size: int) -> list[str]:
 
         thread = threading.Thread(target=wait_for_peer)
         thread.start()
-        time.sleep(0.5)
+        while not transport._lock.locked():
+            time.sleep(0.001)
         try:
             transport.all_to_all(torch.ones(2), torch.ones(2), [1, 1], [1, 1])
         except RuntimeError as error:

@@ -245,7 +245,7 @@ def _forward_plain_mean(self: Any, graph: LayerBlock, feat: Tensor) -> Any:
             rst = sum_of_products(first, self.fc_self, _mean(graph, rows), self.fc_neigh, relu=relu)
         else:
             rows, own = narrowed_rows(x, self.fc_neigh, self.fc_self, num_dst)
-            rst = own + _mean(graph, rows)[:, : self._out_feats]
+            rst = own + _mean(graph, rows)[:, : len(weight)]  # which a script may have replaced by a wider one
         return _finish(self, rst, is_activated=relu)
 
 

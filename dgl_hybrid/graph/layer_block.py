@@ -83,9 +83,11 @@ class LayerBlock:
         static_results: What is made from the loader's own tensors, and so kept from epoch to epoch.
         approximation: What becomes of rows that need a gradient; None: they are exchanged exactly.
         sums_first: Whether optimised layers sum before they multiply also where products make rows narrower.
+        is_retired: Whether its plan was replaced by another one.
     """
 
     is_block = True
+    is_retired = False
 
     def __init__(
         self,
@@ -714,6 +716,8 @@ class LayerBlock:
 
 class _RetiredBlock(LayerBlock):
     """A block whose plan was replaced by another one."""
+
+    is_retired = True
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

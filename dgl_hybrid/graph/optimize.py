@@ -72,7 +72,7 @@ def restore(model: ModelT) -> ModelT:
     """Undoes `optimize`, in place: every layer has DGL's own forward again.
 
     Raises:
-        ValueError: A layer was parametrized after `optimize`.
+        ValueError: A layer was parametrized after `optimize`, or has got another class since.
     """
     for module in _modules_of(model):
         if isinstance(module, _Optimized):
@@ -80,6 +80,11 @@ def restore(model: ModelT) -> ModelT:
                 raise ValueError(
                     f"{type(module).__name__} was parametrized after it was optimized, and both change its class: "
                     f"undo the parametrization first (torch.nn.utils.parametrize.remove_parametrizations)"
+                )
+            if not module.has_its_class:
+                raise ValueError(
+                    f"a {module.layer_class.__name__} got the class {type(module).__qualname__} after it was optimized "
+                    f"and would lose it: undo that first"
                 )
             module.__class__ = module.layer_class  # type: ignore[assignment]
     return model
@@ -96,11 +101,18 @@ class _Optimized:
 
     layer_class: ClassVar[type[nn.Module]]
 
+    @property
+    def has_its_class(self) -> bool:
+        """Whether it is of a class made here, and not of one that a script or a tool has made of that since."""
+        its_class: type[Any] = type(self)
+        return its_class is _classes.get(self.layer_class)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(max(2, int(protocol)))
-        if isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        is_plain = isinstance(reduced, tuple) and reduced[0] is copyreg.__newobj__  # type: ignore[attr-defined]
+        if is_plain and self.has_its_class:
             return (_new_optimized, (self.layer_class,), *reduced[2:])
-        return reduced  # a layer with a way of its own to be copied comes back as it says
+        return reduced  # a layer with a way of its own to be copied, or another class by now, comes back as that says
 
 
 def _forward_for(layer: type[nn.Module]) -> Callable[..., Any] | None:

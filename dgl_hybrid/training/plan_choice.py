@@ -252,12 +252,13 @@ class PlanChoice:
         """
         told = self._communicator.gather_ints([len(seen.calls), int(seen.is_whole)])
         is_whole = all(of_rank[1] for of_rank in told)
-        why, first_error = "", None
+        why, errors = "", list[TraceError]()
         if is_whole:
             try:
                 return use(*seen.calls[0]), False
             except TraceError as error:
-                why, first_error = str(error), error
+                why = str(error)
+                errors.append(error)
         else:
             why = f"{type(seen.outermost).__name__} is given blocks inside of an object in which no others can be put"
         # Ranks with fewer calls that can be tried leave the others out on all.
@@ -269,7 +270,7 @@ class PlanChoice:
                 with left_as_it_was(seen.outermost):
                     used = use(model, template)
             except TraceError as error:
-                first_error = first_error or error
+                errors.append(error)
                 continue
             if self._communicator.rank == 0 and seen.outermost not in _told_of:
                 _told_of.add(seen.outermost)
@@ -280,8 +281,12 @@ class PlanChoice:
                     type(model).__name__,
                     "" if self.maker.memory_budget_bytes is None else ", nor kept to the memory budget",
                 )
+            errors.clear()  # they have this frame
             return used, True
-        raise first_error or TraceError(why)
+        try:
+            raise errors[0] if errors else TraceError(why)
+        finally:
+            errors.clear()
 
     def _plan_for_batch_norm_beside(self, model: nn.Module, outermost: nn.Module) -> None:
         """Leaves every vertex where batch norm may be that no trace of a model sees which stands for another one.

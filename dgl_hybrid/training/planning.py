@@ -201,21 +201,33 @@ class PlanMaker:
         sets = self._sets_of_depcomm(dense_below)
         shares = self._sent_shares(trace, sets)
         orders = self._orders_of_products(model, template, trace, sets, shares)
+        narrow = trace
         if self.needs_in_edges:
-            orders = [
+            narrow, *orders = [
                 replace(order, layers=(replace(order.layers[0], keeps_result=False), *order.layers[1:]))
-                for order in orders
+                for order in (narrow, *orders)
             ]
         trace, times = orders[0], None
+        times_of_orders: list[ModelTimes] = []
         is_known = not is_trained and self._config.strategy in ("depcache", "depcomm") and len(orders) == 1
         if self._given_topology is None and not is_known:
-            times_of_orders = self.time(model, template, orders, sets)
-            if times_of_orders is not None:
+            times_of_orders = self.time(model, template, orders, sets) or []
+            if times_of_orders:
                 trace, times = self._fastest(orders[: len(times_of_orders)], times_of_orders, sets, shares)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # what measuring took is of other sizes than what training will ask for
         del sets  # all in-edges of this rank: to find the plan takes most memory
-        return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
+        try:
+            return self.make_from_trace(trace, dense_below=dense_below, times=times, sent_shares=shares)
+        except PlanError:
+            if self._config.memory_budget_bytes is None or trace.sums_first == narrow.sums_first:
+                raise
+        # Rows that are summed first are wider. Which order is faster is measured anew in each run; whether a budget is
+        # enough must not depend on that, nor how many bytes the error says are.
+        _logger.info("no plan fits the memory budget with sums before products: they come after them")
+        known = zip(orders, times_of_orders, strict=False)
+        times = next((of_order for order, of_order in known if order.sums_first == narrow.sums_first), None)
+        return self.make_from_trace(narrow, dense_below=dense_below, times=times, sent_shares=shares)
 
     def trace(self, model: nn.Module, template: CallTemplate) -> TracedCall:
         """Traces the model on rank 0: its costs, and below which level every vertex is needed. Collective.

@@ -104,9 +104,10 @@ class _Session:
     def _steps_of_piece(self) -> list[Step]:
         """Returns the steps that a call may be about that is given no blocks, the latest first: those that take pieces,
         else the latest; none in a thread that has nothing to do with it. What a backward repeats in threads of its own
-        is in `parts`.
+        is in `parts`. None is of a plan that was replaced: Dynamo's cache may hold one after its loader is gone.
         """
-        steps = [step for step in (ref() for ref in reversed(self.followed)) if step is not None]
+        held = (ref() for ref in reversed(self.followed))
+        steps = [step for step in held if step is not None and not step.is_retired]
         first = next((step for step in steps if step.takes_pieces), steps[0] if steps else None)
         if first is None or not self._is_of_this_thread(first):
             return []

@@ -187,6 +187,11 @@ class Step:
         return [block for block in (ref() for ref in self._blocks) if block is not None]
 
     @property
+    def is_retired(self) -> bool:
+        """Whether its plan was replaced by another one."""
+        return any(block.is_retired for block in self.held_blocks())
+
+    @property
     def current_block(self) -> LayerBlock | None:
         """The block that was used last. A layer's copy of one (`local_var`) is gone after the layer: then that one."""
         return next((block for block in (used() for used in self._used) if block is not None), None)

@@ -470,6 +470,27 @@ def test_copies_are_optimised_and_can_be_restored() -> None:
     assert [type(m) for m in own.modules()] == [type(m) for m in restore(copies_of(model)["pickled"]).modules()]
 
 
+def test_a_class_that_a_layer_has_got_since_stays_with_its_copies() -> None:
+    """They were of the class that `optimize` had made: a forward of the script's own was lost without a word."""
+    graph, (x,) = plain_graph(), inputs_for(plain_graph())
+    layer = optimize(make("gat"))
+
+    class Twice(type(layer)):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return 2.0 * super().forward(*args, **kwargs)
+
+    once = layer(graph, x).detach()
+    before, layer.__class__ = type(layer), Twice
+    for copied in (layer, copy.copy(layer), copy.deepcopy(layer)):
+        assert type(copied) is Twice
+        assert torch.equal(copied(graph, x), 2.0 * once)
+    with pytest.raises(ValueError, match=r"a GATConv got the class .*Twice after it was optimized"):
+        restore(layer)
+    assert type(layer) is Twice
+    layer.__class__ = before
+    assert type(restore(layer)) is dglnn.GATConv
+
+
 def test_a_pickle_names_no_class_of_ours_but_the_maker() -> None:
     """It can be read where the classes have not been made yet."""
     data = pickle.dumps(optimize(make("gat")))
@@ -745,3 +766,20 @@ def test_parametrized_layers_stay_as_they_are() -> None:
         restore(layer)
     parametrize.remove_parametrizations(layer, "weight")
     assert type(restore(layer)) is dglnn.GraphConv
+
+
+@pytest.mark.parametrize("aggregator", ["mean", "gcn"])
+@pytest.mark.parametrize("width", [1, 2 * WIDTH - 1, 2 * WIDTH, 5 * WIDTH + 1])
+def test_linears_that_a_script_has_replaced(aggregator: str, width: int) -> None:
+    """A layer keeps the width that it was made with: by pruning, or with a new head, its weights have another one."""
+    graph, wide = layer_block(), 4 * WIDTH
+    layer = dglnn.SAGEConv(wide, WIDTH, aggregator)
+    layer.fc_neigh = nn.Linear(wide, width, bias=False)
+    if aggregator == "mean":
+        layer.fc_self = nn.Linear(wide, width)
+    else:
+        layer.bias = nn.Parameter(torch.randn(width))
+    layer.double()
+    x = torch.randn(graph.num_src_nodes(), wide, dtype=torch.float64, requires_grad=True)
+    expected, actual = run(layer, graph, [x]), run(optimize(copy.deepcopy(layer)), graph, [x])
+    assert_same(actual, expected)

@@ -5,7 +5,9 @@ for other ranks.
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -134,6 +136,66 @@ def test_a_step_in_the_place_of_forward_is_planned_for_what_it_calls(
             assert "DistributedDataParallel could not be run on the small blocks" in message
             stand_in = "Steps" if way == "calls itself" else "Model"
             assert f"{stand_in}, which it calls with the blocks of all layers, stands for it" in message
+
+
+class NotACopy(nn.Module):
+    """Runs as itself alone."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.itself = model, weakref.ref(self)
+
+    def __deepcopy__(self, memo: Any) -> NotACopy:
+        copy = NotACopy(Case(kind="gcn_both").build(8))
+        copy.itself = self.itself
+        return copy
+
+    def forward(self, blocks: list[Any], x: Tensor) -> Tensor:
+        if self.itself() is not self:
+            raise ValueError("a copy")
+        h = self.model.layers[0](blocks[0], x)
+        logits: Tensor = self.model.layers[1](blocks[1], h)
+        return logits
+
+
+def drop_after_a_failed_plan(rank: int, world_size: int, part_config: str, way: str) -> tuple[bool, bool]:
+    """Returns whether there is no plan, and whether the wrapper of a model is there after it was dropped."""
+    g, model = open_graph(part_config)
+    trained: nn.Module = NotACopy(model) if way == "nothing stands for it" else Steps(model, g, "has no forward")
+    loader = FullGraphLoader(
+        g, g.owned_nodes("train_mask"), 2, strategy="depcache", topology=uniform_topology(world_size)
+    )
+    ddp = nn.parallel.DistributedDataParallel(trained)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            for index, (input_nodes, seeds, blocks) in enumerate(loader):
+                if way == "nothing stands for it":
+                    loss = F.cross_entropy(ddp(blocks, g.ndata["feat"][input_nodes]), g.ndata["label"][seeds])
+                else:
+                    loss = call_in_place_of_forward(ddp, trained.step, (input_nodes, seeds, blocks), index)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+        dropped = weakref.ref(ddp)
+        del ddp, trained, model, optimizer, loss, blocks, input_nodes, seeds
+        return loader.outcome is None, dropped() is not None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("way", ["nothing stands for it", "its model stands for it"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_plan_that_cannot_be_made_holds_no_wrapper(world_size: int, way: str, partitions: PartitionStore) -> None:
+    """The error has frames, and a frame that had the error would keep the wrapper until Python looks for cycles.
+    Gradients of these parameters would then go to that one, too, besides another that is made for them.
+    """
+    folder = partitions.get("power_law", power_law(), world_size)
+    for has_none, is_there in run_ranks(world_size, drop_after_a_failed_plan, folder, way):
+        assert has_none == (way == "nothing stands for it")
+        assert not is_there
 
 
 def learn_from_a_teacher(rank: int, world_size: int, part_config: str) -> list[float]:

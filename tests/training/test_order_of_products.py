@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dgl_hybrid import FullGraphLoader, PartitionedGraph, optimize
-from dgl_hybrid.errors import HybridError
+from dgl_hybrid.errors import HybridError, PlanError
 from dgl_hybrid.exchange.closure import LevelSets
-from dgl_hybrid.planner import ModelTimes, ModelTrace, load_plan, save_plan, uniform_topology
+from dgl_hybrid.planner import ModelTimes, ModelTrace, PlannerConfig, load_plan, save_plan, uniform_topology
 from dgl_hybrid.training import planning
 from dgl_hybrid.training.planning import PlanMaker
 from tests.helpers.exactness import LAYERS, assert_close
@@ -149,6 +150,61 @@ def test_the_order_follows_rates_and_seeds(
     folder = partitions.get("power_law", power_law(), 3)
     for order in run_ranks(3, order_of, folder, dense_flops_per_s, seeds):
         assert order == [False, expected]
+
+
+def order_within(
+    rank: int,
+    world_size: int,
+    part_config: str,
+    strategy: str,
+    budget: int,
+    dense_flops_per_s: float,
+    *,
+    is_alike: bool,
+) -> list[bool] | str:
+    """Returns the order, or what was raised. The first rank may have room for everything."""
+    g = PartitionedGraph.open(part_config)
+    try:
+        loader = FullGraphLoader(
+            g,
+            g.owned_nodes("train_mask"),
+            2,
+            model=optimize(Net("sage_mean", False).double()),
+            topology=uniform_topology(world_size, dense_flops_per_s=dense_flops_per_s),
+            planner=PlannerConfig(strategy=strategy, memory_budget_bytes=budget if is_alike or rank else 1 << 40),
+        )
+    except PlanError as error:
+        return str(error)
+    return [block.sums_first for block in loader.blocks]
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+@pytest.mark.parametrize("strategy", ["hybrid", "depcomm"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_a_memory_budget_must_be_does_not_depend_on_the_order_that_is_faster(
+    world_size: int, strategy: str, is_alike: bool, partitions: PartitionStore
+) -> None:
+    """Which is measured, so that the same command was refused in one run and not in another one, and the number of
+    bytes that an error named was not always enough.
+    """
+    folder = partitions.get("power_law", power_law(), world_size)
+    slow, fast = 1e6, 1e12
+
+    def order(budget: int, dense_flops_per_s: float) -> list[bool] | str:
+        found, *others = run_ranks(
+            world_size, order_within, folder, strategy, budget, dense_flops_per_s, is_alike=is_alike
+        )
+        assert others == [found] * (world_size - 1)
+        return found
+
+    assert order(1 << 30, slow) == [False, True]
+    assert order(1 << 30, fast) == [False, False]
+    said = order(1, slow)
+    assert isinstance(said, str)
+    assert order(1, fast) == said
+    (needed,) = re.findall(r"needs at least (\d+) bytes for its halo rows", said)
+    assert order(int(needed), slow) == order(int(needed), fast) == [False, False]
+    assert order(int(needed) - 1, slow) == order(int(needed) - 1, fast) == said
 
 
 def order_that_is_timed(

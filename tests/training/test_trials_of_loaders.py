@@ -305,7 +305,7 @@ def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStor
     num_turns = 6 * (FIRST + FINAL)
     epochs = num_turns + DRIFT_WINDOW + 6 * (FIRST + len(CLOSE) * FINAL)
     part_config = partitions.get("power_law", power_law(), 3)
-    rates = (4e8, 1e3)
+    rates = (4e8, 10.0)
     runs = run_ranks(3, train_tuned, part_config, epochs, "depcomm", AT_ONCE, num_turns, 0, rates, settles=2)
     epochs = len(runs[0].settled)
     for run in runs:
@@ -314,7 +314,7 @@ def test_plans_are_made_anew_from_the_rates_of_the_day(partitions: PartitionStor
         assert run.probed == [1 if epoch < changes[1] else 2 for epoch in range(epochs)]
         assert run.has_basis == [epoch < changes[0] or changes[1] <= epoch < changes[2] for epoch in range(epochs)]
         assert run.strategies == runs[0].strategies
-        assert run.strategies[changes[1]] == "depcache", "what links of 1 KB/s make best comes first"
+        assert run.strategies[changes[1]] == "depcache", "what links of ten bytes a second make best comes first"
         assert "depcomm" not in run.strategies[changes[2] :]
         of_depcomm = [s for s, name in zip(run.predicted_s, run.strategies, strict=True) if name == "depcomm"]
         assert max(of_depcomm) > 10 * of_depcomm[0]

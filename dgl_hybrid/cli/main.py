@@ -7,10 +7,13 @@ import argparse
 import contextlib
 import logging
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 import dgl_hybrid
 from dgl_hybrid.cli.one_line_parser import CommandParser, OneLineParser
@@ -47,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         prefix = f"[{os.environ['RANK']}/{os.environ['WORLD_SIZE']}] {prefix}"
     debug = "--debug" in argv  # until it is known whose word that is
     try:
-        parser, argv, script = _build_parser(argv)
+        with _ctrl_c_leaves(prefix):
+            parser, argv, script = _build_parser(argv)
         args = parser.parse_args(argv)
         args.script = script
         debug = getattr(args, "debug", False)
@@ -86,6 +90,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         words = " ".join(str(error).split())
         print(f"{prefix} unexpected {type(error).__name__}: {words} (--debug shows the traceback)", file=sys.stderr)
         return 1
+
+
+@contextlib.contextmanager
+def _ctrl_c_leaves(prefix: str) -> Iterator[None]:
+    """Has Ctrl-C end this process at once, where libraries are imported and nothing has been begun yet.
+
+    Some take a KeyboardInterrupt in the midst of that for what they lack, and go on without it.
+    """
+
+    def leave(number: int, frame: object) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.write(2, f"{prefix} interrupted\n".encode())
+        os._exit(130)
+
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _build_parser(argv: Sequence[str]) -> tuple[argparse.ArgumentParser, list[str], list[str]]:

@@ -62,8 +62,10 @@ def load_npz(path: str | Path, *, split: int | None = None) -> GraphDataset:
     label = _integers(arrays, "label", path)
     num_classes = int(label.max(initial=-1)) + 1
     if named_classes is not None:
-        if not isinstance(named_classes, int) or isinstance(named_classes, bool):
-            raise DatasetError(f"{path}: num_classes in meta must be an integer (got {json.dumps(named_classes)})")
+        if not isinstance(named_classes, int) or isinstance(named_classes, bool) or named_classes < 0:
+            raise DatasetError(
+                f"{path}: num_classes in meta must be an integer, 0 or more (got {json.dumps(named_classes)})"
+            )
         num_classes = max(num_classes, named_classes)
     return make_dataset(
         name=path.name.removesuffix(".npz"),
@@ -88,7 +90,9 @@ _DAMAGE = (
 
 def _read_arrays(path: Path) -> dict[str, Array]:
     try:
-        if not path.is_dir() and path.stat().st_size and not zipfile.is_zipfile(path):
+        if path.is_dir():
+            raise DatasetError(f"{path} is a folder. Give the path of an .npz graph.")
+        if path.stat().st_size and not zipfile.is_zipfile(path):
             with path.open("rb") as stream:
                 is_array = stream.read(6) == np.lib.format.MAGIC_PREFIX
             if not is_array:  # NumPy would take it for pickled objects

@@ -143,7 +143,9 @@ class Controller:
         self._deaths: list[_State] = []
         """In the order in which they were heard of."""
         self._is_ending = False
+        self._begun_s = 0.0
         self._started_s = 0.0
+        """When the parts were started, which agents are before."""
         self._has_ended = threading.Event()
         self._pings = threading.Thread(target=self._ping, daemon=True, name="pings")
 
@@ -153,7 +155,7 @@ class Controller:
         Raises:
             ClusterFailure: It has not ended well; `result` says how each part has.
         """
-        begun_s = time.monotonic()
+        self._begun_s = time.monotonic()
         try:
             try:
                 self._start_agents()
@@ -162,11 +164,11 @@ class Controller:
             finally:
                 self._end_agents()
         except ClusterFailure as error:
-            error.result = self._result(begun_s, error.exit_code)
+            error.result = self._result(error.exit_code)
             raise
-        return self._result(begun_s, 0)
+        return self._result(0)
 
-    def _result(self, begun_s: float, exit_code: int) -> ClusterResult:
+    def _result(self, exit_code: int) -> ClusterResult:
         return ClusterResult(
             parts=tuple(
                 PartResult(
@@ -177,7 +179,7 @@ class Controller:
                 )
                 for state in self._states.values()
             ),
-            elapsed_s=time.monotonic() - begun_s,
+            elapsed_s=time.monotonic() - self._begun_s,
             exit_code=exit_code,
         )
 
@@ -197,7 +199,16 @@ class Controller:
             self._turn()
             self._check_agents()
             silent = [agent for agent in self._agents if agent.ready is None]
-            if silent and not self._refusals and time.monotonic() > deadline:
+            if not silent or self._refusals:
+                continue
+            if self._is_late():
+                raise ClusterFailure(
+                    f"the job did not end within {self._job.timeout_s:g} s; the agent of {silent[0].machine} has not "
+                    f"answered",
+                    details="\n".join(silent[0].noise),
+                    exit_code=124,
+                )
+            if time.monotonic() > deadline:
                 raise ClusterFailure(
                     f"the agent of {silent[0].machine} did not answer within {AGENT_TIMEOUT_S:g} s",
                     details="\n".join(silent[0].noise),
@@ -292,6 +303,9 @@ class Controller:
 
     # Middle
 
+    def _is_late(self) -> bool:
+        return self._job.timeout_s is not None and time.monotonic() - self._begun_s > self._job.timeout_s
+
     def _follow(self) -> None:
         """Returns when the job has ended well.
 
@@ -325,7 +339,7 @@ class Controller:
             if silent and trainers_ended_s is None and now > next_note_s:
                 next_note_s += WAITING_NOTE_S
                 logger.warning("waiting for %s to listen (%.0f s)", silent[0].part, now - self._started_s)
-            if self._job.timeout_s is not None and now - self._started_s > self._job.timeout_s:
+            if self._is_late():
                 running = [state.part.name for state in self._states.values() if state.exit_code is None]
                 raise ClusterFailure(
                     f"the job did not end within {self._job.timeout_s:g} s; still running: {', '.join(running)}",
@@ -411,8 +425,10 @@ class Controller:
         for agent in self._agents:
             self._send(agent, End())
         try:
+            # A host that has not answered has nothing to clean up, and may never answer.
+            reached = [agent for agent in self._agents if agent.ready is not None or not agent.is_remote]
             self._settle(
-                self._job.grace_s + CLEAN_TIMEOUT_S, until=lambda: all(agent.num_open == 0 for agent in self._agents)
+                self._job.grace_s + CLEAN_TIMEOUT_S, until=lambda: all(agent.num_open == 0 for agent in reached)
             )
         finally:
             self._has_ended.set()

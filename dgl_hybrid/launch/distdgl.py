@@ -11,13 +11,12 @@ import json
 import logging
 import os
 import signal
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
-from dgl_hybrid.launch.job import FOLDER_PREFIX, write_json
+from dgl_hybrid.launch.job import job_folder, write_json
 from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
 from dgl_hybrid.partition import read_partition_summary
 from dgl_hybrid.partition.signals import ending_signals_raise
@@ -69,8 +68,7 @@ def run_distdgl(job: TrainJob, *, threads: int) -> DistDGLReport:
 def _run_once(
     job: TrainJob, threads: int, *, skips_largest: bool
 ) -> tuple[DistDGLReport | None, ClusterFailure | None]:
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        folder = Path(name)
+    with job_folder() as folder:
         part_config = Path(os.path.abspath(job.part_config))
         task = {
             "job": job.to_json(),

@@ -3,20 +3,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from dgl_hybrid.errors import HybridError
+from dgl_hybrid.partition.signals import ending_signals_wait
 
 FOLDER_PREFIX = "dgl_hybrid_job_"
 """Of the temporary folder in which launcher and ranks meet."""
 
 EXIT_UNTOLD = 74
 """Of a rank that failed and could not leave its error in the folder: `EX_IOERR` of sysexits.h."""
+
+
+@contextlib.contextmanager
+def job_folder() -> Iterator[Path]:
+    """Makes a folder for what is between the processes of a job, and takes it away again, whatever signals come then: a
+    second one would end the removal half-way.
+    """
+    folder = tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX)
+    try:
+        yield Path(folder.name)
+    finally:
+        with ending_signals_wait():
+            folder.cleanup()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from dgl_hybrid.errors import LaunchError
-from dgl_hybrid.launch.job import EXIT_UNTOLD, FOLDER_PREFIX, Job, RankError
+from dgl_hybrid.launch.job import EXIT_UNTOLD, Job, RankError, job_folder
 from dgl_hybrid.launch.threads import threads_per_rank
 from dgl_hybrid.partition.signals import EndedBySignal, ending_signals_raise
 
@@ -77,8 +77,7 @@ def run_local(
 
     threads = threads_per_rank(ranks) if threads is None else threads
     # Until the launcher of PyTorch has its own handlers, too: what ends this process takes the folder along.
-    with ending_signals_raise(), tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name:
-        folder = Path(name)
+    with ending_signals_raise(), job_folder() as folder:
         job = Job(
             task=task,
             payload=dict(payload),

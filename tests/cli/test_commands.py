@@ -218,7 +218,7 @@ def test_a_killed_rank_ends_the_job(partition: Path) -> None:
     assert process.returncode == 1
     assert errors.count("\n") == 1, errors
     assert "was killed by SIGKILL" in errors
-    psutil.wait_procs(ranks, timeout=5)
+    psutil.wait_procs(ranks, timeout=30)
     assert not any(rank.is_running() for rank in ranks), "a rank was left behind"
 
 
@@ -275,6 +275,34 @@ def test_a_run_broken_off_is_resumed(partition: Path, folder: Path) -> None:
     assert "epochs 3 to 3, resumed" in done.stdout
     record = json.loads(done.stdout.splitlines()[-1])
     assert (record["first_epoch"], len(record["epochs"])) == (3, 1)
+
+
+_SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(1000): pass
+except KeyboardInterrupt:
+    pass
+def add_options(parser): pass
+def run(args): print("went on without it"); return 0
+"""
+
+
+def test_ctrl_c_while_libraries_are_imported_ends_a_command(tmp_path: Path) -> None:
+    """Some take a KeyboardInterrupt for what they lack: a command went on, or failed for it later."""
+    (tmp_path / "swallows.py").write_text(_SWALLOWS)
+    program = (
+        "import sys; from dgl_hybrid.cli import main; main.COMMANDS['doctor'] = ('swallows', 'x'); "
+        "sys.exit(main.main(['doctor']))"
+    )
+    variables = environment()
+    variables["PYTHONPATH"] = f"{tmp_path}:{variables.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert (done.returncode, done.stderr) == (130, "dgl-hybrid doctor: error: interrupted\n")
+    assert done.stdout == ""
 
 
 @pytest.mark.parametrize(

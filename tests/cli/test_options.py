@@ -258,6 +258,7 @@ def test_what_torchrun_sets_and_did_not_is_named(
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # which is set where it is not
+    monkeypatch.setattr(torchrun.torch, "set_num_threads", lambda number: None)
     assert main.main(["train", "--workspace", str(tmp_path), "--threads", "1"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1, error

@@ -144,7 +144,8 @@ def test_missing_key(key: str, tmp_path: Path) -> None:
         ({"val_mask": np.ones(4, dtype=bool)}, "val_mask selects 1 vertices without a label, the first is 3"),
         ({"label": np.array([0, 1, 9_999_999, -1])}, r"label must be class ids .* 10000000 classes of 4 vertices"),
         ({"meta": np.array('{"num_classes": 1000000000000}')}, r"label must be class ids .*\(largest label \d\)"),
-        ({"meta": np.array('{"num_classes": 7.0}')}, r"num_classes in meta must be an integer \(got 7\.0\)"),
+        ({"meta": np.array('{"num_classes": 7.0}')}, r"num_classes in meta must be an integer, 0 or more \(got 7\.0\)"),
+        ({"meta": np.array('{"num_classes": -4}')}, r"num_classes in meta must be an integer, 0 or more \(got -4\)"),
         ({"meta": np.array("{")}, "meta must be a JSON string"),
         ({"meta": np.array("[" * 100_000)}, "meta must be a JSON string"),
         ({"meta": np.array("[]")}, r"meta must hold a JSON object \(got list\)"),
@@ -201,6 +202,10 @@ def test_files_that_are_no_archives(tmp_path: Path) -> None:
     with pytest.raises(DatasetError, match=r"is a single array, not an \.npz archive"):
         load_dataset(str(path))
     path.unlink()
+    path.mkdir()
+    with pytest.raises(DatasetError, match=r"toy\.npz is a folder\. Give the path of an \.npz graph\."):
+        load_dataset(str(path))
+    path.rmdir()
     with pytest.raises(DatasetError, match=r"toy\.npz does not exist"):
         load_dataset(str(path))
 

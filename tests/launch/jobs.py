@@ -31,7 +31,7 @@ def fake_job(
     """A job whose parts do what `plan` says and need no DGL."""
     (folder / "graph.json").write_text(json.dumps({"num_parts": parts}))
     options.setdefault("ip_config", write_ip_config(folder / "ip_config.txt", parts, num_servers=2))
-    options.setdefault("timeout_s", 60.0)
+    options.setdefault("timeout_s", 300.0)
     return ClusterJob(
         part_config=Path("graph.json"),
         command=(FAKE, json.dumps(plan or {})),

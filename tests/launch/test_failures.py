@@ -11,6 +11,7 @@ import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from dgl_hybrid.errors import ExchangeError
 from dgl_hybrid.launch import rank as rank_module
 from dgl_hybrid.launch.controller import _LOST_PEER
-from dgl_hybrid.launch.job import EXIT_UNTOLD, Job, RankError
+from dgl_hybrid.launch.job import EXIT_UNTOLD, Job, RankError, job_folder
 from dgl_hybrid.launch.local import (
     _launch_config,
     _signal_options,
@@ -26,6 +27,7 @@ from dgl_hybrid.launch.local import (
     _signals_to_handle,
     explain_failure,
 )
+from dgl_hybrid.partition.signals import EndedBySignal, ending_signals_raise
 
 
 def error(rank: int, kind: str, message: str, *, is_expected: bool = True, time_s: float = 0.0) -> RankError:
@@ -203,6 +205,35 @@ def test_what_is_ignored_is_not_handled(tmp_path: Path) -> None:
     finally:
         for name, handler in before.items():
             signal.signal(getattr(signal, name), handler)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_the_folder_of_a_job_is_removed_does_not_keep_it(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one, of a supervisor or a double Ctrl-C, ended the removal of what the first one had ended."""
+    unlink, removed = os.unlink, list[str]()
+
+    def unlink_amid_signals(path: str, **options: Any) -> None:
+        if not removed:
+            signal.raise_signal(number)
+        removed.append(path)
+        unlink(path, **options)
+
+    folders: list[Path] = []
+
+    def run_job() -> None:
+        with ending_signals_raise(), job_folder() as folder:
+            folders.append(folder)
+            for name in ("a", "b"):
+                (folder / name).touch()
+            monkeypatch.setattr(os, "unlink", unlink_amid_signals)
+
+    with pytest.raises((EndedBySignal, KeyboardInterrupt)) as ended:
+        run_job()
+    assert len(removed) == 2
+    assert not folders[0].exists()
+    assert isinstance(ended.value, KeyboardInterrupt) == (number == signal.SIGINT), "it is not lost either"
 
 
 def test_versions_of_pytorch_that_take_no_signals_are_given_none() -> None:

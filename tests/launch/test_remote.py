@@ -120,7 +120,7 @@ def test_a_lost_connection_ends_the_job_on_both_sides(
 ) -> None:
     """Whether the connection is closed, or just carries nothing any more."""
     if loss == "silent":
-        monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 4.0)
         monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
     forever = [["sampler", 600], ["litter", None], ["print", "ready"], FOREVER]
     job = fake_job(
@@ -147,7 +147,7 @@ def test_a_lost_connection_ends_the_job_on_both_sides(
     with pytest.raises(ClusterFailure, match=r"the agent of machine \d \(127.0.0.1\)") as caught:
         run_cluster(job, on_line=observer, verbose=True)
     if loss == "silent":
-        assert "nothing was heard of it for 2 s" in caught.value.details
+        assert "nothing was heard of it for 4 s" in caught.value.details
     assert observer.acted_s is not None
     while any(is_alive(process.pid) for process in observer.processes):
         assert time.monotonic() - observer.acted_s < END_WITHIN_S
@@ -158,9 +158,9 @@ def test_a_lost_connection_ends_the_job_on_both_sides(
 @pytest.mark.usefixtures("all_remote")
 def test_who_reads_slowly_ends_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`| less` takes no line while somebody looks at the first ones."""
-    monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 2.0)
+    monkeypatch.setattr(controller, "SILENCE_TIMEOUT_S", 4.0)
     monkeypatch.setattr(controller, "PING_EVERY_S", 0.2)
-    working = [["print", "ready"], ["sleep", 6.0], ["print", "done"]]
+    working = [["print", "ready"], ["sleep", 9.0], ["print", "done"]]
     ends = {"trainer 0": [["wait", "through"], ["touch", "stop"]], "trainer 1": [["touch", "through"]]}
     plan = {name: working + end for name, end in ends.items()}
     job = fake_job(tmp_path, plan, remote_shell=RELAY)
@@ -168,7 +168,7 @@ def test_who_reads_slowly_ends_no_job(tmp_path: Path, monkeypatch: pytest.Monkey
 
     def read_slowly(line: PartLine) -> None:
         if not read:
-            time.sleep(4.0)
+            time.sleep(7.0)
         read.append(line.text)
 
     assert run_cluster(job, on_line=read_slowly).exit_code == 0
@@ -198,6 +198,21 @@ def test_a_host_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shell.chmod(0o755)
     with pytest.raises(ClusterFailure, match=r"the agent of machine 0 \(127.0.0.1\) did not answer within 0.5 s"):
         run_cluster(fake_job(tmp_path, remote_shell=(str(shell),), grace_s=0.1))
+
+
+@pytest.mark.usefixtures("all_remote")
+def test_a_host_that_does_not_answer_within_the_time_of_the_job(tmp_path: Path) -> None:
+    """Of the whole job, not of its parts alone. Nobody waits for such a host to clean up."""
+    shell = tmp_path / "ssh"
+    shell.write_text("#!/bin/sh\nexec sleep 600\n")
+    shell.chmod(0o755)
+    begun_s = time.monotonic()
+    with pytest.raises(
+        ClusterFailure, match=r"the job did not end within 0.5 s; the agent of machine 0 \(127.0.0.1\) has not answered"
+    ) as caught:
+        run_cluster(fake_job(tmp_path, remote_shell=(str(shell),), timeout_s=0.5, grace_s=60.0))
+    assert caught.value.exit_code == 124
+    assert time.monotonic() - begun_s < controller.AGENT_TIMEOUT_S
 
 
 @pytest.fixture

@@ -65,6 +65,12 @@ class Steps:
     def wait(self, name: str) -> None:
         wait_for(name)
 
+    def outlive(self, part: str) -> None:
+        """Waits until that part has ended and its agent knows."""
+        file = Path(f"pid of {part}")
+        while not (file.exists() and file.read_text()) or Path("/proc", file.read_text()).exists():
+            time.sleep(0.02)
+
     def exit(self, code: int) -> None:
         sys.stdout.flush()
         os._exit(code)
@@ -119,6 +125,7 @@ def main() -> None:
     else:
         name = f"trainer {os.environ['RANK']}"
     print(f"pid {os.getpid()} {os.environ['DGL_HYBRID_SHM_PREFIX']}", flush=True)
+    Path(f"pid of {name}").write_text(str(os.getpid()))
     steps = Steps()
     for verb, argument in json.loads(sys.argv[1]).get(name, usual(name)):
         getattr(steps, verb)(argument)

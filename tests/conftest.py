@@ -8,6 +8,8 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 DATA_VARIABLE = "DGL_HYBRID_DATA"
 CODE_VARIABLE = "DGL_HYBRID_CODE_CACHE"
+INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # As in a shell's background: processes that tests start would ignore it too, and some are sent it.
@@ -64,10 +67,11 @@ def folder_in_memory() -> Path | None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Kernels that a test compiles serve the others, in this run and not in the next: nothing in the user's folders."""
-    if CODE_VARIABLE not in os.environ:  # workers and the processes of tests have it from here
-        folder = tempfile.mkdtemp(prefix="dgl_hybrid_code_", dir=folder_in_memory())
-        os.environ[CODE_VARIABLE] = folder
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    for variable in (CODE_VARIABLE, INDUCTOR_VARIABLE):
+        if variable not in os.environ:  # workers and the processes of tests have it from here
+            folder = tempfile.mkdtemp(prefix="dgl_hybrid_code_", dir=folder_in_memory())
+            os.environ[variable] = folder
+            config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 @pytest.hookimpl(trylast=True)  # after tests were deselected
@@ -91,6 +95,20 @@ def pytest_collection_finish() -> None:
     """What thousands of collected tests consist of stays for good: collections of garbage need not look at it."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_leaks() -> Iterator[None]:
+    """Fails the test that leaves the process other than it found it, not one that runs there after it.
+
+    Which files share a process, and in which order, differs from run to run.
+    """
+    from tests.helpers.leaks import changes, process_state
+
+    before = process_state()
+    yield
+    left = changes(before, process_state())
+    assert not left, f"this test leaves to others what it changed: {'; '.join(left)}"
 
 
 @pytest.fixture(scope="session")

@@ -75,6 +75,7 @@ PRELOADED = (
 process that forks may see another checkout than this one). The first `DistributedDataParallel` of a process imports
 `torch._dynamo`, which takes seconds."""
 
+_ENDING = "the end of groups of an earlier call"
 _WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -177,6 +178,9 @@ class _Worker:
         text = self.stack_file.read_text(errors="replace") if self.stack_file.exists() else ""
         return text.strip() or "(no Python stack was written)"
 
+    def has_stack(self) -> bool:
+        return self.stack_file.exists() and self.stack_file.stat().st_size > 0
+
 
 @dataclass(kw_only=True)
 class _Pool:
@@ -251,7 +255,10 @@ class _Pool:
     ) -> RankError:
         for rank in late:
             os.kill(self.workers[rank].process.pid or 0, signal.SIGUSR1)
-        time.sleep(0.5)  # the handler writes as soon as the signal arrives; there is nothing to wait on
+        deadline = time.monotonic() + 10.0  # the handler writes as soon as the signal arrives, and the rank has a core
+        while not all(self.workers[rank].has_stack() for rank in late) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.2)  # line by line
         stacks = [f"--- rank {rank}/{world_size} is at\n{self.workers[rank].stack()}" for rank in late]
         raised = [_describe(failure, world_size) for failure in failures]
         return RankError(
@@ -382,6 +389,7 @@ def _call(rank: int, world_size: int, rendezvous: str, collective_timeout_s: flo
         timeout=timedelta(seconds=collective_timeout_s),
     )
     fn, args, kwargs = pickle.loads(payload)  # in here: a module that cannot be imported is this rank's failure
+    dist.barrier()  # who is done with that first would wait in fn, in many a test for a second or two only
     return fn(rank, world_size, *args, **kwargs)
 
 
@@ -393,7 +401,12 @@ def _let_go_of_groups() -> None:
     """
     held = list(dist.distributed_c10d._world.pg_map)
     dist.destroy_process_group()
-    threading.Thread(target=held.clear, daemon=True).start()
+    threading.Thread(target=held.clear, daemon=True, name=_ENDING).start()
+
+
+def groups_are_ending() -> bool:
+    """Whether threads of an earlier call's groups may still be there; asked in a worker."""
+    return any(thread.name == _ENDING for thread in threading.enumerate())
 
 
 _num_frozen_modules = 0

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import socket
 import statistics
 import subprocess
@@ -38,6 +37,7 @@ from benchmarks.emulated_network import INTERFACE, EmulatedNetwork, why_unavaila
 from benchmarks.systems.graphs import GraphError, PreparedGraph, prepare
 from benchmarks.systems.results import spread
 from dgl_hybrid.exchange.approximate import APPROXIMATIONS, describe_approximation
+from dgl_hybrid.partition.signals import ending_signals_raise
 from dgl_hybrid.training.config import ModelConfig, StrategyConfig, TrainConfig, TrainJob
 from dgl_hybrid.training.report import TrainReport
 
@@ -219,6 +219,7 @@ def write(records: Sequence[dict[str, Any]]) -> None:
     (here / "README.md").write_text(f"{head}{BEGIN}\n\n" + "\n".join(lines) + f"\n\n{END}{tail}", "utf-8")
 
 
+@ending_signals_raise()  # through the finally clauses, which end what was started
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.approximate")
     parser.add_argument("--quick", action="store_true", help="a smaller generated graph, few epochs, one seed")
@@ -229,7 +230,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--write", action="store_true", help="append to results.jsonl, put the table into the README")
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the ranks
     seeds = args.seeds or 1
     console = make_console(to_stderr=args.json)
     records: list[dict[str, Any]] = []

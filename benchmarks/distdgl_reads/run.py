@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,6 +33,7 @@ from benchmarks.distdgl_reads.schedule import Schedule
 from benchmarks.distdgl_reads.tables import COUNT_HEAD, TIME_HEAD, count_rows, time_rows
 from benchmarks.emulated_network import NetworkError, why_unavailable
 from dgl_hybrid.launch.cluster import ClusterFailure
+from dgl_hybrid.partition.signals import ending_signals_raise
 
 RESULTS = Path(__file__).parent / "results.jsonl"
 
@@ -87,6 +87,7 @@ def describe_run() -> dict[str, Any]:
     }
 
 
+@ending_signals_raise()  # through the finally clauses, which end what was started
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.distdgl_reads")
     parser.add_argument("--quick", action="store_true", help="one graph, 2 parts, one fanout")
@@ -111,7 +112,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     num_parts = args.parts or ((2,) if args.quick else (2, 3))
     plans = plan_jobs(data, num_parts, rates, is_quick=args.quick, is_main_only=args.quick or args.main_only)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses, which end the job
     lines: list[Line] = []
     try:
         for of_job in measure(plans, verbose=args.verbose):

@@ -27,6 +27,7 @@ from rich.table import Table
 
 import dgl_hybrid
 from benchmarks.console import make_console
+from benchmarks.exchange.run import join_ranks
 from benchmarks.systems.graphs import SHAPES, GraphError, PreparedGraph, prepare
 from dgl_hybrid.exchange.closure import LayerStructure, close_levels, settle_seeds
 from dgl_hybrid.exchange.communicator import Communicator
@@ -41,8 +42,7 @@ GRAPHS = ("products", "reddit", "powerlaw", "debian-deps")
 
 
 def measure(rank: int, world_size: int, rendezvous: str, part_config: str, num_layers: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    join_ranks(rank, world_size, rendezvous)
     records = measure_layers(part_config, num_layers)
     if rank == 0:
         Path(out).write_text("\n".join(json.dumps(record) for record in records) + "\n", "utf-8")
@@ -117,7 +117,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help=f"append to {RESULTS.name}")
     parser.add_argument("--cache", type=Path, help="folder for graphs and partitions (~/.cache/dgl_hybrid/systems)")
     args = parser.parse_args(argv)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cache = args.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid" / "systems"
     scale = args.scale or (0.1 if args.quick else 0.25)
     records: list[dict[str, Any]] = []

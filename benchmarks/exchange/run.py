@@ -133,9 +133,15 @@ def check(
         assert torch.equal(grad, results[0][1])
 
 
-def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], rounds: int, out: str) -> None:
+def join_ranks(rank: int, world_size: int, rendezvous: str) -> None:
+    """Begins a rank of this host, of one thread."""
     torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+
+
+def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], rounds: int, out: str) -> None:
+    join_ranks(rank, world_size, rendezvous)
     communicators = {name: create_communicator(transport=name) for name in ("collective", "shared_memory")}
     common = communicators["collective"]
     plan, ownership = build_plan(common)
@@ -208,7 +214,6 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--write", action="store_true", help="append to results.jsonl")
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     worlds, rounds = ([2, 3], 7) if args.quick else ([2, 3, 4], 25)
     worlds = args.ranks or worlds
     widths = [16, 64, 256]

@@ -32,6 +32,7 @@ from benchmarks.emulated_network import INTERFACE, EmulatedNetwork, why_unavaila
 from benchmarks.exchange.run import HALO_SHARE, WARMUP, Rounds, build_plan, check, gradient_step, ratio
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.rows import extend_rows
+from dgl_hybrid.partition.signals import ending_signals_raise
 
 WAYS = {"collective": ("collective", extend_rows), "mixed": ("mixed", extend_rows)}
 TIMEOUT_S = 600.0
@@ -69,6 +70,7 @@ def work(ranks_per_host: int, near: float, widths: list[int], rounds: int, out: 
     dist.destroy_process_group()
 
 
+@ending_signals_raise()  # through the finally clauses, which end ranks and hosts
 def measure(args: argparse.Namespace, rate_bits_per_s: int) -> list[Any]:
     """Runs the ranks on emulated hosts, numbered host by host."""
     ranks_per_host = args.ranks_per_host

@@ -28,6 +28,7 @@ import torch.multiprocessing as mp
 from rich.table import Table
 
 from benchmarks.console import make_console
+from benchmarks.exchange.run import join_ranks
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.gloo_threads import let_others_finish
 
@@ -48,8 +49,7 @@ def hurry() -> None:
 
 def measure(rank: int, world_size: int, rendezvous: str, rounds: int, out: str) -> None:
     """One rank."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
+    join_ranks(rank, world_size, rendezvous)
     collective, memory = create_communicator(transport="collective"), create_communicator(transport="shared_memory")
     left, right = torch.randn(400, 200), torch.randn(200, 128)
 
@@ -109,7 +109,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     args = parser.parse_args(arguments)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     records: list[dict[str, Any]] = []
     for world_size in args.ranks:
         with tempfile.TemporaryDirectory(prefix="sums_") as folder:

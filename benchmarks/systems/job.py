@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
 import socket
 import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,6 +60,17 @@ class Job:
         return cls(**json.loads(text))
 
 
+@contextlib.contextmanager
+def socket_address(path: str) -> Iterator[str]:
+    """Gives an address of a socket's file that is short enough (107 bytes) in whatever temporary folder it is."""
+    folder, name = os.path.split(path)
+    descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{name}"
+    finally:
+        os.close(descriptor)
+
+
 class Link:
     """A rank's end of the line: orders come in, answers go out. When it closes, this process ends at once.
 
@@ -66,7 +79,8 @@ class Link:
 
     def __init__(self, path: str, rank: int) -> None:
         self._socket = socket.socket(socket.AF_UNIX)  # in the file system: reaches into network namespaces
-        self._socket.connect(path)
+        with socket_address(path) as address:
+            self._socket.connect(address)
         self._orders: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self._is_done = False
         self.send({"rank": rank})

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -59,6 +58,7 @@ from benchmarks.systems.results import (
 from benchmarks.systems.summary import summarise
 from benchmarks.systems.tables import CELL_HEAD, MEMORY_HEAD, cell_rows, drop_empty_columns, memory_rows
 from benchmarks.systems.team import ALLOCATORS, SystemFailure
+from dgl_hybrid.partition.signals import ending_signals_raise
 
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results.jsonl"
@@ -201,6 +201,7 @@ def measure_cells(
     return lines, skipped
 
 
+@ending_signals_raise()  # through the finally clauses, which end what was started
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse(arguments)
     results = args.results or (None if args.quick else RESULTS)
@@ -209,7 +210,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     peers = args.peers or (Path(os.environ[PEERS_VARIABLE]) if os.environ.get(PEERS_VARIABLE) else None)
     cache = args.cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgl_hybrid" / "systems"
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the finally clauses, which end what was started
     cells = accuracy.cells() if args.accuracy else choose_cells(args)
     settings = settings_of(args)
     with tqdm(total=len(cells), unit="cell", file=sys.stderr) as bar:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from benchmarks.emulated_network import INTERFACE, EmulatedNetwork
-from benchmarks.systems.job import Job
+from benchmarks.systems.job import Job, socket_address
 from dgl_hybrid.errors import LaunchError
 from dgl_hybrid.launch.cluster import ClusterFailure, ClusterJob, PartLine, run_cluster
 from dgl_hybrid.ops.cpu.memory import KEEPING_ENVIRONMENT
@@ -81,10 +81,11 @@ class Team:
             SystemFailure: One ended or did not come.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / "orders"
-        self.job = replace(self.job, socket=str(path), interface="lo" if self.network is None else INTERFACE)
+        path = str(self.folder / "orders")
+        self.job = replace(self.job, socket=path, interface="lo" if self.network is None else INTERFACE)
         with socket.socket(socket.AF_UNIX) as server:
-            server.bind(str(path))
+            with socket_address(path) as address:
+                server.bind(address)
             server.listen(self.job.world_size)
             server.settimeout(0.2)
             if self.is_cluster:

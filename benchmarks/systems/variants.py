@@ -22,6 +22,7 @@ from benchmarks.systems.grid import Cell
 from benchmarks.systems.measure import Bench, Settings
 from benchmarks.systems.results import OK, Line, describe_run
 from benchmarks.systems.team import SystemFailure
+from dgl_hybrid.partition.signals import ending_signals_raise
 
 MARK = "<!-- results: written by --write -->"
 """In the README; what follows it is replaced."""
@@ -70,6 +71,7 @@ class Comparison:
                 rows.append((result["cell"], *self.row_of(result)))
         return rows
 
+    @ending_signals_raise()  # through the finally clauses, which end what was started
     def measure(self, cells: Sequence[Cell], settings: Settings, cache: Path) -> list[Result]:
         """Measures every system on every cell. Results are checked against plain DGL before anything is timed.
 

@@ -3,7 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -18,6 +23,7 @@ from benchmarks.systems.team import SystemFailure, Team
 from tests.benchmarks.systems.measurements import (
     tiny_job,
 )
+from tests.cli.commands import wait_for
 
 
 def test_a_system_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -79,3 +85,41 @@ def test_tiny_grid_end_to_end_and_again(
     main(arguments)  # knows it again, and measures nothing
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["cells"] == result["cells"]
     assert file.read_bytes() == content
+
+
+SYSTEMS = "benchmarks.systems --model sage --layers 2 --hidden 128 --ranks 2 --system hybrid --results results.jsonl"
+
+
+@pytest.mark.parametrize(("command", "number"), [(SYSTEMS, signal.SIGTERM), ("benchmarks.overlap", signal.SIGHUP)])
+def test_a_signal_ends_what_was_started(command: str, number: signal.Signals, tmp_path: Path) -> None:
+    """And removes its folders: sockets, reports and partitions of hours of a grid."""
+    root, temporary = Path(__file__).parents[3], tmp_path / ("temporary" * 12)  # addresses of sockets have 107 bytes
+    temporary.mkdir()
+    words = [*command.split(), "--graph", "powerlaw", "--scale", "0.01", "--network", "loopback", "--cache", "cache"]
+    with subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(root), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # whoever runs the tests under nohup
+    ) as process:
+        ranks: list[psutil.Process] = []
+
+        def have_begun() -> bool:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if "benchmarks.systems.worker" in child.cmdline() and child not in ranks:
+                        ranks.append(child)
+            return bool(ranks) or process.poll() is not None
+
+        wait_for(have_begun, "a rank")
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=120.0)
+    assert process.returncode == 128 + number, errors
+    assert "Traceback" not in errors
+    psutil.wait_procs(ranks, timeout=30.0)
+    assert ranks
+    assert not any(rank.is_running() for rank in ranks), "a rank was left behind"
+    assert list(temporary.iterdir()) == []

@@ -15,20 +15,17 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.table import Table
 
 import dgl_hybrid
 from benchmarks.console import make_console
-from benchmarks.exchange.run import join_ranks
-from benchmarks.systems.graphs import SHAPES, GraphError, PreparedGraph, prepare
+from benchmarks.exchange.ranks import Records, measure_by_ranks
+from benchmarks.systems.graphs import SHAPES, GraphError, prepare
 from dgl_hybrid.exchange.closure import LayerStructure, close_levels, settle_seeds
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.partial_sums import MIN_SAVING, build_partial_sums
@@ -41,15 +38,7 @@ RESULTS = Path(__file__).with_name("rows_saved.jsonl")
 GRAPHS = ("products", "reddit", "powerlaw", "debian-deps")
 
 
-def measure(rank: int, world_size: int, rendezvous: str, part_config: str, num_layers: int, out: str) -> None:
-    join_ranks(rank, world_size, rendezvous)
-    records = measure_layers(part_config, num_layers)
-    if rank == 0:
-        Path(out).write_text("\n".join(json.dumps(record) for record in records) + "\n", "utf-8")
-    dist.destroy_process_group()
-
-
-def measure_layers(part_config: str, num_layers: int) -> list[dict[str, Any]]:
+def measure_layers(part_config: str, num_layers: int) -> Records:
     """Builds every layer's cover, checks it, and counts. Collective; the same on every rank."""
     g = PartitionedGraph.open(part_config)
     seeds, num_borrowed = settle_seeds(g.communicator, g.nodes, g.owned_nodes("train_mask"))
@@ -95,15 +84,6 @@ def check(communicator: Communicator, structure: LayerStructure, part: RowsPart,
     assert torch.equal(split, spmm(graph, extended))
 
 
-def measure_graph(graph: PreparedGraph, world_size: int, num_layers: int) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder:
-        out = f"{folder}/records"
-        mp.spawn(  # type: ignore[no-untyped-call]
-            measure, (world_size, f"{folder}/rendezvous", graph.part_config, num_layers, out), nprocs=world_size
-        )
-        return [json.loads(line) for line in Path(out).read_text("utf-8").splitlines()]
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.exchange.rows_saved")
     parser.add_argument("--quick", action="store_true", help="products alone, a tenth of it, 2 ranks")
@@ -139,7 +119,8 @@ def main(argv: list[str] | None = None) -> None:
                 "versions": {"dgl_hybrid": dgl_hybrid.__version__, "torch": torch.__version__},
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
-            records += [common | record for record in measure_graph(graph, world_size, args.layers)]
+            found = measure_by_ranks(measure_layers, world_size, graph.part_config, args.layers)
+            records += [common | record for record in found]
     make_console(to_stderr=args.json).print(table_of(records))
     if args.write:
         with RESULTS.open("a", encoding="utf-8") as file:

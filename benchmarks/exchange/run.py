@@ -16,23 +16,20 @@ import json
 import os
 import resource
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.table import Table
 from torch import Tensor
 
 import dgl_hybrid
 from benchmarks.console import make_console
 from benchmarks.exchange import fresh_rows
+from benchmarks.exchange.ranks import Records, measure_by_ranks
 from benchmarks.systems.results import spread
 from dgl_hybrid.exchange.communicator import Communicator
 from dgl_hybrid.exchange.connect import create_communicator
@@ -133,20 +130,13 @@ def check(
         assert torch.equal(grad, results[0][1])
 
 
-def join_ranks(rank: int, world_size: int, rendezvous: str) -> None:
-    """Begins a rank of this host, of one thread."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world_size)
-
-
-def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], rounds: int, out: str) -> None:
-    join_ranks(rank, world_size, rendezvous)
+def measure(widths: Sequence[int], rounds: int) -> Records:
+    """One rank. Collective."""
     communicators = {name: create_communicator(transport=name) for name in ("collective", "shared_memory")}
     common = communicators["collective"]
     plan, ownership = build_plan(common)
     check(plan, ownership, communicators, WAYS)
-    records: list[dict[str, Any]] = []
+    records: Records = []
     for width in widths:
         x, gradient = torch.randn(plan.num_rows, width), torch.randn(plan.num_rows + plan.num_received, width)
         packed, returned = x.index_select(0, plan.send_index), gradient[plan.num_rows :]
@@ -164,7 +154,7 @@ def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], roun
         records.append(
             {
                 "bench": "exchange",
-                "world_size": world_size,
+                "world_size": common.world_size,
                 "width": width,
                 "dtype": "float32",
                 "unit": "ms",
@@ -183,9 +173,7 @@ def measure(rank: int, world_size: int, rendezvous: str, widths: list[int], roun
                 "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             }
         )
-    if rank == 0:
-        Path(out).write_text("\n".join(json.dumps(record) for record in records) + "\n", "utf-8")
-    dist.destroy_process_group()
+    return records
 
 
 def move_both_ways(communicator: Communicator, packed: Tensor, returned: Tensor, plan: ExchangePlan) -> None:
@@ -217,14 +205,9 @@ def main() -> None:
     worlds, rounds = ([2, 3], 7) if args.quick else ([2, 3, 4], 25)
     worlds = args.ranks or worlds
     widths = [16, 64, 256]
-    records = []
+    records: Records = []
     for world_size in worlds:
-        with tempfile.TemporaryDirectory() as folder:
-            out = f"{folder}/records"
-            mp.spawn(  # type: ignore[no-untyped-call]
-                measure, (world_size, f"{folder}/rendezvous", widths, rounds, out), nprocs=world_size
-            )
-            records += [json.loads(line) for line in Path(out).read_text("utf-8").splitlines()]
+        records += measure_by_ranks(measure, world_size, widths, rounds)
     table = Table(
         "ranks", "width", *WAYS, "faster", "by buffers", "by transport", "CPU less", "pages faulted", "of bare"
     )

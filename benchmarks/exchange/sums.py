@@ -16,19 +16,16 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.table import Table
 
 from benchmarks.console import make_console
-from benchmarks.exchange.run import join_ranks
+from benchmarks.exchange.ranks import Records, measure_by_ranks
 from dgl_hybrid.exchange.connect import create_communicator
 from dgl_hybrid.exchange.gloo_threads import let_others_finish
 
@@ -47,9 +44,8 @@ def hurry() -> None:
             os.sched_setscheduler(int(task.name), os.SCHED_OTHER, os.sched_param(0))
 
 
-def measure(rank: int, world_size: int, rendezvous: str, rounds: int, out: str) -> None:
-    """One rank."""
-    join_ranks(rank, world_size, rendezvous)
+def measure(rounds: int) -> Records:
+    """One rank. Collective."""
     collective, memory = create_communicator(transport="collective"), create_communicator(transport="shared_memory")
     left, right = torch.randn(400, 200), torch.randn(200, 128)
 
@@ -57,13 +53,15 @@ def measure(rank: int, world_size: int, rendezvous: str, rounds: int, out: str) 
         for _ in range(20):
             torch.mm(left, right)
 
-    records = []
+    records: Records = []
     for num_bytes in (0, *SUM_BYTES):
         values = torch.randint(-9, 9, (num_bytes // 4,)).float()
 
         def share(way: str, values: torch.Tensor = values) -> Any:
             communicator = memory if way == MEMORY else collective
-            return communicator.sum_(values.clone()) if len(values) else communicator.gather_ints([rank, 7])
+            return (
+                communicator.sum_(values.clone()) if len(values) else communicator.gather_ints([communicator.rank, 7])
+            )
 
         found = [share(way) for way in WAYS]
         assert all(torch.equal(one, found[0]) if len(values) else one == found[0] for one in found)
@@ -83,14 +81,12 @@ def measure(rank: int, world_size: int, rendezvous: str, rounds: int, out: str) 
         }
         records.append(
             {
-                "ranks": world_size,
+                "ranks": memory.world_size,
                 "what": f"sum of {num_bytes // 1000} KB" if num_bytes else "gather of 1 KB",
                 **{way: statistics.median(times) for way, times in cost_ms.items()},
             }
         )
-    if rank == 0:
-        Path(out).write_text(json.dumps(records), encoding="utf-8")
-    dist.destroy_process_group()
+    return records
 
 
 def time_steps(step: Callable[[], object], barrier: Callable[[], None]) -> float:
@@ -109,14 +105,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     args = parser.parse_args(arguments)
-    records: list[dict[str, Any]] = []
+    records: Records = []
     for world_size in args.ranks:
-        with tempfile.TemporaryDirectory(prefix="sums_") as folder:
-            out = f"{folder}/records.json"
-            mp.spawn(  # type: ignore[no-untyped-call]
-                measure, (world_size, f"{folder}/rendezvous", args.rounds, out), nprocs=world_size
-            )
-            records += json.loads(Path(out).read_text(encoding="utf-8"))
+        records += measure_by_ranks(measure, world_size, args.rounds)
     table = Table("ranks", "what", *(f"{way}, ms" for way in WAYS), title="What a step takes beside its work")
     for record in records:
         table.add_row(str(record["ranks"]), record["what"], *(f"{record[way]:.2f}" for way in WAYS))

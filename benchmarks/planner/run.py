@@ -28,6 +28,7 @@ from safetensors.numpy import load_file, save_file
 
 from benchmarks.console import make_console
 from benchmarks.planner.parts import GeneratedGraph, build_problem
+from dgl_hybrid.partition.signals import ending_signals_raise
 from dgl_hybrid.planner import PlannerConfig, PlanProblem, cost_model, propose_plans, synthetic_trace, uniform_topology
 from dgl_hybrid.planner.bound import lower_bound
 from dgl_hybrid.planner.greedy import Prices
@@ -40,6 +41,7 @@ WIDTHS = {1: [128, 47], 2: [100, 128, 47], 3: [100, 128, 128, 47]}
 _SCALARS = ("rank", "world_size", "num_layers")
 
 
+@ending_signals_raise()  # through the finally clauses, which end what was started
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vertices", type=float, default=1e7)

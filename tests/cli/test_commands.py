@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dgl_hybrid.launch.machines import find_free_ports
 from tests.cli.commands import SMALL, TIMEOUT_S, command, environment, rank_processes, run_command, wait_for
 
 TRAIN = ("--model", "sage", "--num-layers", "3", "--hidden", "8", "--epochs", "3", "--dtype", "float64")
@@ -154,9 +154,7 @@ def test_results_that_cannot_be_kept_end_all_ranks_of_torchrun(partition: Path, 
     """Rank 0 found it out by itself, and ranks on other hosts waited for it in `init_process_group`."""
     out = folder / "a_file"
     out.touch()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = find_free_ports("127.0.0.1")
     # As torchrun starts them, which would end the other ranks of its own host.
     meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     ranks = [
